@@ -123,7 +123,7 @@ def empty_compiler() -> Iterator[None]:
 def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches and forecasts of this process go by published formulas, and carry nothing out."""
     from pangu.planning import program, search
-    from tests.formulas import Formulas, FormulaTraces
+    from tests.formulas import FormulaTraces, as_planned
 
     monkeypatch.setattr(program, "Traces", FormulaTraces)
-    monkeypatch.setattr(search, "Program", Formulas)
+    monkeypatch.setattr(search, "carried_out", as_planned)

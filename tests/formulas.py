@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from benchmarks.planner_accuracy.published import (
     MEGATRON_2021,
@@ -21,11 +21,8 @@ from pangu.dryrun.traces import Request, _content
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.pipeline.actions import MESSAGES
 from pangu.pipeline.spans import Mark, Segment, Span, SpanKey, Trace, UpdateTrace, Work, module_kinds
-from pangu.planning.layout_work import Plan, System, assemble, state_bytes
-from pangu.planning.layout_work import Shape as OldShape
-from pangu.planning.passing import Chunk, Stored
-from pangu.planning.program import Program
-from pangu.planning.workload import ModuleWork, Workload
+from pangu.planning.cost import memory_of
+from pangu.planning.search import Candidate, Space
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 
@@ -40,17 +37,20 @@ class FormulaTraces:
 
     note_progress: Callable[[], None] = lambda: None
     """Never called: formulas need no dry runs."""
+    _spans: dict[tuple[Setup, bool, bool], dict[SpanKey, Span | None]] = field(default_factory=dict)
 
     def measure(self, requests: Collection[Request]) -> None:
         """Formulas need no measuring."""
 
     def of(self, request: Request) -> Trace:
         """Return the trace of some chunks."""
-        config, names = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
-        setup, gradients = _setup(config), _gradients(config, "embedding" in names, "head" in names)
+        setup, names = _setup(request.config), {kind.split()[0] for chunk in request.chunks for kind in chunk}
+        ends = "embedding" in names, "head" in names
+        gradients = _gradients(replace(request.config, cluster=None), *ends)
+        spans = self._spans.setdefault((setup, *ends), {})
         keys = {key for chunk in request.chunks for key in request.keys(chunk)}
         keys |= {SpanKey("", chunk[0], kind, chunk[-1]) for chunk in request.chunks for kind in MESSAGES}
-        spans = {key: _span(setup, key, gradients.get(_content(key.module), ())) for key in keys}
+        spans |= {key: _span(setup, key, gradients.get(_content(key.module), ())) for key in keys - spans.keys()}
         return Trace(spans, Span(), Span(), Span(), ADAM)
 
 
@@ -119,61 +119,8 @@ def _work(setup: Setup, action: str, module: Module) -> Work:
     )
 
 
-MEGATRON = System(2, spare_bytes=4)
-"""Megatron-LM of 2021, as `MEGATRON_2021`."""
-
-
-def describe(shape: OldShape, plan: Plan) -> Workload:
-    """The step of a layout by Megatron-LM."""
-    zero = 3 if plan.zero == 3 else 0
-    layout = Layout(plan.tensor, data=plan.data, zero=zero, sequence=plan.sequence, context=plan.context)
-    model = Shape(*shape[: len(Shape._fields)])  # type: ignore[arg-type]
-    setup = Setup(model, MEGATRON_2021, layout, plan.recompute, plan.micro_size, 1, "1f1b", (shape.layers,))
-    modules = _modules(setup)
-    if plan.recomputed:
-        modules = {**modules, "recomputed": _modules(setup._replace(recompute="full"))["layer"]}
-    return assemble(shape, MEGATRON, plan, modules)
-
-
-@lru_cache(maxsize=100_000)
-def _modules(setup: Setup) -> dict[str, ModuleWork]:
-    return {
-        "embedding": _counted(embedding_work(setup)),
-        "layer": _counted(layer_work(setup)),
-        "head": _counted(head_work(setup)),
-    }
-
-
-def _counted(module: Module) -> ModuleWork:
-    forward, recompute, backward_input, backward_weight = module.passes
-    return ModuleWork(
-        forward, backward_input, backward_weight, recompute, module.saved_bytes, parameters=module.parameters
-    )
-
-
-@dataclass
-class Formulas:
-    """Megatron-LM in the place of this program."""
-
-    config: RunConfig
-    exact: bool = True
-    """They know all numbers of ranks."""
-    note_progress: Callable[[], None] = lambda: None
-    """Never called: formulas need no dry runs."""
-    system = MEGATRON
-
-    @cached_property
-    def shape(self) -> OldShape:
-        """Of the model."""
-        return Program(self.config).shape
-
-    def prepare(self, plans: Iterable[Plan]) -> None:
-        """Formulas need no preparing."""
-
-    def describe(self, plan: Plan) -> Workload:
-        """The step of a layout."""
-        return describe(self.shape, plan)
-
-    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Sequence[Chunk]) -> Stored:
-        """Bytes that last."""
-        return Stored(state_bytes(self.system, plan, numbers))
+def as_planned(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield layouts as `pangu.planning.search.carried_out` does, as if dry runs had found what is planned."""
+    for one in tried:
+        memory = tuple(memory_of(space.program.describe(one.plan), space.cluster))
+        yield one._replace(memory=memory, measured=max(stage.total for stage in memory))

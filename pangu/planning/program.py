@@ -322,6 +322,6 @@ def _stage_actions(schedule: Schedule) -> list[StageActions]:
     for chunk, stage in enumerate(schedule.stage_of):
         chunks[stage].append(chunk)
     return [
-        StageActions.of(actions, of_stage, schedule.micro_batches)
+        StageActions.of(actions, of_stage, schedule.micro_batches, schedule.stages)
         for actions, of_stage in zip(schedule.actions, chunks, strict=True)
     ]

@@ -164,7 +164,7 @@ class StepRun(NamedTuple):
     micro_batches: int
     """Those of the actions."""
     more: int
-    """Further ones, which are like the middle one."""
+    """Further ones, which are like those of the middle round."""
     message: tuple[int, ...]
     """Bytes of the tensors that a chunk hands to the next one."""
     sizes: Mapping[str, int]
@@ -179,18 +179,23 @@ class StageActions(NamedTuple):
     order: tuple[int, ...]
     """Which of them follow each other."""
     middle: tuple[int, ...]
-    """Places in `order` of the middle micro-batch, which stands for all that are alike."""
+    """Places in `order` of the middle round, which stands for all that are alike."""
+    period: int
+    """Micro-batches of a round, in which schedules repeat: as many as there are stages."""
 
     @classmethod
-    def of(cls, actions: Sequence[Action], chunks: Sequence[int], micro_batches: int) -> StageActions:
+    def of(cls, actions: Sequence[Action], chunks: Sequence[int], micro_batches: int, stages: int) -> StageActions:
         """Return those of a stage that has these chunks."""
         numbers: dict[Action, int] = {}
         order = [
             numbers.setdefault(action._replace(chunk=chunks.index(action.chunk), micro=None), len(numbers))
             for action in actions
         ]
-        middle = [place for place, action in enumerate(actions) if action.micro == (micro_batches - 1) // 2]
-        return cls(tuple(numbers), tuple(order), tuple(middle))
+        period = min(stages, micro_batches)
+        first = (micro_batches - period) // 2
+        micros = range(first, first + period)
+        middle = [place for place, action in enumerate(actions) if action.micro in micros]
+        return cls(tuple(numbers), tuple(order), tuple(middle), period)
 
 
 class StageProgram:
@@ -231,16 +236,17 @@ class StageProgram:
         meter.note(working, "the update")
         often = Counter(map(id, [*passes, last]))
         counts = {id(one): (one, often[id(one)]) for one in (*passes, last)}
-        messages = Counter(stage.order)
-        steady: dict[tuple[Kind, int], Pass] = {}
-        left = self.trace.move.end
+        messages, rounds = Counter(stage.order), run.more // stage.period
+        steady: dict[tuple[Kind, int], Counter[int]] = {}
+        left = rounds * stage.period * self.trace.move.end
         for place in stage.middle:
             action, one = stage.distinct[stage.order[place]], passes[place]
-            counts[id(one)] = one, counts[id(one)][1] + run.more
-            messages[stage.order[place]] += run.more
-            left += sum(one.change)
+            counts[id(one)] = one, counts[id(one)][1] + rounds
+            messages[stage.order[place]] += rounds
+            left += rounds * sum(one.change)
             if action.kind not in MESSAGES:
-                steady[action.kind, action.chunk] = one
+                steady.setdefault((action.kind, action.chunk), Counter())[id(one)] += 1
+        most = {key: counts[of_key.most_common(1)[0][0]][0] for key, of_key in steady.items()}
         sent: Counter[Collective] = Counter(each for each in self._ending() if run.sizes[each.axis] > 1)
         besides = sent.copy()
         for number, action in enumerate(stage.distinct):
@@ -252,13 +258,12 @@ class StageProgram:
                 sent[each] += count
             for each in (each for span in one.spans for each in span.work.collectives):
                 sent[each] += count
-        for one in steady.values():
+        for one in most.values():
             for each in one.collectives:
                 besides[each] -= run.micro_batches + run.more
         channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
         axes = {each.axis for each, count in sent.items() if count and not is_message(each)}
         axes |= {each.axis for buffers in self.buffers for each in buffers.gathers}  # once, of frozen weights
-        left *= run.more
         kinds = dict(zip(KINDS, meter.kinds, strict=True))
         kinds["activations"] += left - self._lasting
         return StageLedger(
@@ -268,7 +273,7 @@ class StageProgram:
             meter.place,
             sent,
             len(axes) + len(channels),
-            steady,
+            most,
             besides,
             update,
             host_update_bytes,

@@ -1,0 +1,45 @@
+"""Ledgers of steps: few micro-batches tell of all."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.schedule import make_schedule
+from pangu.planning import program
+from pangu.planning.cluster import load_cluster
+from pangu.planning.cost import step_time
+from pangu.planning.plan import Plan
+from pangu.planning.program import Program
+from tests.configs import config
+from tests.spawn import repository
+
+pytestmark = pytest.mark.usefixtures("formulas")
+A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
+CONFIG = config("+config=pangu_2_6b", "model.layers=8")
+
+
+def plan_of(schedule: str, zero: int, micro_batches: int) -> Plan:
+    """A layout of four stages."""
+    virtual = SCHEDULES[schedule].virtual[0]
+    layers = (8 // (4 * virtual),) * (4 * virtual)
+    return Plan(1, 4, virtual, 2, 1, zero, False, "none", 1, micro_batches, schedule, layers)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize(("zero", "micro_batches"), product((1, 3), (24, 37)))
+def test_few_micro_batches_tell_of_all(
+    schedule: str, zero: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(schedule, zero, micro_batches)
+    short = Program(CONFIG).describe(plan)
+    monkeypatch.setattr(program, "_schedule", make_schedule)
+    whole = Program(CONFIG).describe(plan)
+    assert whole.message == short.message
+    for stage, other in zip(whole.stages, short.stages, strict=True):
+        assert (stage.peak, stage.lasting) == (other.peak, other.lasting)
+        assert stage.kinds == pytest.approx(other.kinds, rel=1e-3)
+        assert (stage.collectives, stage.groups, stage.update) == (other.collectives, other.groups, other.update)
+    assert step_time(whole, plan, A100).total == pytest.approx(step_time(short, plan, A100).total, rel=1e-9)
