@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner_accuracy.measurements import load_clusters
+from benchmarks.planner_accuracy.published import MEGATRON_2021, Setup, Shape, layer_work
 from pangu.config.cluster import ClusterConfig
-from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import (
@@ -19,17 +19,15 @@ from pangu.planning.cost import (
     phase_seconds,
     step_time,
 )
-from pangu.planning.layout_work import Plan, Shape
-from pangu.planning.memory import most_held
-from pangu.planning.pipeline_time import Pipeline
+from pangu.planning.plan import Plan
+from pangu.planning.program import Program, StepLedger
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
-from tests.formulas import describe
+from tests.configs import config
 from tests.spawn import repository
 
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 GPT_22B = Shape(48, 6144, 64, 64, 24576, 51200, 2048)
-PLAN = Plan(8, 1, 1, 1, 1, 0, False, "none", 4, 1, "1f1b")
 
 
 def perfect() -> ClusterConfig:
@@ -68,10 +66,10 @@ def test_a_ring_sends_its_share(kind: str, times: int) -> None:
 def test_groups_share_the_interfaces_of_a_node() -> None:
     groups = groups_of(Layout(tensor=4, data=8, pipeline=2, zero=1), node=8)
     assert groups["tensor"] == (4, 4)
-    assert groups["data"] == (8, 2)
+    assert groups["replicas"] == (8, 2)
     assert groups["pipeline"] == (2, 1)
     wide, narrow = (
-        collective_seconds(Collective("all_reduce", "data", 8e9), Group(8, inside), A100) for inside in (2, 1)
+        collective_seconds(Collective("all_reduce", "replicas", 8e9), Group(8, inside), A100) for inside in (2, 1)
     )
     assert narrow == pytest.approx(2 * wide, rel=0.01)
 
@@ -88,10 +86,10 @@ def test_groups_share_the_interfaces_of_a_node() -> None:
 def test_groups_are_those_of_the_layout(layout: Layout) -> None:
     """Sizes, and how many of a group's ranks are on the first one's node of 8."""
     groups, experts = groups_of(layout, node=8), ExpertLayout(layout)
-    names = {"replicas": "data", "gather": "shard", "expert_replicas": "expert_data", "expert_gather": "expert_shard"}
     for axis in ("tensor", "context", "pipeline", "replicas", "shard", "gather", "copies", *GROUPS):
         ranks = (experts if axis in GROUPS else layout).peers(0, axis)
-        assert groups[names.get(axis, axis)] == (len(ranks), sum(rank < 8 for rank in ranks)), axis  # type: ignore[index]
+        assert groups[axis] == (len(ranks), sum(rank < 8 for rank in ranks)), axis  # type: ignore[index]
+    assert groups["world"] == (layout.world, min(layout.world, 8))
 
 
 def test_an_all_to_all_leaves_the_node_from_each_device() -> None:
@@ -117,42 +115,51 @@ def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> N
     assert microseconds("send", Group(2, 1)) == pytest.approx(between)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
-)
-def test_activations_in_flight_are_what_the_simulator_finds(schedule: str, virtual: int) -> None:
-    schedule_ = make_schedule(schedule, 4, virtual, 8)
-    peaks = schedule_.peak_live(0.0 if schedule == "zb_h1" else 1.0)
-    pipeline = Pipeline(schedule, 4, virtual, 8)
-    assert [max(sum(one.forwards) for one in held) for held in most_held(pipeline)] == pytest.approx(peaks)
+def described(plan: Plan) -> StepLedger:
+    """The step of a model of 13B."""
+    return Program(config("+config=pangu_13b")).describe(plan)
 
 
+@pytest.mark.usefixtures("formulas")
 def test_terms_add_up_and_more_links_help() -> None:
-    plan = Plan(8, 2, 1, 4, 1, 1, False, "full", 1, 16, "1f1b")
-    workload = describe(GPT_22B, plan)
-    time = step_time(workload, plan.steps, plan.layout, A100)
+    plan = Plan(8, 2, 1, 4, 1, 1, False, "full", 1, 16, "1f1b", (20, 20))
+    ledger = described(plan)
+    time = step_time(ledger, plan, A100)
     assert time.total == pytest.approx(sum(vars(time).values()))
     assert min(vars(time).values()) >= 0
     faster = replace(A100, inside=replace(A100.inside, gb_s=460.0))
-    assert step_time(workload, plan.steps, plan.layout, faster).tensor < time.tensor
+    assert step_time(ledger, plan, faster).tensor < time.tensor
+
+
+@pytest.mark.usefixtures("formulas")
+@pytest.mark.parametrize("micro_batches", [1, 3, 40])
+def test_a_step_computes_the_matmuls_of_all_its_micro_batches(micro_batches: int) -> None:
+    """Where nothing else takes time; the vocabulary has full tiles."""
+    where = replace(perfect(), launch_us=0.0, step_us=0.0)
+    where = replace(where, memory=replace(where.memory, gb_s=1e12))
+    plan = Plan(1, 1, 1, 1, 1, 0, False, "none", 2, micro_batches, "1f1b", (40,))
+    flops = Shape(40, 5120, 40, 40, 20480, 40064, 1024).flops(2 * micro_batches)
+    time = step_time(described(plan), plan, where)
+    assert time.compute == pytest.approx(flops / 312e12, rel=1e-3)
+    assert time.total == pytest.approx(time.compute, rel=1e-3)
 
 
 def test_a_host_computes_after_it_has_started_a_kernel() -> None:
-    work = describe(GPT_22B, PLAN).modules["layer"].forward
-    groups = groups_of(PLAN.layout, 8)
-    slow = replace(A100, launch_us=100.0)
+    layout = Layout(8)
+    work = layer_work(Setup(GPT_22B, MEGATRON_2021, layout, "none", 4, 1, "1f1b", (48,))).passes[0]
+    groups, slow = groups_of(layout, 8), replace(A100, launch_us=100.0)
     starting = work.launches * 100e-6
     computing = phase_seconds(work, groups, replace(slow, launch_us=0.0)).compute
     assert phase_seconds(work, groups, slow).compute == max(starting, computing)
     assert phase_seconds(work, groups, replace(slow, queued=False)).compute == pytest.approx(starting + computing)
 
 
+@pytest.mark.usefixtures("formulas")
 def test_processes_that_share_cores_leave_none_idle() -> None:
     host = replace(A100, alone=2.0)
     for micro_batches, share in ((1, 2.0), (64, 1.0)):  # one stage at a time; nearly always all
-        plan = Plan(1, 4, 1, 1, 1, 0, False, "none", 1, micro_batches, "1f1b")
-        workload = describe(GPT_22B, plan)
-        alone, shared = (step_time(workload, plan.steps, plan.layout, cluster) for cluster in (A100, host))
+        plan = Plan(1, 4, 1, 1, 1, 0, False, "none", 1, micro_batches, "1f1b", (10,) * 4)
+        alone, shared = (step_time(described(plan), plan, cluster) for cluster in (A100, host))
         assert alone.total - alone.update == pytest.approx((shared.total - shared.update) * share, rel=0.1)
         assert min(vars(shared).values()) >= 0
 

@@ -1,0 +1,73 @@
+"""Lower bounds of the search, with measured modules: no layout is faster, and none needs less memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from pangu.planning.bounds import Bounds
+from pangu.planning.cluster import load_cluster
+from pangu.planning.cost import memory_of
+from pangu.planning.plan import Plan
+from pangu.planning.search import OFFLOADED, Space, enumerate_plans, offloaded, problem_of, space_of, time_of
+from tests.configs import config
+from tests.spawn import repository
+
+pytestmark = pytest.mark.usefixtures("commands_share_it", "session_cache")
+A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
+SMALL = (
+    *("model=pangu_quickstart", "data=synthetic", "model.hidden=256", "model.sequence=128", "model.layers=8"),
+    *("model.heads=4", "precision=bf16", "validation.every=0"),
+)
+
+
+def assert_bounded(where: Space, plans: Iterable[Plan]) -> None:
+    """Each layout takes and needs at least as much as its bounds say."""
+    bounds = Bounds(where.program, where.cluster)
+    for plan in plans:
+        assert bounds.gib(plan) <= max(stage.total for stage in memory_of(where.program.describe(plan), where.cluster))
+        assert 0 < bounds.seconds(plan) <= time_of(where, plan).total, plan
+        assert not problem_of(where, plan)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_no_bound_is_above_the_time_on_slow_links(schedule: str) -> None:
+    """ZeRO-3 sends once what other schedules send for each micro-batch."""
+    cluster = replace(A100, devices=8, node=1, between=replace(A100.between, gb_s=0.1))
+    given = {"micro_size": 1, "tensor": 1, "recompute": "none", "schedule": schedule}
+    where = space_of(config(*SMALL, "batch.global_size=64"), cluster, given)
+    plans = [plan for plan in enumerate_plans(where, Counter()) if plan.zero == 3]
+    assert plans
+    assert_bounded(where, plans)
+
+
+@pytest.mark.parametrize("recompute", ["none", 2])
+def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host(recompute: str | int) -> None:
+    cluster = replace(A100, devices=4, host_gb_s=2.0)
+    given = {"micro_size": 1, "tensor": 1, "recompute": recompute}
+    where = space_of(config(*SMALL, "batch.global_size=16"), cluster, given)
+    plans = list(enumerate_plans(where, Counter()))[::4]
+    for plan in plans:
+        plans += offloaded(where, plan)
+    assert {plan.offload for plan in plans} == {
+        tuple(part for part, number in zip(OFFLOADED, bits, strict=True) if number)
+        for bits in product((0, 1), repeat=3)
+    }
+    assert_bounded(where, plans)
+
+
+@pytest.mark.parametrize("fixed", [{"recompute": "none"}, {"recompute": 1, "zero": 1, "schedule": "1f1b"}])
+def test_no_bound_is_above_what_a_layout_of_experts_takes_and_needs(fixed: dict[str, Any]) -> None:
+    """Layers of both kinds, on all numbers of ranks, over slow links."""
+    keys = ("model.kind=gpt", "model.experts=2", "model.dense_layers=2", "model.expert_every=2", "model.layers=7")
+    cluster = replace(A100, devices=8, node=4, between=replace(A100.between, gb_s=1.0))
+    given = {"micro_size": 1, "tensor": 2, "sequence": True, **fixed}
+    where = space_of(config(*SMALL, "batch.global_size=16", *keys), cluster, given)
+    plans = list(enumerate_plans(where, Counter()))
+    assert {(plan.expert, plan.expert_tensor) for plan in plans} == {(1, 0), (2, 0), (1, 1), (2, 1)}
+    assert_bounded(where, plans[::3])
