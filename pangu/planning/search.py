@@ -153,9 +153,10 @@ def search(space: Space, top: int = 10) -> SearchResult:
     number, costed, worst = len(waiting), list[Candidate](), math.inf
     while waiting and waiting[0][0] <= worst:
         _, _, plan = heappop(waiting)
-        if not space.program.is_prepared(plan):  # activations in host memory, measured once they are needed
+        may_fit = bounds.gib(plan) <= space.cluster.memory.gib
+        if may_fit and not space.program.is_prepared(plan):  # with activations in host memory, once they are needed
             space.program.prepare(other._replace(offload=plan.offload) for other in plans if not other.recomputes)
-        one = _candidate(space, bounds, plan)
+        one = _candidate(space, plan) if may_fit else None
         if one is None:
             refused[TOO_LARGE] += 1
             for other in offloaded(space, plan):
@@ -169,7 +170,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
     tried = min(top, CUT)
     for field, values in (("context_kind", KINDS), ("chunks", CHUNKS)):
         if field not in space.fixed:
-            costed[:tried] = _refined(space, bounds, costed[:tried], field, values)
+            costed[:tried] = _refined(space, costed[:tried], field, values)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
     return SearchResult(confirmed[:top], front_of(confirmed), refused, len(plans), len(costed))
@@ -207,16 +208,14 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
         yield one._replace(memory=tuple(stages), measured=needed)
 
 
-def _refined(
-    space: Space, bounds: Bounds, best: Sequence[Candidate], field: str, values: Sequence[Any]
-) -> Iterator[Candidate]:
+def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequence[Any]) -> Iterator[Candidate]:
     """Layouts with the one of some values of a field that is fastest. It is chosen for the best alone: it changes
     little else, and each value is counted apart."""
     others = {one.plan: [one.plan._replace(**{field: value}) for value in values] for one in best}
     legal = {plan: [other for other in others[plan] if not problem_of(space, other)] for plan in others}
     space.program.prepare(other for plans in legal.values() for other in plans)
     for one in best:
-        tried = (_candidate(space, bounds, plan) for plan in legal[one.plan])
+        tried = (_candidate(space, plan) for plan in legal[one.plan])
         yield min((one, *filter(None, tried)), key=_preference)
 
 
@@ -235,14 +234,11 @@ def _can_wait(part: str, plan: Plan) -> bool:
     return max(plan.layers) > 1 if part == "activations" else can_offload(part, plan.zero)
 
 
-def _candidate(space: Space, bounds: Bounds, plan: Plan) -> Candidate | None:
+def _candidate(space: Space, plan: Plan) -> Candidate | None:
     """A layout with its time and memory; None if it is too large."""
-    room = space.cluster.memory.gib
-    if bounds.gib(plan) > room:
-        return None
     ledger = space.program.describe(plan, every=False)
     memory = tuple(memory_of(ledger, space.cluster))
-    if max(stage.total for stage in memory) > room:
+    if max(stage.total for stage in memory) > space.cluster.memory.gib:
         return None
     return Candidate(plan, step_time(ledger, plan, space.cluster), memory)
 
