@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
 from pangu.pipeline.actions import Kind
-from pangu.pipeline.orders import Order, reduces_each
+from pangu.pipeline.orders import SCHEDULES, Order, reduces_each
 
 _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
 """As `Held.part`."""
@@ -37,6 +38,22 @@ class Held(NamedTuple):
         """Whether a head may have made gradients in forward, in the last chunk, to which backward has not come."""
         came = self.part == 1 and self.chunk == len(self.forwards) - 1
         return self.forwards[-1] > 0 and bool(self.summed) and not (self.summed[-1] or came)
+
+
+@lru_cache(maxsize=10_000)
+def most_held(name: str, stages: int, virtual: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Return the most micro-batches of each stage whose backward, and whose gradients of weights, are to come."""
+    return [_most(order) for order in SCHEDULES[name].order(stages, virtual, micro_batches)]
+
+
+def _most(order: Order) -> tuple[int, int]:
+    forwards = inputs = 0
+    most = (0, 0)
+    for kind, _, _ in order:
+        forwards += 1 if kind is Kind.FORWARD else -(kind is not Kind.BACKWARD_WEIGHT)
+        inputs += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
+        most = max(most[0], forwards), max(most[1], inputs)
+    return most
 
 
 def held_in(order: Order, schedule: str) -> list[Held]:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 from pangu.config.cluster import ClusterConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
-from pangu.pipeline.orders import splits_backward
+from pangu.pipeline.held import most_held
+from pangu.pipeline.orders import reduces_each, splits_backward
 from pangu.pipeline.spans import END, START, Matmul, Trace, Work
+from pangu.pipeline.stages import shards_sums
 from pangu.planning.cost import computing_seconds, matmul_seconds
 from pangu.planning.plan import Plan
-from pangu.planning.program import Part, Program, Way, held_in, schedule_of
+from pangu.planning.program import Part, Program, Way, shortest
 from pangu.planning.stage_ledger import Formats
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding, buffer_table
@@ -128,14 +130,15 @@ class Bounds:
 
     def gib(self, plan: Plan) -> float:
         """GiB of the stage that needs most: states, with activations in flight or the sums of gradients."""
-        schedule, cut, most = schedule_of(plan), self._program.cut(plan), 0.0
-        forwards = [0] * len(cut.distinct)
-        for place, (held, _) in zip(cut.alike, held_in(schedule), strict=True):
+        cut, most, forwards = self._program.cut(plan), 0.0, Counter[int]()
+        held_by = most_held(plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
+        sums_last = not (shards_sums(plan.layout) and reduces_each(plan.schedule))
+        for place, (held, _) in zip(cut.alike, held_by, strict=True):
             forwards[place] = max(forwards[place], held)
-        for part, held in zip(cut.distinct, forwards, strict=True):
+        for place, part in enumerate(cut.distinct):
             lasting, sums = self._states(plan, part)
             saved = 0.0 if "activations" in plan.offload else min(one.saved for one in self._least(plan, part))
-            passing = max(held * saved, sums * (not schedule.reduce_each))
+            passing = max(forwards[place] * saved, sums * sums_last)
             most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 

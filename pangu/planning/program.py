@@ -15,7 +15,7 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, Request, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import hidden_state_shapes
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.held import most_held
 from pangu.pipeline.orders import splits_backward
 from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
 from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
@@ -206,7 +206,8 @@ class Program:
         message, count = message_bytes(config), schedule.micro_batches
         more, cut = plan.micro_batches - count, self.cut(plan)
         run = StepRun(count, more, message, group_sizes(layout))
-        actions, held = _stage_actions(schedule), held_in(schedule)
+        actions = _stage_actions(schedule)
+        held = most_held(plan.schedule, plan.pipeline, plan.virtual, count)
         fullest: dict[int, int] = {}
         for stage, place in enumerate(cut.alike):
             if place not in fullest or held[stage] > held[fullest[place]]:
@@ -279,43 +280,22 @@ def message_bytes(config: RunConfig) -> tuple[int, ...]:
 
 def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule of a layout, with as few micro-batches as it takes until they repeat."""
-    return _schedule(plan.schedule, plan.pipeline, plan.virtual, plan.micro_batches, shards_sums(plan.layout))
+    return _schedule(plan.schedule, plan.pipeline, plan.virtual, shortest(plan), shards_sums(plan.layout))
 
 
-def _schedule(name: str, stages: int, virtual: int, micro_batches: int, each: bool) -> Schedule:
-    least = 4 * stages + micro_batches % stages
-    if least < micro_batches and _repeats(name, stages, virtual, least):
-        micro_batches = least
-    return _made(name, stages, virtual, micro_batches, each)
+_schedule = lru_cache(maxsize=100)(make_schedule)
 
 
-@lru_cache(maxsize=10_000)
-def _repeats(name: str, stages: int, virtual: int, micro_batches: int) -> bool:
-    """Return whether so many micro-batches are as many at a time as further ones would be."""
-    schedule, longer = (_made(name, stages, virtual, micro_batches + more, False) for more in (0, stages))
-    return held_in(schedule) == held_in(longer)
+def shortest(plan: Plan) -> int:
+    """Return as many micro-batches as it takes until no stage holds more of them."""
+    numbers = plan.schedule, plan.pipeline, plan.virtual
+    least = 4 * plan.pipeline + plan.micro_batches % plan.pipeline
+    if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
+        return least
+    return plan.micro_batches
 
 
-_made = lru_cache(maxsize=10_000)(make_schedule)
-
-
-@lru_cache(maxsize=10_000)
-def held_in(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return the most micro-batches of each stage whose backward, and whose gradients of weights, are to come."""
-    return [_most_held(actions) for actions in schedule.actions]
-
-
-def _most_held(actions: Iterable[Action]) -> tuple[int, int]:
-    forwards = inputs = 0
-    most = (0, 0)
-    for action in actions:
-        forwards += (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
-        inputs += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
-        most = max(most[0], forwards), max(most[1], inputs)
-    return most
-
-
-@lru_cache(maxsize=1000)
+@lru_cache(maxsize=100)
 def _stage_actions(schedule: Schedule) -> list[StageActions]:
     """Return the actions of each stage."""
     chunks: list[list[int]] = [[] for _ in range(schedule.stages)]

@@ -28,7 +28,7 @@ from pangu.pipeline.stages import cut
 from pangu.planning.bounds import Bounds
 from pangu.planning.cost import Memory, StepTime, memory_of, step_time
 from pangu.planning.plan import Plan, Recompute, configured
-from pangu.planning.program import Program, schedule_of
+from pangu.planning.program import Program, shortest
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
 from pangu.zero.grouping import can_offload, worth_trying
@@ -195,8 +195,7 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
     micro-batches as it takes until they repeat."""
     jobs, more = [], []
     for one in tried:
-        ledger, short = space.program.describe(one.plan), schedule_of(one.plan).micro_batches
-        plan = one.plan._replace(micro_batches=short)
+        ledger, plan = space.program.describe(one.plan), one.plan._replace(micro_batches=shortest(one.plan))
         more.append(ledger.stages[ledger.fullest].peak - space.program.describe(plan).stages[ledger.fullest].peak)
         values = asdict(configured(space.config, plan))
         values["parallel"] |= {"auto": False, "allowed": ()}
