@@ -91,7 +91,7 @@ class Bounds:
             plan = plan._replace(offload=())  # which takes as much computing, and may be measured
             known, chunks = self._measured(self._program.trace(plan, part)), list[Least]()
             for kinds in self._program.kinds(plan, part):
-                modules = [known[START], *(known[_word(kind)] for kind in kinds.of_module.values()), known[END]]
+                modules = [known[START], *(known[_word(kind)] for kind in kinds.all), known[END]]
                 chunks.append(Least(*map(sum, zip(*modules, strict=True))))
             self._chunks[key] = chunks
         return self._chunks[key]

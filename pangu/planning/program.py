@@ -151,14 +151,13 @@ class Program:
         return self._known[key]
 
     def kinds(self, plan: Plan, part: Part) -> tuple[Kinds, ...]:
-        """Return the modules of each chunk with their kinds."""
+        """Return the kinds of the modules of each chunk."""
         key = part.content, plan.recompute, plan.recomputed, "activations" in plan.offload
         if key not in self._kinds:
             memory = replace(self.config.memory, recompute=plan.recomputed or plan.recompute, offload=plan.offload)
             config = replace(self.config, memory=memory)
-            self._kinds[key] = tuple(
-                Kinds.of(module_kinds(config, self._table, chunk)) for chunk in part.chunks.values()
-            )
+            kinds = [tuple(module_kinds(config, self._table, chunk).values()) for chunk in part.chunks.values()]
+            self._kinds[key] = tuple(Kinds(of_chunk, shortened(of_chunk)) for of_chunk in kinds)
         return self._kinds[key]
 
     @cached_property
@@ -197,9 +196,8 @@ class Program:
         for part in map(cut.distinct.__getitem__, cut.alike):
             actions = self._request(plan, part).actions
             for action, kinds in product(actions, self.kinds(plan, part)):
-                chunk = list(kinds.of_module.values())
-                spans = (span for _, span in self.trace(plan, part).of_action(action, chunk))
-                yield from ((key, span) for key, span in zip(keys_of(action, chunk), spans, strict=True) if span)
+                spans = (span for _, span in self.trace(plan, part).of_action(action, kinds.all))
+                yield from ((key, span) for key, span in zip(keys_of(action, kinds.all), spans, strict=True) if span)
 
     def _described(self, plan: Plan, every: bool) -> StepLedger:
         config, layout, schedule = configured(self.config, plan), plan.layout, schedule_of(plan)
@@ -229,23 +227,20 @@ class Program:
         if key not in self._stages:
             at = Coordinates(0, 0, 0)
             parameters = StageParameters.of_run(config, plan.layout, at, part.chunks, schedule.reduce_each)
-            kinds = {chunk: one.of_module for chunk, one in zip(part.chunks, self.kinds(plan, part), strict=True)}
+            kinds = {
+                chunk: dict(zip(parameters.uses[chunk], of_chunk.all, strict=True))
+                for chunk, of_chunk in zip(part.chunks, self.kinds(plan, part), strict=True)
+            }
             self._stages[key] = StageProgram(config, parameters, kinds, self.trace(plan, part))
         return self._stages[key]
 
 
 class Kinds(NamedTuple):
-    """Modules of a chunk."""
+    """Kinds of the modules of a chunk, in the order of forward."""
 
-    of_module: dict[str, str]
-    """Module, in the order of forward -> its kind."""
+    all: Chunk
     shortest: Chunk
-    """Kinds of the modules of a shorter chunk that has the same spans."""
-
-    @classmethod
-    def of(cls, of_module: dict[str, str]) -> Kinds:
-        """Return those of a chunk."""
-        return cls(of_module, shortened(tuple(of_module.values())))
+    """Those of a shorter chunk that has the same spans."""
 
 
 def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: tuple[int, ...]) -> Cut:
