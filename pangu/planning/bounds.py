@@ -1,29 +1,32 @@
-"""What a layout takes and needs at least, thousands of times a second: computing alone, states, and what is held.
+"""What a layout takes and needs at least, thousands of times a second.
 
-It is made of the same measured spans and buffers as the ledger of a step, without communication.
+It is made of the same measured spans and buffers as the ledger of a step, without the communication inside layers: of
+computing, of states and what is sent of them, and of activations in flight.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import sub
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
+from pangu.pipeline.actions import Kind
 from pangu.pipeline.held import most_held
-from pangu.pipeline.orders import reduces_each, splits_backward
-from pangu.pipeline.spans import END, START, Matmul, Trace, Work
+from pangu.pipeline.orders import SCHEDULES, reduces_each, splits_backward
+from pangu.pipeline.spans import END, START, Collective, Trace
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.cost import computing_seconds, matmul_seconds
+from pangu.planning.cost import collective_seconds, groups_of, phase_seconds
 from pangu.planning.plan import Plan
 from pangu.planning.program import Part, Program, Way, shortest
-from pangu.planning.stage_ledger import Formats
+from pangu.planning.stage_ledger import HIDDEN, Formats, Shards, buffers_of, copied_bytes, lasting_bytes
 from pangu.topology.layout import Coordinates, Layout
-from pangu.zero.grouping import Sharding, buffer_table
-from pangu.zero.stage_parameters import place_stage
+from pangu.zero.grouping import Sharding
+from pangu.zero.stage_parameters import FlatNumbers, place_stage
 
 _GIB = 2.0**30
 
@@ -40,21 +43,37 @@ class Least(NamedTuple):
     """Bytes that stay from forward to backward."""
 
 
+class Element(NamedTuple):
+    """Of an element of the weights of a stage, at least."""
+
+    lasting: float
+    """Bytes that last."""
+    sum: float
+    """Bytes of a sum of gradients that comes and stays to the end of the step."""
+    each: float
+    """Seconds of communication with replicas for each micro-batch."""
+    once: float
+    """The same once a step."""
+    copies: float
+    """Seconds of copies between device and host in a step."""
+
+
 class Bounds:
     """Lower bounds of the time and the memory of layouts."""
 
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
-        self._products: dict[Matmul, float] = {}
-        self._modules: dict[int, tuple[Trace, dict[Any, Least]]] = {}
+        self._modules: dict[int, tuple[Trace, dict[str, tuple[Least, Least]]]] = {}
         self._chunks: dict[Any, list[Least]] = {}
-        self._lines: dict[Any, list[tuple[float, float]]] = {}
+        self._lines: dict[Any, list[tuple[int, float, float, float]]] = {}
         self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
         self._numels: dict[Any, Counter[tuple[bool, bool]]] = {}
-        self._shares: dict[Any, tuple[float, float]] = {}
+        self._elements: dict[Any, Element] = {}
+        self._slopes: dict[Any, float] = {}
+        self._hidden = HIDDEN * program.config.parallel.overlap
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of a step's computing.
+        """Seconds of a step's computing, and of the communication with replicas that computing cannot hide.
 
         A stage begins when the first micro-batch has come to it through the chunks before its first one; behind its
         last backward for an input that of the last micro-batch goes back through these, beside its own gradients of
@@ -63,10 +82,21 @@ class Bounds:
         key = Way.of(plan)._replace(on_host=False), plan.recomputed, plan.schedule, plan.layers, plan.pipeline
         if key not in self._lines:
             self._lines[key] = list(self._of_stages(plan))
-        return max(fixed + plan.micro_batches * each for fixed, each in self._lines[key])
+        sent = [self._sent(plan, part) for part in self._program.cut(plan).distinct]
+        m, longest, last = plan.micro_batches, 0.0, 0.0
+        for place, fixed, each, busy in self._lines[key]:
+            of_micro_batch, once, copies = sent[place]
+            longest = max(longest, fixed + m * (each + self._waiting(of_micro_batch, busy)))
+            last = max(last, self._waiting(once, busy) + copies)
+        return longest + last
 
-    def _of_stages(self, plan: Plan) -> Iterator[tuple[float, float]]:
-        """Yield seconds that the whole takes, and for each micro-batch, going by each stage."""
+    def _waiting(self, sending: float, busy: float) -> float:
+        """Return the seconds of communication that stages wait for at least, beside computing of so many."""
+        return (1 - self._hidden) * sending + max(0.0, self._hidden * sending - busy)
+
+    def _of_stages(self, plan: Plan) -> Iterator[tuple[int, float, float, float]]:
+        """Yield what kind of stage it is, seconds that the whole takes going by it, those of each micro-batch, and
+        those that the stage computes for each."""
         cut, apart = self._program.cut(plan), splits_backward(plan.schedule)
         times = [self._least(plan, part) for part in cut.distinct]
         sums = [[sum(column) for column in zip(*chunks, strict=True)] for chunks in times]
@@ -75,11 +105,12 @@ class Bounds:
             place = cut.alike[stage]
             if not seen[stage]:
                 forward, back, weight, _ = sums[place]
+                busy = forward + back + weight
                 if apart:
-                    yield forwards, forward + back + weight
-                    yield forwards + backs, forward + back
+                    yield place, forwards, busy, busy
+                    yield place, forwards + backs, forward + back, busy
                 else:
-                    yield forwards + backs, forward + back + weight
+                    yield place, forwards + backs, busy, busy
             one = times[place][seen[stage]]
             forwards, backs = forwards + one.forward, backs + one.back
             seen[stage] += 1
@@ -89,66 +120,62 @@ class Bounds:
         key = Way.of(plan), splits_backward(plan.schedule), plan.recomputed, part.content
         if key not in self._chunks:
             plan = plan._replace(offload=())  # which takes as much computing, and may be measured
-            known, chunks = self._measured(self._program.trace(plan, part)), list[Least]()
+            known, chunks = self._measured(plan, self._program.trace(plan, part)), list[Least]()
+            apart = splits_backward(plan.schedule)
             for kinds in self._program.kinds(plan, part):
-                modules = [known[START], *(known[_word(kind)] for kind in kinds.all), known[END]]
+                modules = [known[_word(kind)][apart] for kind in (START, *kinds.all, END)]
                 chunks.append(Least(*map(sum, zip(*modules, strict=True))))
             self._chunks[key] = chunks
         return self._chunks[key]
 
-    def _measured(self, trace: Trace) -> dict[Any, Least]:
-        """Return what each kind of module takes at least."""
+    def _measured(self, plan: Plan, trace: Trace) -> dict[str, tuple[Least, Least]]:
+        """Return what each kind of module takes at least, with backward as a whole and in two parts."""
         if id(trace) in self._modules:
             return self._modules[id(trace)][1]
-        most: dict[Any, dict[str, float]] = {}
+        groups = groups_of(plan.layout, self._cluster.node)  # inside a layer all ways of a trace send in the same ones
+        least: dict[str, dict[str, float]] = {}
         for key, span in trace.spans.items():
-            of_kind = most.setdefault(_word(key.module), {})
-            if key.action and span is not None:
-                of_kind[key.action] = min(self._seconds(span.work), of_kind.get(key.action, math.inf))
-            elif key.action:
-                of_kind[key.action] = 0.0
-            if key.action == "F" and span is not None:
+            of_kind = least.setdefault(_word(key.module), {})
+            seconds = 0.0 if span is None else phase_seconds(span.work, groups, self._cluster).total
+            of_kind[key.action] = min(seconds, of_kind.get(key.action, math.inf))
+            if key.action == Kind.FORWARD and span is not None:
                 of_kind["saved"] = min(span.end, of_kind.get("saved", math.inf))
-        found = {
-            kind: Least(
-                of_kind.get("F", 0.0),
-                min(of_kind.get("I", math.inf), of_kind.get("B", math.inf)) if {"I", "B"} & {*of_kind} else 0.0,
-                of_kind.get("W", 0.0) * ("B" not in of_kind),
-                of_kind.get("saved", 0.0),
-            )
-            for kind, of_kind in most.items()
-        }
+        found = {}
+        for kind, of_kind in least.items():
+            forward, whole, back, weight, saved = (of_kind.get(key, 0.0) for key in ("F", "B", "I", "W", "saved"))
+            found[kind] = Least(forward, whole, 0.0, saved), Least(forward, back, weight, saved)
         self._modules[id(trace)] = trace, found
         return found
-
-    def _seconds(self, work: Work) -> float:
-        """Return the time of computing."""
-        for product in work.matmuls:
-            if product not in self._products:
-                self._products[product] = matmul_seconds(product, self._cluster)
-        return computing_seconds(work, self._cluster, sum(map(self._products.__getitem__, work.matmuls)))
 
     def gib(self, plan: Plan) -> float:
         """GiB of the stage that needs most: states, with activations in flight or the sums of gradients."""
         cut, most, forwards = self._program.cut(plan), 0.0, Counter[int]()
         held_by = most_held(plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
-        sums_last = not (shards_sums(plan.layout) and reduces_each(plan.schedule))
         for place, (held, _) in zip(cut.alike, held_by, strict=True):
             forwards[place] = max(forwards[place], held)
         for place, part in enumerate(cut.distinct):
             lasting, sums = self._states(plan, part)
             saved = 0.0 if "activations" in plan.offload else min(one.saved for one in self._least(plan, part))
-            passing = max(forwards[place] * saved, sums * sums_last)
+            passing = max(forwards[place] * saved, sums)
             most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 
     def _states(self, plan: Plan, part: Part) -> tuple[float, float]:
         """Return the bytes of a stage that last, and those of sums of gradients that do not."""
         lasting = sums = 0.0
-        for (expert, trained), numel in self._numel(plan, part).items():
-            stays, comes = self._bytes(plan, expert, trained)
-            lasting, sums = lasting + stays * numel, sums + comes * numel
+        for kind, numel in self._numel(plan, part).items():
+            one = self._element(plan, *kind)
+            lasting, sums = lasting + one.lasting * numel, sums + one.sum * numel
         return lasting, sums
+
+    def _sent(self, plan: Plan, part: Part) -> tuple[float, float, float]:
+        """Return the seconds that a stage sends to replicas for each micro-batch and once a step, and those of copies
+        between device and host."""
+        each = once = copies = 0.0
+        for kind, numel in self._numel(plan, part).items():
+            one = self._element(plan, *kind)
+            each, once, copies = each + one.each * numel, once + one.once * numel, copies + one.copies * numel
+        return each, once, copies
 
     def _numel(self, plan: Plan, part: Part) -> Counter[tuple[bool, bool]]:
         """Return the elements of a stage on a rank, by whether they are of experts that the layout splits, and whether
@@ -163,25 +190,47 @@ class Bounds:
             self._numels[ranks, part.content] = total
         return self._numels[ranks, part.content]
 
-    def _bytes(self, plan: Plan, expert: bool, trained: bool) -> tuple[float, float]:
-        """Return the bytes for each element that last, and those of a sum of gradients that does not."""
-        key = plan.zero, plan.zero_group, plan.data, plan.context, plan.offload, plan.expert, plan.expert_tensor
-        if (*key, plan.tensor, expert, trained) not in self._shares:
-            formats = self._formats
+    def _element(self, plan: Plan, expert: bool, trained: bool) -> Element:
+        """Return what an element takes, as part of a flat parameter."""
+        which = plan.zero, plan.zero_group, plan.data, plan.context, plan.offload, plan.expert, plan.expert_tensor
+        key = (*which, plan.tensor, plan.pipeline, plan.schedule, expert, trained)
+        if key not in self._elements:
+            formats, numel = self._formats, 2**30
             sharding = Sharding.of(plan.layout, Coordinates(0, 0, 0), plan.offload, expert)
-            rows = buffer_table(sharding.size, formats.weights < formats.sums, sharding, trained)
-            lasting = float(
-                sum(
-                    row.numel * (formats.sums if row.wide else formats.weights)
-                    for row in rows
-                    if row.alias is None and row.lasting and not row.on_host
-                )
+            flat = FlatNumbers(0, 0, ("",), numel, numel, sharding, trained)
+            reduce_each = shards_sums(plan.layout) and reduces_each(plan.schedule)
+            buffers = buffers_of(flat, 0, formats, reduce_each)
+            lasting = sum(lasting_bytes([flat], [Shards((), 0, 0, frozenset())], formats, False).values())
+            moments = 2 * formats.moments * numel / sharding.size * (trained and not flat.main_on_host)
+            gather, reduction = (self._least_sent(plan, sent) for sent in (buffers.gathers, buffers.reductions))
+            comes = buffers.weights > 0
+            often = comes and not SCHEDULES[plan.schedule].two_phases
+            each = gather * often + reduction * reduce_each
+            once = gather * (trained or comes) * (not often) + reduction * (not reduce_each)
+            host_bytes = copied_bytes(flat, formats)
+            self._elements[key] = Element(
+                (lasting + moments) / numel,
+                buffers.total / numel * (not reduce_each),
+                each / numel,
+                once / numel,
+                host_bytes / numel / (self._cluster.host_gb_s * 1e9),
             )
-            lasting += 2 * formats.moments * (trained and "optimizer" not in sharding.offload)
-            whole = trained and all(row.name != "total" for row in rows)
-            shares = lasting / sharding.size, float(formats.sums * whole)
-            self._shares[*key, plan.tensor, expert, trained] = shares
-        return self._shares[*key, plan.tensor, expert, trained]
+        return self._elements[key]
+
+    def _least_sent(self, plan: Plan, sent: Sequence[Collective]) -> float:
+        """Return the seconds of collectives at the least time of a byte of their kind and group."""
+        groups, cluster, seconds = groups_of(plan.layout, self._cluster.node), self._cluster, 0.0
+        for one in sent:
+            group = groups[one.axis]
+            key = one.kind, group
+            if key not in self._slopes:
+                timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
+                # from one timed size to the next a byte takes least at one of the two
+                times = [collective_seconds(one._replace(bytes=size), group, cluster) / size for size in timed]
+                ends = (collective_seconds(one._replace(bytes=size), group, cluster) for size in (1e9, 0.0))
+                self._slopes[key] = min(times) if times else sub(*ends) / 1e9
+            seconds += self._slopes[key] * one.bytes
+        return seconds
 
 
 def _modules(part: Part) -> Iterator[str]:

@@ -231,9 +231,9 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
 
 
-def computing_seconds(work: Work, cluster: ClusterConfig, products: float | None = None) -> float:
-    """Time of a piece of work without communication; `products`: seconds of its products, if they are known."""
-    device = sum(matmul_seconds(one, cluster) for one in work.matmuls) if products is None else products
+def computing_seconds(work: Work, cluster: ClusterConfig) -> float:
+    """Time of a piece of work without communication."""
+    device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     # the device is idle until the kernel behind a wait is started
     return started(device, work.launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6

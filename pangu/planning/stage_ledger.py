@@ -122,6 +122,15 @@ def lasting_bytes(
     return dict(total)
 
 
+def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
+    """Return the bytes that an update copies between device and host: gradients, and weights behind it."""
+    if not flat.trained:
+        return 0.0
+    rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
+    published = rows["rounded"].on_host != rows["local"].on_host
+    return flat.padded // flat.sharding.size * (formats.sums * flat.main_on_host + formats.weights * published)
+
+
 @dataclass(frozen=True)
 class StageLedger:
     """What one rank of a stage holds, sends and does in a step."""
@@ -337,12 +346,7 @@ class StageProgram:
         on_host = any("optimizer" in flat.sharding.offload for flat in flats)
         elements, tensors = sum(map(sum, numels)), sum(map(len, numels))
         moved, launches, working = self.trace.update.at(elements, tensors, UPDATED_AT_ONCE)
-        copied = 0.0
-        for flat in flats:
-            rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
-            share = flat.padded // flat.sharding.size
-            published = rows["rounded"].on_host != rows["local"].on_host
-            copied += share * (self.formats.sums * on_host + self.formats.weights * published)
+        copied = sum(copied_bytes(flat, self.formats) for flat in flats)
         return (
             Work((), moved * (not on_host), launches, host_bytes=copied),
             moved * on_host,
