@@ -270,6 +270,8 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
             words += ["recomputed"] * (layer < stop)
             words += ["resident"] * ("activations" in config.memory.offload and layer == part.layers[-1])
         frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]
+        # a tied head has a matrix of its own where the embedding is on another stage
+        frozen = [name.removeprefix("embedding.word.") for name in frozen]
         reached = reached or len(frozen) < len(parameters)
         if frozen:
             words += ["frozen"] if len(frozen) == len(parameters) else ["frozen", *frozen]
