@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
     parser.add_argument("--sharding", action="store_true", help="how each weight is cut, and which collective runs")
     parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
-    parser.add_argument("--modules", action="store_true", help="what each kind of module does, counted, as data")
+    parser.add_argument("--modules", action="store_true", help="work and memory of each kind of module, as data")
     parser.add_argument("--search", action="store_true", help="the fastest layouts that fit (needs cluster=NAME)")
     parser.add_argument("--top", type=int, metavar="N", help=f"how many of them ({TOP})")
     parser.add_argument("--explain", action="store_true", help="why the neighbours of the fastest are slower")
@@ -188,6 +188,14 @@ def print_layouts(options: argparse.Namespace) -> None:
         console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
+def as_data(value: Any) -> Any:
+    """Return nested dataclasses and named tuples as JSON has them."""
+    if is_dataclass(value) or hasattr(value, "_fields"):
+        fields = value._asdict() if hasattr(value, "_fields") else vars(value)
+        return {name: as_data(one) for name, one in fields.items()}
+    return [as_data(one) for one in value] if isinstance(value, tuple) else value
+
+
 def plan(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError."""
     if options.search:
@@ -200,7 +208,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.modules:
         require_kernels(config)
         spans = dict(Program(config).spans(plan_of(config, layout, stages)))
-        print(json.dumps([{**key._asdict(), **asdict(span)} for key, span in spans.items()], indent=1))
+        print(json.dumps([{**as_data(key), **as_data(span)} for key, span in spans.items()], indent=1))
         return
     if options.json:
         print(json.dumps(plan_dry_run(values), indent=1))

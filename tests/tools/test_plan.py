@@ -11,7 +11,6 @@ import pytest
 from pangu.dryrun.roles import DryRunError
 from pangu.planning import auto
 from tests.end_to_end.commands import called, command
-from tests.formulas import Formulas
 from tests.tools.test_preprocess_data import shell
 from tools import plan
 
@@ -129,11 +128,27 @@ def test_a_plan_of_an_automatic_layout_searches_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("formulas")
-def test_modules_are_those_of_the_layout_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "Program", Formulas)
+def test_modules_are_those_of_the_layout_that_is_chosen() -> None:
     words = (*SMALL, "cluster=a100", "parallel=auto", "parallel.tensor=4")
-    modules = json.loads(called("tools/plan", *words, "--modules", "--json").stdout)
-    assert modules["layer"]["forward"]["collectives"][0][:2] == ["all_reduce", "tensor"]
+    spans = json.loads(called("tools/plan", *words, "--modules", "--json").stdout)
+    layer = next(span for span in spans if (span["action"], span["module"]) == ("F", "layer"))
+    assert layer["work"]["collectives"][0]["axis"] == "tensor"
+
+
+def test_modules_as_data() -> None:
+    done = called("tools/plan", *SMALL, "--modules")
+    assert done.returncode == 0, done.stderr
+    spans = {(span["action"], span["module"]): span for span in json.loads(done.stdout)}
+    kinds = {"start", "embedding", "layer", "head", "end"}
+    assert set(spans) == {(action, module) for action in "FB" for module in kinds}
+    forward, backward = spans["F", "layer"], spans["B", "layer"]
+    assert forward["work"]["launches"] > 0
+    assert {one["kind"] for one in forward["work"]["collectives"]} == {"all_reduce"}
+    assert sum(one["calls"] for one in backward["work"]["matmuls"]) == 2 * sum(
+        one["calls"] for one in forward["work"]["matmuls"]
+    )
+    assert forward["segments"][-1]["end"] == -backward["segments"][-1]["end"]
+    assert backward["segments"][0]["mark"]["event"] == "add"
 
 
 def test_a_plan_without_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
