@@ -17,6 +17,7 @@ def test_stages_in_a_v_with_scores() -> None:
         "model.positions=relative",
         "parallel.schedule=zb_v",
         "parallel.layers=[2,2,2,1]",
+        "parallel.tensor=2",
     )
     layout = Layout(tensor=2, pipeline=2, virtual=2)
     first, second = view_stages(config, layout, plan_stages(config, layout))
@@ -30,9 +31,15 @@ def test_stages_in_a_v_with_scores() -> None:
 
 
 def test_sequence_parallel_stages_send_their_slice_and_share_the_tied_table() -> None:
-    config = tiny("model.layers=3", "parallel.sequence=true", "precision=bf16")
+    config = tiny("model.layers=3", "parallel.tensor=2", "parallel.sequence=true", "precision=bf16")
     layout = Layout(tensor=2, pipeline=3, sequence=True)
     views = view_stages(config, layout, plan_stages(config, layout))
     assert [view.sends for view in views] == [{1: 2 * 8 * 2 * 32}, {0: 2 * 8 * 2 * 32, 2: 2 * 8 * 2 * 32}, {1: 1024}]
     assert [list(view.shared) for view in views] == [["embedding.word.weight"], [], ["embedding.word.weight"]]
     assert views[0].shared == {"embedding.word.weight": 4 * 51 * 32}
+
+
+def test_context_parallel_stages_send_their_part_of_the_sequence() -> None:
+    config = tiny("model.layers=2", "parallel.context=2", "parallel.pipeline=2")
+    layout = Layout(pipeline=2, context=2)
+    assert view_stages(config, layout, plan_stages(config, layout))[0].sends == {1: 4 * 8 * 2 * 32}
