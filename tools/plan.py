@@ -38,11 +38,10 @@ from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
     Outcome,
     explain,
-    heads,
-    lines,
     overrides_of,
     page,
     refusals,
+    rows,
     run_words,
     search_data,
 )
@@ -169,9 +168,10 @@ def print_layouts(options: argparse.Namespace) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     result, cluster = outcome.result, outcome.space.cluster
-    table = Table(*heads(outcome), box=None, header_style="italic", pad_edge=False)
-    for line in lines(outcome):
-        table.add_row(*map(Text, line))
+    cells = list(rows(outcome))
+    table = Table(*cells[0], box=None, header_style="italic", pad_edge=False)
+    for row in cells:
+        table.add_row(*map(Text, row.values()))
     console.print(
         f"{result.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(result.refused)}"
     )

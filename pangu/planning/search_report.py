@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pangu.config.context import context_kind
@@ -31,6 +32,8 @@ from pangu.planning.search import (
 from pangu.zero.grouping import STAGES
 
 TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
+WIDTH = 900
+"""Pixels of a picture."""
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
 
 
@@ -89,34 +92,28 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
-    """Rows of a table: what distinguishes the layouts, times and memory."""
-    tied, terms = ties(outcome.result.best), terms_of(*(one.time for one in outcome.result.best))
-    for number, one in enumerate(outcome.result.best):
+def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table of the fastest layouts: title of a column -> cell."""
+    best = outcome.result.best
+    tied, terms = ties(best), terms_of(*(one.time for one in best))
+    for number, one in enumerate(best):
         data, plan = as_data(outcome, one), one.plan
         saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
-        yield (
-            f"{number + 1}{' =' if 0 < number < tied else ''}",
-            f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
-            f"{plan.pipeline}",
-            f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
-            f"{plan.data}{_sharing(plan)}",
-            f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
-            f"{plan.micro_size}",
-            saved + "".join(f", {part} offloaded" for part in plan.offload),
-            f"{one.time.total:.3f} s",
-            " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
-            f"{one.fullest:.1f} GiB{'?' * (one.measured is None)}",
-            f"{data['tokens_per_s']:,.0f}",
-            f"{data['mfu']:.1%}",
-        )
-
-
-def heads(outcome: Outcome) -> tuple[str, ...]:
-    """Of the columns of `lines`."""
-    terms = " + ".join(terms_of(*(one.time for one in outcome.result.best)))
-    layout = ("tensor / chunks", "pipeline", "schedule", "data x context", "ZeRO", "micro", "recompute")
-    return ("", *layout, "step", terms, "memory", "tokens/s", "MFU")
+        yield {
+            "": f"{number + 1}{' =' if 0 < number < tied else ''}",
+            "tensor / chunks": f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
+            "pipeline": f"{plan.pipeline}",
+            "schedule": f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
+            "data x context": f"{plan.data}{_sharing(plan)}",
+            "ZeRO": f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
+            "micro": f"{plan.micro_size}",
+            "recompute": saved + "".join(f", {part} offloaded" for part in plan.offload),
+            "step": f"{one.time.total:.3f} s",
+            " + ".join(terms): " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
+            "memory": f"{one.fullest:.1f} GiB{'?' * (one.measured is None)}",
+            "tokens/s": f"{data['tokens_per_s']:,.0f}",
+            "MFU": f"{data['mfu']:.1%}",
+        }
 
 
 def terms_of(*times: StepTime) -> tuple[str, ...]:
@@ -214,15 +211,17 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 def page(outcome: Outcome) -> str:
     """A page that needs nothing else: memory per stage, terms of the time, the stages' times, memory against time."""
     best = outcome.result.best
-    cluster, cells = outcome.space.cluster, list(lines(outcome))
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-    titles = "".join(f"<th>{html.escape(head)}</th>" for head in heads(outcome))
-    legend = " ".join(f'<b style="color:{c}">{term}</b>' for term, c in zip(TERMS, COLOURS, strict=True))
+    cluster, table = outcome.space.cluster, list(rows(outcome))
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in table[0])
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row.values())}</tr>" for row in table)
+    layouts = [(f"{number + 1}", one.time) for number, one in enumerate(best)]
+    stages = [(f"stage {stage}", memory) for stage, memory in enumerate(best[0].memory)]
     parts = [
         f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
-        f"<table><tr>{titles}</tr>{rows}</table>",
-        f"<h2>Terms of the time</h2><p>{legend}</p>" + _terms(best),
-        "<h2>Memory of each stage of the fastest, GiB</h2>" + _stages(best[0], cluster.memory.gib),
+        f"<table><tr>{titles}</tr>{cells}</table>",
+        "<h2>Terms of the time</h2>" + _bars(layouts, TERMS, max(one.time.total for one in best), "s"),
+        f"<h2>Memory of each stage of the fastest, of {cluster.memory.gib:.1f} GiB</h2>"
+        + _bars(stages, ("states", "activations", "overhead"), cluster.memory.gib, "GiB"),
         "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
         "<h2>Memory against time</h2>" + _front(outcome.result.front, cluster.memory.gib),
     ]
@@ -230,8 +229,8 @@ def page(outcome: Outcome) -> str:
     return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'
 
 
-def _svg(width: float, height: float, shapes: Sequence[str]) -> str:
-    return f'<svg width="{width:.0f}" height="{height:.0f}">{"".join(shapes)}</svg>'
+def _svg(height: float, shapes: Iterable[str]) -> str:
+    return f'<svg width="{WIDTH}" height="{height:.0f}">{"".join(shapes)}</svg>'
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str, says: str) -> str:
@@ -239,28 +238,21 @@ def _box(x: float, y: float, width: float, height: float, colour: str, says: str
     return f'<rect {place} fill="{colour}"><title>{html.escape(says)}</title></rect>'
 
 
-def _terms(best: Sequence[Candidate]) -> str:
-    scale = 900 / max(one.time.total for one in best)
+def _bars(bars: Sequence[tuple[str, Any]], names: Sequence[str], most: float, unit: str) -> str:
+    """Return a bar for each title and its parts, `most` of them as wide as the picture."""
     shapes = []
-    for row, one in enumerate(best):
+    for row, (title, parts) in enumerate(bars):
         x = 0.0
-        for term, colour in zip(TERMS, COLOURS, strict=True):
-            seconds = getattr(one.time, term)
-            shapes.append(_box(x, 22 * row, seconds * scale, 18, colour, f"{row + 1}: {term} {seconds:.3f} s"))
-            x += seconds * scale
-    return _svg(900, 22 * len(best), shapes)
+        for name, colour in zip(names, COLOURS, strict=False):
+            part = getattr(parts, name)
+            says = f"{title}: {name} {part:.3f} {unit}"
+            shapes.append(_box(x, 22 * row, part / most * WIDTH, 18, colour, says))
+            x += part / most * WIDTH
+    return _legend(dict(zip(names, COLOURS, strict=False))) + _svg(22 * len(bars), shapes)
 
 
-def _stages(one: Candidate, room: float) -> str:
-    width, shapes = 900 / len(one.memory), []
-    for stage, memory in enumerate(one.memory):
-        y = 200.0
-        for name, colour in zip(("states", "activations", "overhead"), COLOURS, strict=False):
-            height = getattr(memory, name) / room * 200
-            y -= height
-            says = f"stage {stage}: {name} {getattr(memory, name):.1f} of {room:.1f} GiB"
-            shapes.append(_box(stage * width, y, width - 2, height, colour, says))
-    return _svg(900, 200, shapes)
+def _legend(colours: Mapping[str, str]) -> str:
+    return "<p>" + " ".join(f'<b style="color:{colour}">{name}</b>' for name, colour in colours.items()) + "</p>"
 
 
 def _timeline(outcome: Outcome) -> str:
@@ -268,17 +260,16 @@ def _timeline(outcome: Outcome) -> str:
     groups, ledger = groups_of(plan.layout, cluster.node), outcome.space.program.describe(plan)
     phases = [stage_phases(stage, groups, cluster) for stage in ledger.stages]
     timeline = simulate(ledger.schedule, durations_of(ledger.schedule, phases, 0.0), checked=True)
-    scale, height = 900 / timeline.makespan, max(4, min(20, 400 // len(timeline.computing)))
-    kinds: dict[str, str] = {}
+    scale, height = WIDTH / timeline.makespan, max(4, min(20, 400 // len(timeline.computing)))
+    colours: dict[str, str] = {}
     shapes = []
     for stage, events in enumerate(timeline.computing):
         for event in events:
-            colour = kinds.setdefault(event.action.kind.name, COLOURS[len(kinds) % len(COLOURS)])
-            says = f"stage {stage}: {event.action}"
+            colour = colours.setdefault(event.action.kind.name.lower(), COLOURS[len(colours) % len(COLOURS)])
             width = (event.stop - event.start) * scale
+            says = f"stage {stage}: {event.action}"
             shapes.append(_box(event.start * scale, stage * height, width, height - 1, colour, says))
-    legend = " ".join(f'<b style="color:{colour}">{name.lower()}</b>' for name, colour in kinds.items())
-    return f"<p>{legend}</p>" + _svg(900, height * len(timeline.computing), shapes)
+    return _legend(colours) + _svg(height * len(timeline.computing), shapes)
 
 
 def _front(front: Sequence[Candidate], room: float) -> str:
@@ -289,13 +280,12 @@ def _front(front: Sequence[Candidate], room: float) -> str:
         f"{html.escape(' '.join(overrides_of(one.plan)))}</title></circle>"
         for one in front
     ]
-    return _svg(900, 300, shapes)
+    return _svg(300, shapes)
 
 
 def refusals(refused: Mapping[str, int], most: int = 5) -> str:
-    """The commonest reasons against layouts."""
-    kinds: dict[str, int] = {}
+    """Return the most frequent reasons against layouts."""
+    kinds: Counter[str] = Counter()
     for reason, count in refused.items():
-        kinds[reason.partition(" = ")[0]] = kinds.get(reason.partition(" = ")[0], 0) + count
-    ordered = sorted(kinds.items(), key=lambda entry: -entry[1])[:most]
-    return "; ".join(f"{count:,} {reason}" for reason, count in ordered)
+        kinds[reason.partition(" = ")[0]] += count
+    return "; ".join(f"{count:,} {reason}" for reason, count in kinds.most_common(most))
