@@ -139,73 +139,63 @@ def run_words(outcome: Outcome) -> str:
 
 
 def explain(outcome: Outcome) -> Iterator[str]:
-    """Why the neighbours of the fastest layout are not it."""
-    space, best = outcome.space, outcome.result.best[0]
+    """Yield why the neighbours of the fastest layout are not it."""
+    space, best, room = outcome.space, outcome.result.best[0], outcome.space.cluster.memory.gib
     plans = {name: with_schedule(space, plan) for name, plan in neighbours(space, best.plan)}
     reasons = {name: made if isinstance(made, str) else problem_of(space, made) for name, made in plans.items()}
-    space.program.prepare(made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name])
-    for name, made in plans.items():
-        if isinstance(made, str) or reasons[name]:
-            yield f"{name}: cannot be: {reasons[name]}"
+    valid = {name: made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name]}
+    space.program.prepare(valid.values())
+    for name, reason in reasons.items():
+        if name not in valid:
+            yield f"{name}: cannot be: {reason}"
             continue
-        stages = memory_of(space.program.describe(made), space.cluster)
-        fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
-        if stages[fullest].total > space.cluster.memory.gib:
-            need = f"stage {fullest} needs {stages[fullest].total:.1f} GiB of {space.cluster.memory.gib:.1f}"
-            yield f"{name}: {TOO_LARGE}: {need}"
+        needed = [stage.total for stage in memory_of(space.program.describe(valid[name]), space.cluster)]
+        if max(needed) > room:
+            yield f"{name}: {TOO_LARGE}: stage {needed.index(max(needed))} needs {max(needed):.1f} GiB of {room:.1f}"
             continue
-        time = time_of(space, made)
+        time = time_of(space, valid[name])
         changes = {term: getattr(time, term) - getattr(best.time, term) for term in TERMS}
         term = max(changes, key=lambda name: abs(changes[name]))
         yield f"{name}: {time.total / best.time.total - 1:+.1%}, most of it {term} ({changes[term]:+.3f} s)"
 
 
 def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Layouts that differ in one thing, with the same devices and batch."""
+    """Yield layouts that differ in one thing, with the same devices and batch."""
     batch = plan.micro_size * plan.micro_batches * plan.data
-    changes: list[tuple[str, dict[str, Any]]] = []
-    shared = [("context", plan.context)] if plan.context > 1 else []
-    for name, value in (("tensor", plan.tensor), ("pipeline", plan.pipeline), *shared):
+    for name, values in _changes(space, plan):
+        other = plan._replace(**values)
+        yield name, other._replace(micro_batches=max(1, batch // (other.micro_size * other.data)), layers=())
+
+
+def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what differs, in words and as fields of a plan."""
+    for name in ("tensor", "pipeline", *["context"] * (plan.context > 1)):
+        value = getattr(plan, name)
         if plan.data > 1:
-            changes.append((f"{name} {2 * value}", {name: 2 * value, "data": plan.data // 2}))
+            yield f"{name} {2 * value}", {name: 2 * value, "data": plan.data // 2}
         if value > 1:
-            changes.append((f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}))
-    sizes = (plan.micro_size * 2, plan.micro_size // 2)
-    changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in sizes if size]
-    changes += [(f"ZeRO {zero}", {"zero": zero, "zero_group": 0}) for zero in STAGES if zero != plan.zero]
-    changes.append((f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}))
-    changes += _sharings(space, plan)
-    counts = {1, *CHUNKS} - {plan.chunks} if plan.tensor > 1 or plan.expert > 1 else ()
-    changes += [(f"products in {count} chunks", {"chunks": count}) for count in sorted(counts)]
-    other = "none" if plan.recompute == "full" else "full"
-    changes.append((f"recompute {other}", {"recompute": other, "recomputed": 0}))
-    if plan.pipeline > 1:
-        changes += list(_schedules(plan))
-    for name, values in changes:
-        other_plan = plan._replace(**values)
-        each = other_plan.micro_size * other_plan.data
-        yield name, other_plan._replace(micro_batches=max(1, batch // each), layers=())
-
-
-def _sharings(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other ways to share sequences and experts."""
+            yield f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}
+    for size in filter(None, (plan.micro_size * 2, plan.micro_size // 2)):
+        yield f"micro-batches of {size}", {"micro_size": size}
+    for zero in sorted({*STAGES} - {plan.zero}):
+        yield f"ZeRO {zero}", {"zero": zero, "zero_group": 0}
+    yield f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}
     if plan.context > 1:
         now = context_kind(with_layout(space, plan))
         yield from ((f"context {kind}", {"context_kind": kind}) for kind in KINDS if kind != now)
-    if space.config.model.experts is None:
-        return
-    numbers = (plan.expert * 2, plan.expert // 2)
-    yield from ((f"experts on {number} ranks", {"expert": number}) for number in numbers if number)
-    if plan.tensor > 1:
-        of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
-        yield ("whole experts" if of_each else "experts cut by tensor ranks"), {"expert_tensor": of_each}
-
-
-def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other schedules."""
-    for name in orders.worth_trying():
-        if name != plan.schedule:
-            yield name, {"schedule": name, "virtual": orders.SCHEDULES[name].virtual[0]}
+    if space.config.model.experts is not None:
+        for number in filter(None, (plan.expert * 2, plan.expert // 2)):
+            yield f"experts on {number} ranks", {"expert": number}
+        if plan.tensor > 1:
+            of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
+            yield ("whole experts" if of_each else "experts cut by tensor ranks"), {"expert_tensor": of_each}
+    for count in sorted({1, *CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
+        yield f"products in {count} chunks", {"chunks": count}
+    recompute = "none" if plan.recompute == "full" else "full"
+    yield f"recompute {recompute}", {"recompute": recompute, "recomputed": 0}
+    for schedule in orders.worth_trying() if plan.pipeline > 1 else ():
+        if schedule != plan.schedule:
+            yield schedule, {"schedule": schedule, "virtual": orders.SCHEDULES[schedule].virtual[0]}
 
 
 def page(outcome: Outcome) -> str:
