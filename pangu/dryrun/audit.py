@@ -89,8 +89,8 @@ class Audit(TorchDispatchMode):
         self.scope = Scope()
         self.spans: dict[Any, Span] = {}
         """Action -> the memory meanwhile."""
-        self.staying = 0
-        """Bytes that the second micro-batch leaves behind until the step ends."""
+        self.staying: Counter[str] = Counter()
+        """Kind -> bytes that the second micro-batch leaves behind until the step ends."""
         self.findings: Counter[str] = Counter()
         """What must not be: operations across devices, tensors of the host in collectives of the device."""
         self.used_groups: set[str] = set()

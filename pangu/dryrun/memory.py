@@ -82,9 +82,12 @@ class Memory:
             self.bytes[kind] += entry.size
             entry.kind = kind
 
-    def of_micro_batch(self, micro: int) -> int:
-        """Bytes that live of what was allocated for a micro-batch."""
-        return sum(entry.size for entry in self._live.values() if entry.micro == micro)
+    def of_micro_batch(self, micro: int) -> Counter[str]:
+        """Kind -> bytes that live of what was allocated for a micro-batch."""
+        total: Counter[str] = Counter()
+        for entry in self._live.values():
+            total[entry.kind] += entry.size * (entry.micro == micro)
+        return total
 
     def restart(self) -> None:
         """Forget the peak; what is live now is the beginning of another one."""

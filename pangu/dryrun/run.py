@@ -248,8 +248,6 @@ class _ObservedActions(tuple[Any, ...]):
             self.observer.begin(action)
             yield action
             self.observer.end(action)
-        audit = self.observer.audit
-        audit.staying = audit.memory.of_micro_batch(1)
 
 
 class _Move(NamedTuple):
@@ -277,13 +275,24 @@ def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> Non
         observer.end(action)
         return result
 
-    with patch.object(trainer, "stages", audited_stages), patch.object(Batch, "to", moved):
+    audit, gradients = observer.audit, trainer.parameters.gradients
+    finish = gradients.finish
+
+    def finished() -> None:
+        finish()  # before this the last reductions are in flight
+        audit.staying = audit.memory.of_micro_batch(1)
+
+    with (
+        patch.object(trainer, "stages", audited_stages),
+        patch.object(Batch, "to", moved),
+        patch.object(gradients, "finish", finished),
+    ):
         trainer.train_step(batches)
     # the next step waits for a module's weights where it uses them: its first products hide the gathers of the rest
     unsharder = trainer.parameters.unsharder
     num_before = 1 + sum(module in unsharder.regions.lookups for module in unsharder.uses)
     unsharder.wait(flat for flats in list(unsharder.uses.values())[:num_before] for flat in flats)
-    observer.audit.hide()
+    audit.hide()
 
 
 def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
@@ -306,9 +315,9 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         for key, amount in counted.items():
             counts[key] += times * amount
     # a micro-batch and its loss stay until the step ends
-    beside = missing * audit.staying
-    audit.memory.peak += beside
-    audit.memory.peak_bytes["activations"] += beside
+    audit.memory.peak += missing * audit.staying.total()
+    for kind, nbytes in audit.staying.items():
+        audit.memory.peak_bytes[kind] += missing * nbytes
     at = mesh.at
     return RankReport(
         mesh.rank,

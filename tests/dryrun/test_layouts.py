@@ -45,6 +45,7 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
     """What repeats is not carried out: every figure is that of the whole step."""
     for layout in (
         "precision=bf16 batch.global_size=6",
+        "parallel.data=2 parallel.zero=2 batch.global_size=10",
         "parallel.pipeline=2 batch.global_size=8 data.packing.reset_mask=true data.packing.eod=3",
         "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=16",
         "parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 model.layers=4 parallel.data=2 parallel.zero=2 "
