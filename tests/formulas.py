@@ -37,21 +37,33 @@ class FormulaTraces:
 
     note_progress: Callable[[], None] = lambda: None
     """Never called: formulas need no dry runs."""
-    _spans: dict[tuple[Setup, bool, bool], dict[SpanKey, Span | None]] = field(default_factory=dict)
+    _traces: dict[tuple[Setup, bool, bool], Trace] = field(default_factory=dict)
 
     def measure(self, requests: Collection[Request]) -> None:
-        """Formulas need no measuring."""
+        """Work out what is asked for together."""
+        asked: dict[tuple[Setup, bool, bool], list[Request]] = {}
+        for request in requests:
+            asked.setdefault(_key(request), []).append(request)
+        for key, those in asked.items():
+            known = self._traces[key].spans if key in self._traces else {}
+            keys = {span for request in those for chunk in request.chunks for span in request.keys(chunk)}
+            chunks = {chunk for request in those for chunk in request.chunks}
+            keys |= {SpanKey("", chunk[0], kind, chunk[-1]) for chunk in chunks for kind in MESSAGES}
+            if missing := keys - known.keys():
+                setup, *ends = key
+                gradients = _gradients(replace(those[0].config, cluster=None), *ends)
+                spans = {one: _span(setup, one, gradients.get(_content(one.module), ())) for one in missing}
+                self._traces[key] = Trace({**known, **spans}, Span(), Span(), Span(), ADAM)
 
     def of(self, request: Request) -> Trace:
         """Return the trace of some chunks."""
-        setup, names = _setup(request.config), {kind.split()[0] for chunk in request.chunks for kind in chunk}
-        ends = "embedding" in names, "head" in names
-        gradients = _gradients(replace(request.config, cluster=None), *ends)
-        spans = self._spans.setdefault((setup, *ends), {})
-        keys = {key for chunk in request.chunks for key in request.keys(chunk)}
-        keys |= {SpanKey("", chunk[0], kind, chunk[-1]) for chunk in request.chunks for kind in MESSAGES}
-        spans |= {key: _span(setup, key, gradients.get(_content(key.module), ())) for key in keys - spans.keys()}
-        return Trace(spans, Span(), Span(), Span(), ADAM)
+        self.measure([request])
+        return self._traces[_key(request)]
+
+
+def _key(request: Request) -> tuple[Setup, bool, bool]:
+    names = {kind.split()[0] for chunk in request.chunks for kind in chunk}
+    return _setup(request.config), "embedding" in names, "head" in names
 
 
 def _setup(config: RunConfig) -> Setup:
