@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from benchmarks.planner_accuracy.published import (
     MEGATRON_2021,
@@ -38,6 +39,7 @@ class FormulaTraces:
     note_progress: Callable[[], None] = lambda: None
     """Never called: formulas need no dry runs."""
     _traces: dict[tuple[Setup, bool, bool], Trace] = field(default_factory=dict)
+    _gradients: dict[Any, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def measure(self, requests: Collection[Request]) -> None:
         """Work out what is asked for together."""
@@ -51,7 +53,11 @@ class FormulaTraces:
             keys |= {SpanKey("", chunk[0], kind, chunk[-1]) for chunk in chunks for kind in MESSAGES}
             if missing := keys - known.keys():
                 setup, *ends = key
-                gradients = _gradients(replace(those[0].config, cluster=None), *ends)
+                config = those[0].config
+                of_model = config.model, config.train.frozen, *ends
+                if of_model not in self._gradients:
+                    self._gradients[of_model] = _gradients(config, *ends)
+                gradients = self._gradients[of_model]
                 spans = {one: _span(setup, one, gradients.get(_content(one.module), ())) for one in missing}
                 self._traces[key] = Trace({**known, **spans}, Span(), Span(), Span(), ADAM)
 
@@ -79,7 +85,6 @@ def _setup(config: RunConfig) -> Setup:
     return Setup(shape, MEGATRON_2021, layout, recompute, config.batch.micro_size, 1, "1f1b", (model.layers,))
 
 
-@lru_cache(maxsize=1000)
 def _gradients(config: RunConfig, first: bool, last: bool) -> dict[str, tuple[str, ...]]:
     """Return the parameters that backward adds gradients to, as the marks of each kind of module name them."""
     model = config.model
