@@ -27,7 +27,7 @@ from pangu.planning.search import Candidate, Space
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 
-ADAM = UpdateTrace(34.0, 24.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ADAM = UpdateTrace(34.0, 24.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Fused Adam in fp32: reads and writes of weight, gradient and moments."""
 WORKS = {"embedding": embedding_work, "layer": layer_work, "head": head_work}
 

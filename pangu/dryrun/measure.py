@@ -178,12 +178,13 @@ def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> Up
         return counts["memory_bound_bytes",], counts["launches",], memory.high - start
 
     size, most = 2**20, UPDATED_AT_ONCE
-    (moved, launches, one), (*_, two), (twice_moved, _, twice), (_, more_launches, three) = (
+    (moved, launches, one), (_, launches_of_two, two), (twice_moved, _, twice), (_, launches_of_three, three) = (
         step(*sizes) for sizes in ((size,), (size // 2,) * 2, (2 * size,), (most,) * 3)
     )
+    another = launches_of_two - launches
+    per_pass = (launches_of_three - launches - 2 * another) / 2
     per_tensor, per_element = two - one, (twice - one) / size
     fixed = one - per_tensor - per_element * size
     more = (three - fixed - 3 * per_tensor - per_element * most) / most
-    return UpdateTrace(
-        (twice_moved - moved) / size, launches, (more_launches - launches) / 2, fixed, per_tensor, per_element, more
-    )
+    bytes_per_element = (twice_moved - moved) / size
+    return UpdateTrace(bytes_per_element, launches - another, another, per_pass, fixed, per_tensor, per_element, more)

@@ -193,8 +193,9 @@ class UpdateTrace(NamedTuple):
     bytes_per_element: float
     """Bytes that it reads and writes for each element."""
     launches: float
+    launches_per_tensor: float
     launches_per_pass: float
-    """Kernel launches of a step, and of each further pass over `UPDATED_AT_ONCE` elements."""
+    """Kernel launches: of any step; for each tensor; of each further pass over `UPDATED_AT_ONCE` elements."""
     working: float
     working_per_tensor: float
     working_per_element: float
@@ -208,7 +209,8 @@ class UpdateTrace(NamedTuple):
         passes = max(0, -(-elements // at_once) - 1)
         working = self.working + self.working_per_tensor * tensors
         working += self.working_per_element * first + self.working_per_more * second
-        return self.bytes_per_element * elements, self.launches + self.launches_per_pass * passes, working
+        launches = self.launches + self.launches_per_tensor * tensors + self.launches_per_pass * passes
+        return self.bytes_per_element * elements, launches, working
 
 
 @dataclass(frozen=True)
