@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pangu.pipeline.orders import SCHEDULES
 from tests.end_to_end.commands import SMALL, command
 from tests.spawn import repository
 
@@ -83,6 +84,15 @@ def test_what_is_planned_knows_no_planner(folder: str) -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in FILES if floor_of(path) == folder}
     assert texts
     assert not [path for path, text in texts.items() if re.search(r"pangu[./]planning|\bplanning\.\w", text)]
+
+
+def test_planning_names_no_schedule_and_no_zero_stage() -> None:
+    """What is added to either is planned without a change."""
+    schedules = "|".join(map(re.escape, SCHEDULES))
+    named = re.compile(rf"\b({schedules})\b|ZeRO-\d|\b(zero|stage)\b\s*([<>=!]=?|(not )?in)\s*[\d({{\[]")
+    files = [path for path in FILES if floor_of(path) == "planning"]
+    found = {path.name: [hit[0] for hit in named.finditer(path.read_text(encoding="utf-8"))] for path in files}
+    assert {name: hits for name, hits in found.items() if hits} == {}
 
 
 def test_only_topology_and_collectives_know_torch_distributed() -> None:

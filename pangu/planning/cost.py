@@ -75,7 +75,7 @@ class Phase(NamedTuple):
     tensor: float
     """Of communication inside the layer that computing does not hide, but that of experts."""
     replicas: float
-    """The same of communication with replicas, ZeRO-3's, and of copies to and from the host."""
+    """The same of communication with replicas, and of copies to and from the host."""
     expert: float = 0.0
     """The same of tokens on their way to experts and back."""
 
