@@ -23,7 +23,7 @@ from pangu.dryrun.audit import Audit, Scope, Span
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.fake_tensors import FakeTensors
 from pangu.dryrun.ownership import label_states, ownership
-from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels, initial
+from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
@@ -36,6 +36,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room
 from pangu.training.step import Trainer
+from pangu.zero import flat_parameter
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _held(schedule: Schedule, stage: int) -> set[Held]:
 def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     """Tensors without memory, and a process group of any size that sends nothing."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(initial, "draw", lambda *_: None))
+        stack.enter_context(patch.object(flat_parameter, "fill", lambda *_: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", kernels.attention))
         stack.enter_context(patch.object(gpu_kernels, "flash_attention", kernels.flash_attention))
         stack.enter_context(patch.object(attention_blocks, "flash_forward", kernels.flash_forward))

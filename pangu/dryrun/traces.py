@@ -36,6 +36,8 @@ _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimi
 """Groups of a configuration that a module's work depends on."""
 _RECOMPUTED = 1
 """`memory.recompute` of runs that are measured; each chunk begins where that leaves as many layers as it has."""
+_ENDS = 2
+"""Modules that take about as long to carry out as the beginning and the end of a chunk."""
 _PLACES = {"recomputed", "resident", "unreached"}
 """Words of a kind that say where a layer stands, not what it is."""
 Chunk = tuple[str, ...]
@@ -167,16 +169,27 @@ def jobs_of(missing: Iterable[tuple[Way, Request]]) -> list[_Job]:
     jobs = []
     for those in groups.values():
         splits = sorted({split for _, request in those for split in request.splits})
-        layers, chunks, covered = _Layers(those[0][1].config), [], set[SpanKey]()
-        wanted = {chunk for _, request in those for chunk in request.chunks}
-        for chunk in sorted(wanted, key=lambda chunk: (-len(chunk), chunk)):
-            keys = Request(those[0][1].config, (chunk,), tuple(splits)).keys(chunk)
-            if not keys <= covered:
-                chunks.append(layers.numbered(shortened(chunk)))
-                covered |= keys
+        wanted = those[0][1]._replace(splits=tuple(splits))
+        layers = _Layers(wanted.config)
+        keys = {shortened(chunk): wanted.keys(chunk) for _, request in those for chunk in request.chunks}
+        chunks = [layers.numbered(chunk) for chunk in _covering(keys)]
         ways = sorted({way for way, _ in those}, key=lambda way: way.size)
         jobs.append(_Job(tuple(ways), chunks, splits))
     return jobs
+
+
+def _covering(keys: Mapping[Chunk, set[SpanKey]]) -> list[Chunk]:
+    """Return chunks that have all spans together, first those with most new ones for their modules (greedy set cover,
+    Chvatal 1979)."""
+    picked, left = list[Chunk](), set[SpanKey]().union(*keys.values())
+    while left:
+        picked.append(max(sorted(keys), key=lambda chunk: len(keys[chunk] & left) / (len(chunk) + _ENDS)))
+        left -= keys[picked[-1]]
+    for chunk in tuple(picked):
+        others = [keys[other] for other in picked if other != chunk]
+        if keys[chunk] <= set[SpanKey]().union(*others):
+            picked.remove(chunk)
+    return picked
 
 
 def shortened(chunk: Sequence[str]) -> Chunk:
