@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +20,19 @@ import torch
 from pangu.config.errors import ConfigError, UserError
 from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning import auto, forecast
-from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
+from pangu.planning import auto, forecast, search
+from pangu.planning.auto import (
+    choose_automatically,
+    cluster_here,
+    cluster_of_device,
+    given_keys,
+    with_cluster_here,
+    with_plan,
+)
 from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
-from pangu.planning.search import Candidate
+from pangu.planning.plan import Plan
+from pangu.planning.search import Candidate, Space
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -51,23 +61,19 @@ def test_the_choice_is_a_layout_that_can_be_run_and_fits() -> None:
     assert f"a step of {expected.time.total:.3g} s and {expected.memory.total:.3g} of 79.2 GiB" in lines[1]
 
 
-def test_a_close_call_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest layout that is said to fit, but needs more in a dry run, is passed over."""
-    (fastest, _), needed = chosen(), iter([80.0, 1.0])
-    asked = []
+def test_a_layout_that_does_not_fit_when_it_is_carried_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    (fastest, _), needed = chosen(), chain([80.0], repeat(1.0))
+    asked: list[Plan] = []
 
-    def measured_gib(values: dict[str, Any], *where: object) -> float:
-        asked.append(values)
-        return next(needed)
+    def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
+        for one in tried:
+            asked.append(one.plan)
+            yield one._replace(measured=next(needed))
 
-    monkeypatch.setattr(auto, "measured_gib", measured_gib)
-    monkeypatch.setattr(Candidate, "is_close", lambda one, room: True)
+    monkeypatch.setattr(search, "carried_out", carried_out)
     values, _ = chosen()
-    first, second = asked
-    for group in ("parallel", "batch", "memory"):
-        assert first[group] == fastest[group]
-        assert second[group] == values[group]
-    assert values != fastest
+    assert with_plan(values, asked[0]) == fastest
+    assert with_plan(values, asked[1]) == values != fastest
 
 
 def test_what_is_given_is_kept_and_costs_what_it_costs() -> None:
