@@ -41,7 +41,8 @@ from pangu.metrics.timing import fastest, time_candidates
 from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.auto import cluster_of_device, device_here
 from pangu.planning.cluster import cluster_names, load_cluster
-from pangu.planning.cost import Group, collective_seconds, matmul_seconds, step_time
+from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
+from pangu.planning.groups import Group
 from pangu.planning.plan import Plan
 from pangu.planning.program import Program
 from pangu.topology.launch import Launch, choose_device, is_first_process

@@ -18,7 +18,8 @@ from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.held import held_in
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.spans import Axis, Collective, Work
-from pangu.planning.cost import Group, Phase, beside, collective_seconds, groups_of, phase_seconds, started
+from pangu.planning.cost import Phase, beside, collective_seconds, phase_seconds, started
+from pangu.planning.groups import Group, groups_of
 
 OPTIMIZER_BYTES = 12
 """Bytes of a parameter's fp32 copy and Adam moments."""

@@ -20,10 +20,12 @@ from pangu.pipeline.held import most_held
 from pangu.pipeline.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.pipeline.spans import END, START, Collective, Trace
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.cost import collective_seconds, groups_of, phase_seconds
+from pangu.planning.buffers import Formats, Shards, buffers_of, copied_bytes, lasting_bytes
+from pangu.planning.cost import collective_seconds, phase_seconds
+from pangu.planning.groups import groups_of
 from pangu.planning.plan import Plan
 from pangu.planning.program import Part, Program, Way, shortest
-from pangu.planning.stage_ledger import HIDDEN, Formats, Shards, buffers_of, copied_bytes, lasting_bytes
+from pangu.planning.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers, place_stage

@@ -15,57 +15,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
 from pangu.pipeline.actions import Durations, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import makespan
 from pangu.pipeline.spans import Axis, Collective, Matmul, Replicas, Work
+from pangu.planning.groups import Group, groups_of
 from pangu.planning.ledger import Pass
 from pangu.planning.plan import Plan
 from pangu.planning.program import StepLedger
 from pangu.planning.stage_ledger import StageLedger
-from pangu.topology.experts import ExpertLayout
-from pangu.topology.layout import Layout
 
 _GIB = 2.0**30
 REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
 """Rows and columns of the tiles that products are cut into."""
-
-
-class Group(NamedTuple):
-    """Ranks that communicate."""
-
-    size: int
-    inside: int
-    """Of these on each node."""
-
-
-def groups_of(layout: Layout, node: int) -> dict[Axis, Group]:
-    """The group of each axis on nodes of `node` devices."""
-    tensor, replicas, shards, experts = layout.tensor, layout.replicas, layout.shards, ExpertLayout(layout)
-    # ranks between neighbours of a group, and its size
-    strides: dict[Axis, tuple[int, int]] = {
-        "tensor": (1, tensor),
-        "context": (tensor, layout.context),
-        "expert": (experts.tensor, layout.expert),
-        "pipeline": (tensor * replicas, layout.pipeline),
-        "world": (1, layout.world),
-        **_of_replicas("", tensor, replicas, shards),
-        **_of_replicas("expert_", experts.tensor * layout.expert, experts.replicas, experts.shards),
-    }
-    groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}
-    whole = groups["pipeline"].inside == layout.pipeline
-    return {**groups, "ends": Group(min(2, layout.pipeline), 2 if whole and layout.pipeline > 1 else 1)}
-
-
-def _of_replicas(prefix: str, stride: int, replicas: int, shards: int) -> dict[Axis, tuple[int, int]]:
-    names = {"replicas": (stride, replicas), "copies": (stride * shards, replicas // shards)}
-    names |= dict.fromkeys(("shard", "gather"), (stride, shards))
-    return {cast(Axis, prefix + name): group for name, group in names.items()}
 
 
 class Phase(NamedTuple):

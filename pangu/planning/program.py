@@ -20,8 +20,9 @@ from pangu.pipeline.orders import splits_backward
 from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
 from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
+from pangu.planning.groups import groups_of
 from pangu.planning.plan import Plan, configured
-from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun, group_sizes
+from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.stage_parameters import StageParameters
@@ -203,7 +204,7 @@ class Program:
         config, layout, schedule = configured(self.config, plan), plan.layout, schedule_of(plan)
         message, count = message_bytes(config), schedule.micro_batches
         more, cut = plan.micro_batches - count, self.cut(plan)
-        run = StepRun(count, more, message, group_sizes(layout))
+        run = StepRun(count, more, message, groups_of(layout, 1))
         actions = _stage_actions(schedule)
         held = most_held(plan.schedule, plan.pipeline, plan.virtual, count)
         fullest: dict[int, int] = {}

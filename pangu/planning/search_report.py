@@ -12,7 +12,8 @@ from pangu.config.errors import shown
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline import orders
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cost import StepTime, durations_of, groups_of, memory_of, stage_phases
+from pangu.planning.cost import StepTime, durations_of, memory_of, stage_phases
+from pangu.planning.groups import groups_of
 from pangu.planning.plan import Plan
 from pangu.planning.search import (
     CHUNKS,

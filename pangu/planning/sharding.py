@@ -19,11 +19,11 @@ from rich.text import Text
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
-from pangu.pipeline.spans import Span, SpanKey, module_kinds
+from pangu.pipeline.spans import Axis, Span, SpanKey, module_kinds
 from pangu.pipeline.stages import Stages
 from pangu.planning.forecast import plan_of
+from pangu.planning.groups import Group, groups_of
 from pangu.planning.program import Program
-from pangu.planning.stage_ledger import group_sizes
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import Placement, TensorRank
@@ -161,7 +161,7 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
         return
     console.print(Text("\nsent in one micro-batch by the ranks that share modules", style="bold"))
     numbers = (Column(head, justify="right") for head in ("calls", "buffers", "sent by each rank"))
-    rows = sent_rows(Program(config).spans(plan_of(config, layout, stages)), group_sizes(layout))
+    rows = sent_rows(Program(config).spans(plan_of(config, layout, stages)), groups_of(layout, 1))
     console.print(_table(rows, "module", "pass", "ranks", "collective", *numbers))
     console.print(
         "\nBackward includes what it recomputes. Sent by each rank: (n-1)/n of the buffer over n ranks, twice that for "
@@ -177,14 +177,14 @@ def _table(rows: Iterable[Iterable[Any]], *heads: str | Column) -> Table:
     return table
 
 
-def sent_rows(spans: Iterable[tuple[SpanKey, Span]], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    """Yield what each module of a kind sends, then what all do, as cells of a table. `sizes`: ranks along each axis."""
+def sent_rows(spans: Iterable[tuple[SpanKey, Span]], groups: Mapping[Axis, Group]) -> Iterator[tuple[str, ...]]:
+    """Yield what each module of a kind sends, then what all do, as cells of a table."""
     sent: dict[tuple[str, ...], tuple[float, ...]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for key, span in spans:
         counts[key.module, key.action] += 1
         for one in span.work.collectives:
-            ranks, nbytes = sizes[one.axis], one.bytes * one.calls
+            ranks, nbytes = groups[one.axis].size, one.bytes * one.calls
             added = one.calls, nbytes, nbytes * (2 if one.kind == "all_reduce" else 1) * (ranks - 1) / ranks
             for module in (key.module, _ALL):
                 place = module, key.action, one.axis, one.kind

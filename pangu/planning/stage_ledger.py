@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,121 +13,14 @@ from pangu.models.parameters import logical_shapes
 from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
 from pangu.pipeline.expand import Expansion, StepOp
 from pangu.pipeline.spans import Axis, Collective, Span, Trace, Work
-from pangu.planning.ledger import ACTIVATIONS, KINDS, Buffers, Fold, Meter, Pass, allocated
-from pangu.topology.experts import ExpertLayout
-from pangu.topology.layout import Layout
-from pangu.topology.placement import PlacementTable
-from pangu.zero.grouping import Sharding, buffer_table
-from pangu.zero.stage_parameters import FlatNumbers, StageParameters
-from pangu.zero.states import BYTES, sum_bytes
+from pangu.planning.buffers import Formats, Shards, buffers_of, copied_bytes, lasting_bytes
+from pangu.planning.groups import Group
+from pangu.planning.ledger import ACTIVATIONS, KINDS, Fold, Meter, Pass
+from pangu.zero.stage_parameters import StageParameters
 
 ModuleKinds = Mapping[int, Mapping[str, str]]
 HIDDEN = 0.9
 """Share of the communication of replicas that runs beside computing which hides it."""
-
-
-class Formats(NamedTuple):
-    """Bytes of an element."""
-
-    weights: int
-    sums: int
-    """Gradients added up over micro-batches, and main parameters."""
-    messages: int
-    """Gradients that are sent to replicas."""
-    moments: int
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Formats:
-        """Return those of a configuration."""
-        wide = sum_bytes(config)
-        sent = 2 if config.precision.reduce == "bf16" else wide
-        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
-
-
-class Shards(NamedTuple):
-    """What a rank holds of the logical tensors of a flat parameter."""
-
-    numels: tuple[int, ...]
-    """Elements of each tensor in the local shard, those that have some."""
-    num_tensors: int
-    """All tensors of the buffer."""
-    partial: int
-    """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
-    shared: frozenset[str]
-    """Axes along which other ranks hold copies of tensors in the local shard."""
-
-    @classmethod
-    def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
-        """Return those of a flat parameter."""
-        span, begin, num_tensors, partial = flat.sharding.span(flat.padded), 0, 0, 0
-        numels, shared = list[int](), set[str]()
-        for name in flat.names:
-            for entry in table.stored_in(name):
-                start = begin + entry.offset
-                held = min(start + entry.local_numel, span.stop) - max(start, span.start)
-                num_tensors += 1
-                if held > 0:
-                    numels.append(held)
-                    partial += held * entry.partial
-                    shared |= {entry.shared} if entry.shared else set()
-            begin += math.prod(table.shapes[name])
-        return cls(tuple(numels), num_tensors, partial, frozenset(shared))
-
-
-def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
-    """Return the transient buffers and the collectives of a flat parameter of so many logical tensors."""
-    sharding, padded = flat.sharding, flat.padded
-    size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
-    rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
-    weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
-    gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) * (size > 1)
-    fetched = share * formats.weights * rows["local"].on_host
-    if not flat.trained:
-        return Buffers(weights, 0, 0, 0, 0, gathers, (), fetched)
-    sent = formats.messages if replicas > 1 else formats.sums
-    narrower = sent < formats.sums
-    total = 0 if "total" in rows else allocated(padded * formats.sums)
-    if size == 1:
-        message, part = 0, allocated(padded * sent) * narrower
-        reductions = [Collective("all_reduce", axis_of(sharding, "replicas"), padded * sent)] * (replicas > 1)
-    else:
-        message, part = allocated(padded * sent) * narrower, allocated(share * sent) * (reduce_each or narrower)
-        reductions = [Collective("reduce_scatter", axis_of(sharding, "shard"), padded * sent)]
-        reductions += [Collective("all_reduce", axis_of(sharding, "copies"), share * sent)] * (size < replicas)
-    return Buffers(weights, total, message, part, allocated(1) * num_tensors, gathers, tuple(reductions), fetched)
-
-
-def axis_of(sharding: Sharding, name: str) -> Axis:
-    """Return the axis of the mesh along which a flat parameter is communicated."""
-    return cast(Axis, sharding.axis(name))
-
-
-def lasting_bytes(
-    flats: Iterable[FlatNumbers], shards: Iterable[Shards], formats: Formats, fused: bool
-) -> dict[str, int]:
-    """Return the bytes on the device that last from step to step, by kind. `fused`: each tensor has a step count."""
-    purposes = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
-    total: Counter[str] = Counter()
-    updated = 0
-    for flat, held in zip(flats, shards, strict=True):
-        for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
-            if row.alias is None and row.lasting and not row.on_host:
-                size = formats.sums if row.wide else formats.weights
-                total[purposes.get(row.name, "parameters")] += allocated(row.numel * size)
-        if flat.trained and "optimizer" not in flat.sharding.offload:
-            updated += len(held.numels)
-            total["optimizer"] += sum(2 * allocated(numel * formats.moments) for numel in held.numels)
-    total["optimizer"] += allocated(1) * (updated if fused else min(updated, 1))
-    return dict(total)
-
-
-def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
-    """Return the bytes that an update copies between device and host: gradients, and weights behind it."""
-    if not flat.trained:
-        return 0.0
-    rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
-    published = rows["rounded"].on_host != rows["local"].on_host
-    return flat.padded // flat.sharding.size * (formats.sums * flat.main_on_host + formats.weights * published)
 
 
 @dataclass(frozen=True)
@@ -176,8 +68,8 @@ class StepRun(NamedTuple):
     """Further ones, which are like those of the middle round."""
     message: tuple[int, ...]
     """Bytes of the tensors that a chunk hands to the next one."""
-    sizes: Mapping[str, int]
-    """Axis -> ranks that communicate (`group_sizes`)."""
+    groups: Mapping[Axis, Group]
+    """Axis -> ranks that communicate."""
 
 
 class StageActions(NamedTuple):
@@ -256,7 +148,7 @@ class StageProgram:
             if action.kind not in MESSAGES:
                 steady.setdefault((action.kind, action.chunk), Counter())[id(one)] += 1
         most = {key: counts[of_key.most_common(1)[0][0]][0] for key, of_key in steady.items()}
-        sent: Counter[Collective] = Counter(each for each in self._ending() if run.sizes[each.axis] > 1)
+        sent: Counter[Collective] = Counter(each for each in self._ending() if run.groups[each.axis].size > 1)
         besides = sent.copy()
         for number, action in enumerate(stage.distinct):
             if action.kind in MESSAGES:
@@ -418,17 +310,3 @@ def message_of(kind: Kind, nbytes: int) -> Collective:
 def is_message(one: Collective) -> bool:
     """Return whether it is a message between stages."""
     return one.axis == "pipeline" and one.kind in ("send", "receive")
-
-
-def group_sizes(layout: Layout) -> dict[str, int]:
-    """Return the number of ranks that communicate along each axis."""
-    experts = ExpertLayout(layout)
-    sizes = {"world": layout.world, "ends": min(2, layout.pipeline), "expert": layout.expert}
-    sizes |= {axis: getattr(layout, axis) for axis in ("pipeline", "context", "tensor")}
-    for prefix, replicas, shards in (
-        ("", layout.replicas, layout.shards),
-        ("expert_", experts.replicas, experts.shards),
-    ):
-        names = {"replicas": replicas, "shard": shards, "gather": shards, "copies": replicas // shards}
-        sizes |= {prefix + name: size for name, size in names.items()}
-    return sizes

@@ -21,7 +21,7 @@ from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memo
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cost import groups_of
+from pangu.planning.groups import groups_of
 from pangu.topology.layout import Layout
 from tests.spawn import repository
 

@@ -12,13 +12,12 @@ from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import (
-    Group,
     collective_seconds,
-    groups_of,
     matmul_seconds,
     phase_seconds,
     step_time,
 )
+from pangu.planning.groups import Group, groups_of
 from pangu.planning.plan import Plan
 from pangu.planning.program import Program, StepLedger
 from pangu.topology.experts import GROUPS, ExpertLayout

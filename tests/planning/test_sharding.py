@@ -12,6 +12,7 @@ from pangu.models.parameters import ModelPart
 from pangu.models.size import num_parameters
 from pangu.pipeline.spans import Collective, Span, SpanKey, Work
 from pangu.pipeline.stages import cut
+from pangu.planning.groups import Group
 from pangu.planning.sharding import Part, plan_sharding, sent_rows
 from pangu.topology.layout import Layout
 from tests.configs import RECIPES, config
@@ -153,7 +154,7 @@ def test_bytes_on_a_ring() -> None:
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     span = Span(work=Work(collectives=tuple(Collective(kind, "tensor", 800 * 2**20, 2) for kind in kinds)))
     layer, head = SpanKey("F", "start", "layer", "head"), SpanKey("F", "layer", "head", "end")
-    rows = list(sent_rows([(layer, span), (layer, span), (head, Span())], {"tensor": 4}))
+    rows = list(sent_rows([(layer, span), (layer, span), (head, Span())], {"tensor": Group(4, 4)}))
     assert rows[:3] == [
         ("layer (each of 2)", "forward", "tensor", "all-reduce", "2", "1.56 GiB", "2.34 GiB"),
         ("layer (each of 2)", "forward", "tensor", "all-gather", "2", "1.56 GiB", "1.17 GiB"),

@@ -1,0 +1,120 @@
+"""Bytes of the buffers of flat parameters, and the collectives that use them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+from pangu.config.schema import RunConfig
+from pangu.pipeline.spans import Axis, Collective
+from pangu.planning.ledger import Buffers, allocated
+from pangu.topology.placement import PlacementTable
+from pangu.zero.grouping import Sharding, buffer_table
+from pangu.zero.stage_parameters import FlatNumbers
+from pangu.zero.states import BYTES, sum_bytes
+
+
+class Formats(NamedTuple):
+    """Bytes of an element."""
+
+    weights: int
+    sums: int
+    """Gradients added up over micro-batches, and main parameters."""
+    messages: int
+    """Gradients that are sent to replicas."""
+    moments: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Formats:
+        """Return those of a configuration."""
+        wide = sum_bytes(config)
+        sent = 2 if config.precision.reduce == "bf16" else wide
+        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
+
+
+class Shards(NamedTuple):
+    """What a rank holds of the logical tensors of a flat parameter."""
+
+    numels: tuple[int, ...]
+    """Elements of each tensor in the local shard, those that have some."""
+    num_tensors: int
+    """All tensors of the buffer."""
+    partial: int
+    """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
+    shared: frozenset[str]
+    """Axes along which other ranks hold copies of tensors in the local shard."""
+
+    @classmethod
+    def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
+        """Return those of a flat parameter."""
+        span, begin, num_tensors, partial = flat.sharding.span(flat.padded), 0, 0, 0
+        numels, shared = list[int](), set[str]()
+        for name in flat.names:
+            for entry in table.stored_in(name):
+                start = begin + entry.offset
+                held = min(start + entry.local_numel, span.stop) - max(start, span.start)
+                num_tensors += 1
+                if held > 0:
+                    numels.append(held)
+                    partial += held * entry.partial
+                    shared |= {entry.shared} if entry.shared else set()
+            begin += math.prod(table.shapes[name])
+        return cls(tuple(numels), num_tensors, partial, frozenset(shared))
+
+
+def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
+    """Return the transient buffers and the collectives of a flat parameter of so many logical tensors."""
+    sharding, padded = flat.sharding, flat.padded
+    size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
+    rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
+    weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
+    gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) * (size > 1)
+    fetched = share * formats.weights * rows["local"].on_host
+    if not flat.trained:
+        return Buffers(weights, 0, 0, 0, 0, gathers, (), fetched)
+    sent = formats.messages if replicas > 1 else formats.sums
+    narrower = sent < formats.sums
+    total = 0 if "total" in rows else allocated(padded * formats.sums)
+    if size == 1:
+        message, part = 0, allocated(padded * sent) * narrower
+        reductions = [Collective("all_reduce", axis_of(sharding, "replicas"), padded * sent)] * (replicas > 1)
+    else:
+        message, part = allocated(padded * sent) * narrower, allocated(share * sent) * (reduce_each or narrower)
+        reductions = [Collective("reduce_scatter", axis_of(sharding, "shard"), padded * sent)]
+        reductions += [Collective("all_reduce", axis_of(sharding, "copies"), share * sent)] * (size < replicas)
+    return Buffers(weights, total, message, part, allocated(1) * num_tensors, gathers, tuple(reductions), fetched)
+
+
+def axis_of(sharding: Sharding, name: str) -> Axis:
+    """Return the axis of the mesh along which a flat parameter is communicated."""
+    return cast(Axis, sharding.axis(name))
+
+
+def lasting_bytes(
+    flats: Iterable[FlatNumbers], shards: Iterable[Shards], formats: Formats, fused: bool
+) -> dict[str, int]:
+    """Return the bytes on the device that last from step to step, by kind. `fused`: each tensor has a step count."""
+    purposes = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
+    total: Counter[str] = Counter()
+    updated = 0
+    for flat, held in zip(flats, shards, strict=True):
+        for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
+            if row.alias is None and row.lasting and not row.on_host:
+                size = formats.sums if row.wide else formats.weights
+                total[purposes.get(row.name, "parameters")] += allocated(row.numel * size)
+        if flat.trained and "optimizer" not in flat.sharding.offload:
+            updated += len(held.numels)
+            total["optimizer"] += sum(2 * allocated(numel * formats.moments) for numel in held.numels)
+    total["optimizer"] += allocated(1) * (updated if fused else min(updated, 1))
+    return dict(total)
+
+
+def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
+    """Return the bytes that an update copies between device and host: gradients, and weights behind it."""
+    if not flat.trained:
+        return 0.0
+    rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
+    published = rows["rounded"].on_host != rows["local"].on_host
+    return flat.padded // flat.sharding.size * (formats.sums * flat.main_on_host + formats.weights * published)
