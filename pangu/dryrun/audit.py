@@ -95,6 +95,8 @@ class Audit(TorchDispatchMode):
         """What must not be: operations across devices, tensors of the host in collectives of the device."""
         self.used_groups: set[str] = set()
         """Names of the process groups that sent something: a backend makes a communicator when it is first used."""
+        self.thorough = True
+        """Look for races, and note where memory is allocated; a step whose work and memory alone count needs neither."""
         self.detector = RaceDetector()
         self.memory = Memory(self._freed)
         self.pinned = Memory(self.detector.forget)
@@ -195,11 +197,12 @@ class Audit(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device.type:
             if storage._cdata not in self.memory:
-                place = self.place()
-                action = self.scope.action
-                where = place if action is None else f"{place}, {action}"
+                action, where = self.scope.action, ""
+                if self.thorough:
+                    place = self.place()
+                    where = place if action is None else f"{place}, {action}"
+                    self.detector.allocate(storage._cdata, self._stream())
                 self.memory.add(storage, self._kind(tensor), where, action and action.micro)
-                self.detector.allocate(storage._cdata, self._stream())
         elif pinned:
             self.pinned.add(storage, "activations", "")
 
@@ -345,6 +348,9 @@ class Audit(TorchDispatchMode):
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         self._follow()
+        if not self.thorough:
+            self.detector.tick(stream)
+            return
         reads, writes = self._keys(read), self._keys(written)
         if reads or writes:
             self.detector.access(stream, reads - writes, writes, self.place)

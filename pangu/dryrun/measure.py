@@ -74,6 +74,7 @@ def measure(
         config = with_kernel(config, device)
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
+            audit.thorough = False  # races are looked for in dry runs of whole steps
             trainer = Trainer(config, mesh, built)
             trainer.stages = replace(built, schedule=schedule)
             trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(mesh, schedule.channels))

@@ -76,8 +76,7 @@ class RaceDetector:
 
     def access(self, stream: Stream, reads: Iterable[int], writes: Collection[int], place: Callable[[], str]) -> None:
         """A stream, or the host, reads some buffers and writes others, in the order in which it is told to."""
-        clock = self.clock(stream)
-        clock[stream] = clock.get(stream, 0) + 1
+        clock = self.tick(stream)
         use = _Use(stream, clock[stream], place())
         for key in reads:
             buffer = self._buffers.setdefault(key, _Buffer())
@@ -91,6 +90,12 @@ class RaceDetector:
             for earlier in buffer.read.values():
                 self._check(clock, use, "writes", earlier, "reads")
             buffer.written, buffer.read = use, {}
+
+    def tick(self, stream: Stream) -> Clock:
+        """Let a stream do something, and return how far it has seen the others."""
+        clock = self.clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock
 
     def clock(self, stream: Stream) -> Clock:
         """How far a stream that is given work now has seen the others: the host has seen what it waited for."""
