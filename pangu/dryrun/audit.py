@@ -96,7 +96,7 @@ class Audit(TorchDispatchMode):
         self.used_groups: set[str] = set()
         """Names of the process groups that sent something: a backend makes a communicator when it is first used."""
         self.thorough = True
-        """Look for races, and note where memory is allocated; a step whose work and memory alone count needs neither."""
+        """Look for races, and note where memory is allocated."""
         self.detector = RaceDetector()
         self.memory = Memory(self._freed)
         self.pinned = Memory(self.detector.forget)

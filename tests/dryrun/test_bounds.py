@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
@@ -13,9 +13,21 @@ import pytest
 from pangu.planning.bounds import Bounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
-from pangu.planning.plan import Plan
-from pangu.planning.search import OFFLOADED, Space, enumerate_plans, offloaded, problem_of, space_of, time_of
+from pangu.planning.plan import Plan, configured
+from pangu.planning.program import shortest
+from pangu.planning.search import (
+    OFFLOADED,
+    Candidate,
+    Space,
+    carried_out,
+    enumerate_plans,
+    offloaded,
+    problem_of,
+    space_of,
+    time_of,
+)
 from tests.configs import config
+from tests.dryrun.conftest import SharedWorker
 from tests.spawn import repository
 
 pytestmark = pytest.mark.usefixtures("commands_share_it", "session_cache")
@@ -73,3 +85,17 @@ def test_no_bound_is_above_what_a_layout_of_experts_takes_and_needs(fixed: dict[
     plans = list(enumerate_plans(where, Counter()))
     assert {(plan.expert, plan.expert_tensor) for plan in plans} == {(1, 0), (2, 0), (1, 1), (2, 1)}
     assert_bounded(where, plans[::3])
+
+
+def test_what_a_layout_needs_is_confirmed_by_few_micro_batches_of_it(process: SharedWorker) -> None:
+    """The reported memory is that of a dry run of all micro-batches."""
+    cluster = replace(A100, devices=4)
+    where = space_of(config(*SMALL, "batch.global_size=24"), cluster, {})
+    plan = Plan(1, 2, 1, 2, 1, 1, False, "none", 1, 12, "1f1b", layers=(4, 4))
+    candidate = Candidate(plan, time_of(where, plan), ())
+    (found,) = carried_out(where, [candidate])
+    chosen = configured(where.config, plan)
+    report = process.report({**asdict(chosen), "dry_run": True}, 0)
+    assert shortest(plan) < 12
+    assert found.fullest == pytest.approx(report["peak"] / 2**30 + cluster.memory.overhead_gib(report["groups"]), 1e-3)
+    assert found.fullest == pytest.approx(max(stage.total for stage in found.memory), 0.02)
