@@ -31,7 +31,7 @@ from pangu.planning.plan import Plan, Recompute, configured
 from pangu.planning.program import Program, shortest
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
-from pangu.zero.grouping import can_offload, worth_trying
+from pangu.zero.choices import can_offload, worth_trying
 
 MODEL_ERROR = 0.05
 """Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""

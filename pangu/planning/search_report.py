@@ -30,7 +30,7 @@ from pangu.planning.search import (
     with_layout,
     with_schedule,
 )
-from pangu.zero.grouping import STAGES
+from pangu.zero.choices import STAGES
 
 TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
 WIDTH = 900
