@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.errors import ConfigError, Problem, UserError, shown
-from pangu.config.schema import RunConfig
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.plan import Plan
 from pangu.planning.search import KEYS, keys_of, search, space_of
@@ -37,13 +37,13 @@ def find_layouts(
     tokens: float | None = None,
     note_progress: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Search the layouts of a configuration on its `cluster`.
+    """Search the `top` fastest layouts of a configuration on its `cluster`.
 
     Args:
         values: the composed configuration.
         given: keys that are kept as they are.
         top: how many layouts.
-        tokens: of the whole run, for days and energy.
+        tokens: tokens of the whole run, for days and energy.
         note_progress: called after each dry run.
 
     Raises:
@@ -52,33 +52,24 @@ def find_layouts(
     config, problems = find_problems(values)
     if problems:
         raise ConfigError(problems)
-    lost = {key: value for key in _NOT_SEARCHED & given if (value := getattr(config.parallel, key.partition(".")[2]))}
-    if lost:
-        works = "leave it out, or take parallel=data instead of parallel=auto"
-        raise ConfigError(
-            [Problem(*one, "the planner chooses among layouts without it", works) for one in lost.items()]
-        )
+    rule, works = (
+        "the planner chooses among layouts without it",
+        "leave it out, or take parallel=data, not parallel=auto",
+    )
+    if lost := {key: value for key in _NOT_SEARCHED & given if (value := attrgetter(key)(config))}:
+        raise ConfigError([Problem(*one, rule, works) for one in lost.items()])
     assert config.cluster is not None
-    space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given), note_progress)
+    fixed = {field: attrgetter(key)(config) for field, key in KEYS.items() if key in given}
+    space = space_of(config, cluster_in(config.cluster), fixed, note_progress)
     result = search(space, top)
     if not result.best:
-        fixed = ", ".join(f"{field} {shown(value)}" for field, value in space.fixed.items())
+        kept = ", ".join(f"{field} {shown(value)}" for field, value in fixed.items())
         raise UserError(
             f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
-            f"{refusals(result.refused) or f'none has {fixed}'}; more devices, a larger batch or fewer fixed keys "
+            f"{refusals(result.refused) or f'none has {kept}'}; more devices, a larger batch or fewer fixed keys "
             "may work"
         )
     return Outcome(space, result, tokens)
-
-
-def fixed_fields(config: RunConfig, given: Set[str]) -> dict[str, Any]:
-    """Fields of a plan that the given keys fix."""
-    groups = {"parallel": config.parallel, "batch": config.batch, "memory": config.memory}
-    return {
-        field: getattr(groups[key.partition(".")[0]], key.partition(".")[2])
-        for field, key in KEYS.items()
-        if key in given
-    }
 
 
 def choose_automatically(
@@ -88,17 +79,15 @@ def choose_automatically(
     node: int,
     note_progress: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration with the layout that the planner expects to be the fastest.
+    """Return the configuration with the layout that the planner expects to be the fastest, and lines that say which it
+    is and why.
 
     Args:
         values: the composed configuration, with `parallel.auto`.
         given: keys from the command line, which are kept.
-        devices: that take part.
+        devices: number of those that take part.
         node: how many of them a node has.
         note_progress: called after each dry run.
-
-    Returns:
-        The configuration, and what was chosen and why, in lines.
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
     outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES, note_progress=note_progress)
@@ -115,7 +104,7 @@ def choose_automatically(
 
 
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """The configuration with a layout."""
+    """Return the configuration with a layout."""
     chosen = {group: dict(values[group]) for group in _CHOSEN}
     for key, value in keys_of(plan).items():
         group, _, name = key.partition(".")
@@ -125,13 +114,13 @@ def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def difference(plan: Any, other: Any) -> str:
-    """The keys of `other` that are not those of `plan`."""
+    """Return the keys of `other` with other values than in `plan`."""
     before = keys_of(plan)
     return " ".join(f"{key}={shown(value)}" for key, value in keys_of(other).items() if before[key] != value)
 
 
 def given_keys(words: Iterable[str]) -> set[str]:
-    """The keys that words of a command line set, also as groups: `memory={recompute: full}`."""
+    """Return the keys that words of a command line set, also as groups: `memory={recompute: full}`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     keys, settings = set(), [word for word in words if "=" in word and not word.startswith("-")]
@@ -185,7 +174,7 @@ def plan_layout(folder: Path, values: Mapping[str, Any], given: Set[str], launch
 
 
 def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
-    """The cluster of a configuration. Raises UserError if it has none, which `what` needs."""
+    """Return the cluster of a configuration. Raises UserError if it has none, which `what` needs."""
     if values.get("cluster") is None:
         raise UserError(
             f"{what} needs to know for which devices: cluster=NAME says so, where NAME is one of "
@@ -196,7 +185,7 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
 
 
 def with_cluster_here(folder: Path, values: Mapping[str, Any], launch: Launch, planned: bool) -> Mapping[str, Any]:
-    """A configuration that is to be run, with the accelerators here as its cluster unless it names one.
+    """Return a configuration that is to be run, with the accelerators here as its cluster unless it names one.
 
     Args:
         folder: configs/cluster/.
@@ -217,8 +206,8 @@ def with_cluster_here(folder: Path, values: Mapping[str, Any], launch: Launch, p
 
 
 def cluster_here(folder: Path, launch: Launch) -> dict[str, Any] | None:
-    """The file of configs/cluster/ that describes the accelerators here, for all that take part, with the memory that
-    this process's has; None: there is none. Raises UserError if the file is broken."""
+    """Return the file of configs/cluster/ that describes the accelerators here, for all that take part, with the memory
+    of this process's one; None: there is none. Raises UserError if the file is broken."""
     from pangu.metrics.devices import peak_tflops  # which imports torch; a plan does without
 
     device = device_here(launch)
@@ -233,8 +222,8 @@ def cluster_here(folder: Path, launch: Launch) -> dict[str, Any] | None:
 
 
 def device_here(launch: Launch) -> Any:
-    """`name` and `total_memory` (bytes) of the accelerator of this process, of which asking takes none; None: there is
-    none, or torch does not tell of its kind (Apple's)."""
+    """Return the properties (`name`, `total_memory` in bytes) of this process's accelerator, without taking any of its
+    memory; None: there is none, or torch does not tell of its kind (Apple's)."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
@@ -243,7 +232,7 @@ def device_here(launch: Launch) -> Any:
 
 
 def cluster_of_device(name: str, files: Collection[str]) -> str | None:
-    """The file that has a device's name as one of its words, e.g. of `NVIDIA H100 80GB HBM3`; None if there is none. A
+    """Return the file named by a word of a device's name, such as `NVIDIA H100 80GB HBM3`; None if there is none. A
     part of a device, which NVIDIA calls MIG, is another device."""
     words = re.split(r"[\s_-]+", name.lower())
     return None if "mig" in words else next((file for file in files if file in words), None)
