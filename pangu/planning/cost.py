@@ -281,7 +281,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     # on a host the others go on while a stage waits: no core is idle as long as some have work
     even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
-    parts = (compute, tensor, waiting, whole - busy - waiting, replicas, expert)
+    parts = (compute, tensor, waiting, max(0.0, whole - busy - waiting), replicas, expert)
     compute, tensor, waiting, bubble, replicas, expert = (part * faster for part in parts)
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
 

@@ -18,12 +18,13 @@ from pangu.dryrun import cache, roles, traces
 from pangu.dryrun.cache import cache_folder, read_cached
 from pangu.dryrun.roles import DryRunError
 from pangu.dryrun.traces import Request, Traces, Way
+from pangu.pipeline.spans import UpdateTrace
 from pangu.topology.layout import Layout
 from tests.configs import config
 
 REQUEST = Request(config("+config=quickstart"), (("embedding", "layer", "layer", "head"),))
 SPAN = {"segments": [[8, 8, None]], "work": {"matmuls": [], "collectives": []}, "until": []}
-OTHERS = {"begin": SPAN, "move": SPAN, "finish": SPAN, "update": [0.0] * 7, "lasting_bytes": 0}
+OTHERS = {"begin": SPAN, "move": SPAN, "finish": SPAN, "update": [0.0] * len(UpdateTrace._fields), "lasting_bytes": 0}
 
 
 def measured(request: Request, nbytes: int = 8) -> dict[str, Any]:
