@@ -61,10 +61,13 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
 
 @pytest.fixture
 def _obeyed() -> Iterator[None]:
-    """Ctrl-C has its usual meaning; what a shell starts in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C and a closed terminal have their usual meaning; what a shell or `nohup` starts in the background ignores
+    them."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {which: signal.signal(which, handler) for which, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for which, handler in before.items():
+        signal.signal(which, handler)
 
 
 @pytest.mark.usefixtures("_obeyed")
