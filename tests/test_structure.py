@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,12 +145,40 @@ def test_files_and_functions_fit_a_screen() -> None:
     assert sum(count <= 25 for count in lines.values()) >= 0.9 * len(lines)
 
 
-def docstring_lines(tree: ast.Module) -> int:
-    """Lines of all docstrings of a file, those of fields included."""
+def docstrings(tree: ast.Module) -> list[ast.Constant]:
+    """Return all docstrings of a file, those of fields included."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     texts = [node.value for parent in nodes for node in parent.body if isinstance(node, ast.Expr)]
-    texts = [text for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
-    return sum((text.end_lineno or 0) - text.lineno + 1 for text in texts)
+    return [text for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+
+
+def docstring_lines(tree: ast.Module) -> int:
+    """Return the number of docstring lines of a file."""
+    return sum((text.end_lineno or 0) - text.lineno + 1 for text in docstrings(tree))
+
+
+FORBIDDEN_OPENERS = ("Of", "What", "That", "Those", "As", "By", "How", "Who", "Its", "The same", "Whether")
+"""First words of a docstring that leave its reader without a noun or a verb to hold on to."""
+
+
+def documented_folders() -> set[str]:
+    """Folders of the package whose docstrings ruff checks."""
+    settings = tomllib.loads((repository() / "pyproject.toml").read_text(encoding="utf-8"))
+    exempt = settings["tool"]["ruff"]["lint"]["per-file-ignores"]
+    return {folder for folder in FLOORS if "D" not in exempt.get(f"pangu/{folder}/**", [])}
+
+
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+    files = [path for path in FILES if floor_of(path) in documented_folders()]
+    assert files
+    opener = re.compile(rf"({'|'.join(FORBIDDEN_OPENERS)})\b")
+    found = {
+        f"{path}:{text.lineno}"
+        for path in files
+        for text in docstrings(ast.parse(path.read_text("utf-8")))
+        if opener.match(text.value)
+    }
+    assert not found
 
 
 def test_docstrings_are_an_eighth_of_the_package() -> None:

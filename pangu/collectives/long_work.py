@@ -95,6 +95,6 @@ def _results(mesh: Mesh, result: tuple[T | None, str | None]) -> list[T | None]:
 
 
 def _summary(ranks: list[tuple[bool, bool, int]]) -> tuple[bool, list[int], int]:
-    """Whether any of the ranks works, those that are stuck, and how often all together have got on."""
+    """True if any of the ranks works, those that are stuck, and how often all together have got on."""
     stuck = [rank for rank, (_, is_stuck, _) in enumerate(ranks) if is_stuck]
     return any(running for running, _, _ in ranks), stuck, sum(progress for _, _, progress in ranks)

@@ -103,7 +103,6 @@ def start_ordered_all_reduce(whole: Tensor, group: AxisGroup | None, algorithms:
 
 
 def _watched(group: AxisGroup, work: dist.Work, read: Tensor) -> Handle:
-    """What was begun, and `read`s that, watched where steps are recorded."""
     return group.recorder.watched(group.axis, work, read)
 
 

@@ -161,7 +161,6 @@ class ExplicitBlocks:
             into.of.key.add_(of_scores.transpose(-2, -1) @ queries, alpha=scale)
 
     def _tiles(self, part: QKV, block: Block) -> Iterator[tuple[slice, Block]]:
-        """Some of the queries at a time."""
         batch, heads = part.query.shape[:2]
         size = max(1, MOST_SCORES // (batch * heads * block.keys))
         for start in range(0, block.queries, size):

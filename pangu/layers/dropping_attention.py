@@ -232,7 +232,6 @@ class _Launcher(NamedTuple):
 
 
 def _lined_up(*parts: Tensor) -> list[Tensor]:
-    """With neighbouring columns."""
     return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
 
 
@@ -269,7 +268,6 @@ def _attend_backward(
 
 
 def _like_heads(part: Tensor) -> Tensor:
-    """Memory in which the heads of a token are neighbours, as projections want them."""
     batch, heads, length, size = part.shape
     return part.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
 

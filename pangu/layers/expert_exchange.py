@@ -30,8 +30,6 @@ class Part:
 
 
 class _Trip:
-    """Rows of a part on their way to their experts and back."""
-
     def __init__(
         self, part: Part, to_each: Sequence[int], from_each: Sequence[int], from_ranks: Tensor, region: ExpertRegion
     ):

@@ -177,7 +177,6 @@ class Router(nn.Module):
         return self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
 
     def _losses(self, logits: Tensor, scores: Tensor, shares: Tensor, part: Tensor | None) -> Tensor:
-        """Balance loss and z-loss [2], sums over the sequences of a micro-batch, this rank's tokens' part of them."""
         length = len(scores) * self.ranks
         if self.options.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)

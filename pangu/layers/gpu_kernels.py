@@ -111,7 +111,6 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _flex(compiled: bool) -> Callable[..., Tensor]:
-    """`flex`; only its compiled form is a fused kernel, which on a CPU needs a C++ compiler."""
     return torch.compile(flex) if compiled else flex
 
 

@@ -149,7 +149,6 @@ class TensorKeys(DropoutKeys):
 
 
 def _name(dropout: Dropout) -> str:
-    """The same in every layer."""
     return dropout.place.rpartition(".")[2]
 
 

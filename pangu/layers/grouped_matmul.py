@@ -135,5 +135,4 @@ class _Backward(Function):
 
 
 def _gradient(grad: Tensor, dispatch: Dispatch, of_tokens: bool, x: Tensor) -> Tensor:
-    """Of the weight, from the output's gradient and the input."""
     return torch.ops.pangu.grouped_weight_gradient(grad, _rows(x, dispatch, of_tokens), dispatch.ends).flatten(0, 1)

@@ -11,7 +11,6 @@ from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
 
 
 def _statistics(logits: Tensor, labels: Tensor, start: Tensor, width: Tensor) -> Tensor:
-    """`row_statistics`, to be compiled: a softmax online (Milakov & Gimelshein 2018)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     columns, least = torch.arange(logits.shape[-1], device=logits.device), torch.finfo(wide).min
     values = torch.where(columns < width, logits.to(wide), least)
@@ -21,7 +20,6 @@ def _statistics(logits: Tensor, labels: Tensor, start: Tensor, width: Tensor) ->
 
 
 def _gradient(logits: Tensor, log_sum: Tensor, labels: Tensor, grad: Tensor, start: Tensor, width: Tensor) -> None:
-    """`overwrite_with_gradient`, to be compiled."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
     at_label = (columns == (labels - start)[:, None]).to(log_sum.dtype)
     of_loss = (logits - log_sum[:, None]).exp() - at_label

@@ -38,7 +38,6 @@ def overwrite_with_gradient(
 
 
 def _index(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """[tokens, 1]: the label's column, 0 where it is none of these, and whether it is none."""
     index = (labels - start)[:, None]
     elsewhere = (index < 0) | (index >= width)
     return index.masked_fill(elsewhere, 0), elsewhere

@@ -95,12 +95,10 @@ def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
 
 
 def _linear(fp8: Fp8, weight: Tensor, bias: Tensor | None = None) -> Multiply:
-    """Rows of x to those of x Wᵀ + b."""
     return (lambda rows: F.linear(rows, weight, bias)) if fp8 is None else fp8.linear(weight, bias)
 
 
 def _transposed(fp8: Fp8, weight: Tensor) -> Multiply:
-    """Rows of dy to those of dy W."""
     return _linear(None, weight.t()) if fp8 is None else fp8.input_gradient(weight)
 
 
@@ -151,7 +149,6 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
 
 
 def _weight_gradient(use: Use, grad: Tensor, x: Tensor) -> Tensor | None:
-    """From the output's gradient and the whole input; None: it has been added to the weight's."""
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
     fp8 = use.fp8 if use.fp8 is not None and use.fp8.known else None
     if use.store is None or use.store.add_product is None:

@@ -56,7 +56,6 @@ def overwrite(logits: Tensor, log_sum: Tensor, labels: Tensor, grad: Tensor, reg
 
 
 def _row_functions(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """What reads logits and what overwrites them."""
     if device.type == "cpu":
         from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
 

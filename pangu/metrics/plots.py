@@ -61,7 +61,6 @@ def write_figure(figure: Figure, path: Path) -> None:
 
 
 def _draw_loss(axes: Axes, tokens: Series, loss: Series, validation: Series) -> None:
-    """Training loss of each step (thin) and smoothed (thick), and the points of validation."""
     axes.plot(tokens, loss, color="tab:blue", linewidth=0.6, alpha=0.35, label="training, each step")
     axes.plot(tokens, smooth(loss), color="tab:blue", linewidth=1.8, label="training, smoothed")
     validated = np.isfinite(validation)
@@ -73,7 +72,6 @@ def _draw_loss(axes: Axes, tokens: Series, loss: Series, validation: Series) -> 
 
 
 def _draw_rate(axes: Axes, tokens: Series, rate: Series) -> None:
-    """Learning rate as a light curve behind the loss, on an axis of its own at the right."""
     right = axes.twinx()
     right.plot(tokens, rate, color="0.75", linewidth=1, linestyle="--")
     right.set_ylabel("learning rate", color="0.55")

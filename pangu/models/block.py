@@ -152,7 +152,6 @@ class FeedForward(nn.Module):
 
 
 def _feed_forward(config: ModelConfig, build: Builder, options: Options, number: int) -> nn.Module:
-    """That of a layer."""
     if not config.has_experts(number):
         return FeedForward(config, build, options)
     from pangu.layers.experts import MixtureOfExperts

@@ -191,7 +191,6 @@ class LanguageModel(nn.Module):
         return self.embedding.word.weight
 
     def _context(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> ForwardContext:
-        """What all layers share, made outside of what is recomputed."""
         config, positions, documents = self.config, batch.positions, batch.documents
         dtype, device = next(self.parameters()).dtype, positions.device
         length = positions.shape[1] if batch.part is None else positions.shape[1] * batch.part.size
@@ -224,8 +223,6 @@ class LanguageModel(nn.Module):
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
 
     def _kernel_of(self, terms: MaskAndBias, shares: bool) -> Kernel:
-        """The attention kernel of a micro-batch; `shares`: of parts of its sequences. What depends on the length alone
-        is made once."""
         if terms.mask.documents is None and not terms.first and self.config.positions != "relative":
             return self._lasting_kernel(terms, shares)
         return self._new_kernel(terms, shares)

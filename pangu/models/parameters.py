@@ -136,7 +136,6 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
 
 
 def _layer(config: ModelConfig, number: int) -> Parameters:
-    """Of one layer; a query layer has a separate query matrix."""
     path, query, key_value = f"layers.{number}", config.query_size, config.kv_size
     attention, mlp = f"{path}.attention", f"{path}.mlp"
     projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": key_value, "value": key_value}}
@@ -166,7 +165,6 @@ def _feed_forward(config: ModelConfig, path: str, inner: int) -> Parameters:
 
 
 def _experts(config: ModelConfig, path: str) -> Parameters:
-    """Of all experts of a layer, one after the other in one parameter for each name of a feed-forward layer's."""
     stacked: dict[str, list[Placement]] = {}
     for number in range(config.experts or 0):
         for parameter, tensors in _feed_forward(config, f"{path}.{number}", config.expert_size):
@@ -188,7 +186,6 @@ def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False) ->
 
 
 def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, int], biases: bool) -> Parameters:
-    """Of a `ColumnParallelLinear`; `outputs`: widths of its stacked projections."""
     std, inputs = config.init_std, config.hidden
     matrices = [Placement(f"{path}.{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()]
     yield f"{path}.{name}.weight", matrices

@@ -75,8 +75,6 @@ def _check_channel(kind: Kind, source: int, target: int, sent: list[Message], re
 
 
 class _Stage:
-    """What one stage has done so far."""
-
     # An action is possible once these are done, of the same micro-batch; `before` and `after` are the neighbouring
     # chunks, on this stage or, if on another, their message posted:
     #
@@ -106,7 +104,6 @@ class _Stage:
                 raise ScheduleError(f"stage {self.stage}: {missing}: missing")
 
     def _problem(self, action: Action) -> str | None:
-        """Why the action is not possible now."""
         if action.chunk not in self.chunks:
             return f"the stage has chunks {self.chunks} only"
         if (action.micro is None) == (action.kind in COMPUTE | MESSAGES):
@@ -167,7 +164,6 @@ class _Stage:
         return key in self.done[Kind.BACKWARD] or key in self.done[Kind.BACKWARD_INPUT]
 
     def _missing(self, chunk: int) -> Action | None:
-        """The first action that the chunk's work lacks."""
         splits = self.schedule.splits_backward
         kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.BACKWARD])]
         for micro in range(self.schedule.micro_batches):

@@ -106,7 +106,6 @@ def _title(timeline: Timeline, says: str) -> str:
 
 
 def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
-    """Draw the boxes, and the numbers of those that have room; `inches` per unit of time."""
     boxes: dict[Kind, list[Event]] = {}
     for event in (event for events in timeline.computing for event in events):
         boxes.setdefault(event.action.kind, []).append(event)
@@ -137,7 +136,6 @@ def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: floa
 
 
 def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
-    """A mark where a message is sent, and a line for its transfer, of which only the sender's part is ever measured."""
     for marker, (_, height) in MARKERS.items():
         sends = [event for event in timeline.events if event.action.kind in SENDS and _marker(event) == marker]
         colours = [_colour(event.action) for event in sends]
@@ -148,13 +146,11 @@ def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
 
 
 def _marker(send: Event) -> str:
-    """The mark of MARKERS that points to the receiving stage."""
     assert send.action.peer is not None
     return "v" if send.action.peer > send.stage else "^"
 
 
 def _kind(gap: Gap) -> str | None:
-    """Its key in GAPS."""
     if gap.awaited is not None:
         return gap.awaited[0]
     return None if gap.then is None else OTHER
@@ -169,7 +165,6 @@ def _corners(spans: Iterable[Event | Gap]) -> list[list[tuple[float, float]]]:
 
 
 def _write(axes: Axes, span: Event | Gap, inches: float, *labels: str, **look: Any) -> None:
-    """Write the first of the labels that fits in a box, in the middle of it."""
     for label in labels:
         if (span.stop - span.start) * inches > 0.6 * FONT_SIZE / 72 * len(label):
             place = (span.start + span.stop) / 2, span.stage + (TOP + BOTTOM) / 2
@@ -192,7 +187,6 @@ def _colour(action: Action) -> tuple[float, float, float]:
 
 
 def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> None:
-    """Two lines below the axes: computation; gaps and messages."""
     kinds = {event.action.kind for events in timeline.computing for event in events}
     computed = [
         Patch(facecolor=_tint((0.3, 0.3, 0.3), strength), hatch=hatch, edgecolor="white", label=name)

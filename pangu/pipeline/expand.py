@@ -163,7 +163,6 @@ class Expansion:
             self.unsharding.end(module, self.unsharding.backward)
 
     def _adds(self, flats: Sequence[FlatNumbers]) -> bool:
-        """Return whether a module has trained weights."""
         return any(flat.trained for flat in flats)
 
     def _postpones(self, module: str) -> bool:

@@ -71,7 +71,6 @@ def _candidates(config: RunConfig, values: Any, problems: list[Problem]) -> dict
 
 
 def _plan(config: RunConfig, world: int, problems: list[Problem]) -> Chosen | None:
-    """The layout and its stages; None if they do not go together, or if a value is wrong by itself."""
     try:
         layout = Layout.of(config.parallel, data_size(config, world))
         return Chosen(config, layout, plan_stages(config, layout))

@@ -64,8 +64,6 @@ class StageError(LostError):
 
 @dataclass
 class _Live:
-    """A forward that waits for its backward."""
-
     received: Carried | None
     """The chunk's input, leaves."""
     root: Tensor
@@ -254,7 +252,6 @@ class Runner(Generic[M]):
             self._made["gradient", chunk, micro] = gradients
 
     def _take(self, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
-        """Output of a neighbouring chunk for `chunk`: from its stage, or from this one."""
         if (kind, neighbour, micro) in self._made:
             return self._made.pop((kind, neighbour, micro))
         tensors = self._wait(*self._arriving.pop((kind, chunk, micro)))
@@ -288,7 +285,6 @@ class Runner(Generic[M]):
 
     @contextmanager
     def _meeting(self, action: Action) -> Iterator[None]:
-        """Turn a failure of a message into an error that names it."""
         try:
             yield
         except RuntimeError as error:

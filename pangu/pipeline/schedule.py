@@ -125,21 +125,18 @@ def _message(step: Step, ends: Mapping[tuple[Kind, int], End]) -> tuple[Action, 
 
 
 def _receive(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
-    """The receive of a step's input."""
     forward = kind is Kind.FORWARD
     peer = _peer(kind, chunk, chunk - 1 if forward else chunk + 1, stage_of)
     return None if peer is None else (Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT, peer)
 
 
 def _send(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
-    """The send of a step's output."""
     forward = kind is Kind.FORWARD
     peer = _peer(kind, chunk, chunk + 1 if forward else chunk - 1, stage_of)
     return None if peer is None else (Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, peer)
 
 
 def _peer(kind: Kind, chunk: int, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
-    """The stage of a neighbouring chunk that a step exchanges a message with; None if there is none."""
     if kind is Kind.BACKWARD_WEIGHT or not 0 <= neighbour < len(stage_of) or stage_of[neighbour] == stage_of[chunk]:
         return None
     return stage_of[neighbour]

@@ -90,7 +90,6 @@ def _computations(schedule: Schedule) -> tuple[list[Action], list[Computation]]:
 
 
 def _seconds(schedule: Schedule, durations: Durations) -> list[float]:
-    """Return the durations by kind and chunk. Raises ValueError if they are not for this many chunks."""
     by_kind = durations.per_chunk(len(schedule.stage_of))
     return [seconds for kind in sorted(COMPUTE) for seconds in by_kind[kind]]
 
@@ -158,7 +157,6 @@ def _round(schedule: Schedule) -> tuple[int, int]:
 
 @lru_cache(maxsize=100)
 def _longer(schedule: Schedule, more: int) -> list[Computation]:
-    """Return the computations of a schedule of `more` micro-batches."""
     numbers = schedule.stages, schedule.virtual, schedule.micro_batches + more
     return _computations(make_schedule(schedule.name, *numbers, schedule.reduce_each))[1]
 
@@ -186,7 +184,6 @@ def simulate(schedule: Schedule, durations: Durations, checked: bool = False) ->
 
 
 def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
-    """What every unfinished stage is waiting for."""
     lines = []
     for stage, index in enumerate(nexts):
         if index < len(schedule.actions[stage]):

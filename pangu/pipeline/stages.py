@@ -50,7 +50,6 @@ def _costs(model: ModelConfig) -> list[float]:
 
 
 def _most_shards(layout: Layout) -> int:
-    """Ranks that a flat parameter is sharded over at most."""
     if not layout.splits_experts:
         return layout.shards
     from pangu.topology.experts import ExpertLayout

@@ -1,0 +1,1 @@
+"""Layouts, meshes, placements of tensors, and random numbers that no layout changes."""

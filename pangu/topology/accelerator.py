@@ -1,4 +1,4 @@
-"""What only a run on an accelerator asks of its kind: the plug-in of Ascend's devices, and which device it is."""
+"""Accelerator support that only accelerator runs import: the Ascend plug-in, and device numbers on a node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from pangu.config.errors import UserError
 from pangu.topology.launch import PLUG_IN, VISIBLE
 
-if TYPE_CHECKING:  # which cannot be imported where a plug-in cannot
+if TYPE_CHECKING:  # importing torch fails when one of its plug-ins fails to load
     import torch
 
 
 def load_plug_in(requested: object) -> None:
-    """Import Ascend's plug-in. Raises UserError."""
+    """Import the Ascend plug-in of torch; raise `UserError` if it is missing or cannot be loaded."""
     if find_spec(PLUG_IN) is None:
         release = version("torch").partition("+")[0]
         raise UserError(
@@ -31,7 +31,7 @@ def load_plug_in(requested: object) -> None:
 
 
 def not_imported(requested: object, error: Exception) -> UserError:
-    """Of torch, or of the plug-in."""
+    """Return the `UserError` for a failed import of torch or of the Ascend plug-in."""
     cause = " ".join(f"{error} {'' if error.__cause__ is None else f'({error.__cause__})'}".split())
     return UserError(
         f"train.device = {requested}: torch cannot be imported with its plug-ins ({cause}); that of an Ascend, "
@@ -41,7 +41,7 @@ def not_imported(requested: object, error: Exception) -> UserError:
 
 
 def number_on_node(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
-    """Of a device of this process among all of its node, as far as the process was told which ones it sees."""
+    """Return the number of a device among all devices of its node, from the visible-devices variable if it is set."""
     shown = next((environment[name] for name in VISIBLE.get(device.type, ()) if name in environment), "")
     numbers, index = [number.strip() for number in shown.split(",")], device.index or 0
     return numbers[index] if index < len(numbers) and numbers[index] else str(index)

@@ -1,5 +1,4 @@
-"""What the backends of devices, NCCL and HCCL, are told. None of this has been timed: only devices can show what
-priorities and blocks are worth."""
+"""Settings of the collective backends NCCL and HCCL: stream priorities, CTAs, the flight recorder."""
 
 from __future__ import annotations
 
@@ -16,34 +15,35 @@ import torch.distributed as dist
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.launch import ALLOCATOR, GROWING
 
+# Not measured yet: only accelerators can show what stream priorities and CTA limits are worth.
 URGENT = ("tensor", "messages")
-"""Axes whose communication is waited for as soon as it is sent: their kernels go before those of other streams."""
+"""Axes on the critical path, waited for right after the launch: their kernels run on high-priority streams."""
 MESSAGE_CTAS = 4
-"""Blocks of a device, at most, that a message between stages takes from what computes beside it."""
+"""Maximum CTAs of an NCCL message between pipeline stages, which leaves the other SMs to computation."""
 WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies", *EXPERT_GROUPS)
-"""Groups that every run sends in which has them."""
+"""Groups to connect at startup, because every run that has them uses them in each step."""
 SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
-"""Beginnings of the names of variables that the start of a run shows."""
+"""Prefixes of the environment variables that are logged at startup."""
 RECORDED_COLLECTIVES = 2000
-"""The last ones of each process: some steps' worth, a few hundred KiB."""
+"""Capacity of each process's flight recorder: the collectives of a few steps, a few hundred KiB."""
 
 
 def backend_of(device: torch.device) -> str:
-    """The collective backend of a kind of device: gloo, nccl, or what its plug-in has registered, for `npu` hccl."""
+    """Return the collective backend of a device type: gloo, nccl, or the one its plug-in registers (hccl for `npu`)."""
     return dist.get_default_backend_for_device(device)
 
 
 def group_options(axis: str, timeout: timedelta) -> Any:
-    """Of NCCL, for a group along an axis of `Layout.peers`, or one of `messages` between stages."""
+    """Return the NCCL options of a group along an axis of `Layout.peers`, or of a `messages` group between stages."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=axis in URGENT)
-    options._timeout = timeout  # or torch warns that the group's is another
+    options._timeout = timeout  # torch warns if this differs from the timeout passed to `new_group`
     if axis == "messages":
         options.config.max_ctas = MESSAGE_CTAS
     return options
 
 
 def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device) -> None:
-    """Let groups connect now, in one order everywhere. Otherwise each does at its first collective, within a step."""
+    """Connect the groups now, in the same order on every rank, instead of lazily inside the first step."""
     for axis in WARMED:
         if axis in groups:
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
@@ -51,9 +51,9 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
 
 @contextmanager
 def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Within the block, in which groups are made, NCCL remembers every process's last collectives, and writes them to
-    `folder`/collectives-RANK, which torch's flight-recorder tools read, when one does not end in time. What the user
-    has set stays, also under the name that a variable had before: torch takes the newer one if both are there."""
+    """Let NCCL record recent collectives and dump them to `folder`/collectives-RANK when one times out."""
+    # Wrap the creation of the process groups. torch's flight-recorder tools read the files. A variable that the user
+    # has set is kept, also under its older name: torch prefers the newer one if both are set.
     defaults = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(RECORDED_COLLECTIVES),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
@@ -64,12 +64,12 @@ def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.
     try:
         yield
     finally:
-        for name in missing:  # a sweep's next run, in this process, has another folder
+        for name in missing:  # the next run of a sweep, in this process, uses another folder
             environment.pop(name, None)
 
 
 def describe_environment(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> str:
-    """In words, what the allocator and the backend are told: defaults of pangu, and what the user has `given`."""
+    """Return the allocator and backend variables as text: defaults of pangu, and those the user has `given`."""
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={environment[name]}" for name in sorted(names))

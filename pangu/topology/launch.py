@@ -1,4 +1,4 @@
-"""What the launcher (torchrun, or nothing at all) says about this process and its machine."""
+"""Process identity, device and environment settings, from the launcher's variables (torchrun's, or none)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from typing import TYPE_CHECKING
 from pangu.config.cores import cpu_quota
 from pangu.config.errors import LocalError, UserError, shown
 
-if TYPE_CHECKING:  # a command that only composes asks for its rank, and does without torch
+if TYPE_CHECKING:  # composing a configuration needs the rank, but not torch
     import torch
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A process of the run. A plain `python pretrain.py` is the only one."""
+    """Rank and size of this process in the run; a plain `python pretrain.py` is a run of one process."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
     attempt: int = 0
-    """How often the launcher has restarted the processes (`--max-restarts`); 0 if each start meets elsewhere."""
+    """Number of restarts by the launcher (`--max-restarts`); 0 if every start uses a new store."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read the launcher's variables. Raises LocalError if they contradict each other, or if a launcher of others
-        (`SINGLE`) has started several processes that would not know of each other."""
+        """Read the launcher's variables; raise `LocalError` if they contradict each other.
+
+        Also raised if a foreign launcher (`SINGLE`) has started several processes that do not know of each other.
+        """
         names = {
             "rank": "RANK",
             "world": "WORLD_SIZE",
@@ -41,7 +43,7 @@ class Launch:
             "attempt": "TORCHELASTIC_RESTART_COUNT",
         }
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
-            del names["attempt"]  # launchers that have joined at different times count differently
+            del names["attempt"]  # agents that joined at different times disagree on it
         launch = cls(**{field: _natural(environment, name) for field, name in names.items() if name in environment})
         launch._check(environment)
         return launch
@@ -60,7 +62,7 @@ class Launch:
         for program, (size, rank_name, *signs) in SINGLE.items():
             number = environment.get(size, "")
             if not given and rank_name in environment and number.isdecimal() and int(number) > 1:
-                # Slurm's batch script, which runs once, has the first two variables as well
+                # a Slurm batch script is a single process, but has the first two variables as well
                 if signs and environment[rank_name] == "0" and not any(sign in environment for sign in signs):
                     continue
                 raise LocalError(
@@ -74,18 +76,16 @@ SINGLE = {
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
 }
-"""Programs that start processes without torchrun's variables -> their variables for the number of processes and the
-rank, and those that their processes alone have."""
+"""Foreign launchers -> their variables for world size and rank, then variables that only their processes have."""
 _WORKS = "torchrun sets it; `unset {0}` starts a run of one process"
 
 
 def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process speaks for all, before anything else of the environment is looked at."""
+    """Return whether this is rank 0, which speaks for all; works before the environment is validated."""
     return environment.get("RANK", "0") == "0"
 
 
 def _natural(environment: Mapping[str, str], name: str) -> int:
-    """Return a variable as a number. Raises LocalError."""
     text = environment[name]
     if not (text.isascii() and text.isdecimal()) or len(text) > 9:
         raise LocalError(f"{name} = {shown(text)}: must be an integer from 0 on; {_WORKS.format(name)}")
@@ -96,22 +96,22 @@ VISIBLE = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
 }
-"""Kind of device -> variables that say which ones of its node a process sees."""
+"""Device type -> variables that restrict which devices of the node a process sees."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
-"""Names of one setting. torch_npu refuses to have it under two."""
+"""Names of the allocator setting in torch's releases and plug-ins; torch_npu rejects more than one of them."""
 PLUG_IN = "torch_npu"
-"""Ascend's, which makes `npu` a device of torch."""
+"""Plug-in package that registers Ascend's `npu` device type with torch."""
 GROWING = "expandable_segments:True"
+"""Allocator setting that avoids fragmentation by blocks of changing sizes."""
 
 
 REMEMBERED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
-"""Shapes of products that oneDNN and torch's bridge to it keep kernels and buffers for, by default 1,024: experts have
-other numbers of tokens in every step, and two layers of width 512 filled 0.8 GB."""
+"""Cache capacities of oneDNN and torch's bridge to it, in matmul shapes (default 1,024)."""
 
 
+# Experts see a different number of tokens in each step: two layers of width 512 filled 0.8 GB of these caches.
 def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -> None:
-    """What the user has not set: torch's allocator grows its segments, so that blocks of changing sizes leave no gaps;
-    a CPU keeps kernels for few shapes. Before torch is imported."""
+    """Set the allocator and oneDNN defaults that the user has not set; call before torch is imported."""
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
     for name, capacity in REMEMBERED_SHAPES.items():
@@ -119,9 +119,9 @@ def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -
 
 
 def load_torch(requested: object) -> None:
-    """Import torch, and Ascend's plug-in where a device of the `requested` kind (`train.device`) may need it: torch
-    does that by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0. Raises UserError if either cannot be imported."""
-    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # which the first optimizer has torch make
+    """Import torch, and the Ascend plug-in if `requested` (`train.device`) needs it; raise `UserError` on failure."""
+    # torch loads plug-ins by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0.
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch would create it in the first optimizer
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -143,11 +143,11 @@ def load_torch(requested: object) -> None:
 def choose_device(
     requested: str, launch: Launch, environment: Mapping[str, str] = os.environ, threads: int | None = None
 ) -> torch.device:
-    """Return the device of this process, and set the number of its CPU threads (None: `num_threads`). Raises UserError
-    if the machine lacks the requested kind or has fewer devices than local processes.
+    """Return this process's device, and set its number of CPU threads (None: `num_threads`).
 
-    A scheduler may show each process a device of its own alone (SLURM's `--gpus-per-task=1`, torchrun's
-    `--virtual-local-rank`), which is the first one to all of them.
+    A scheduler may show each process only its own device (Slurm's `--gpus-per-task=1`, torchrun's
+    `--virtual-local-rank`), which then has index 0. Raise `UserError` if the machine lacks the device type or has too
+    few.
     """
     load_torch(requested)
     import torch
@@ -173,25 +173,27 @@ def choose_device(
 
 
 def num_threads(local_world: int, environment: Mapping[str, str]) -> int:
-    """Return the CPU threads of a process: the user's OMP_NUM_THREADS, otherwise its share of the launcher's cores, as
-    far as it may run on them (`--numa-binding`) and the container's quota goes. torchrun gives each process one,
-    whatever the number of cores; beside an accelerator they compute first weights, and updates of state on the host."""
-    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP takes one for each nested level
+    """Return this process's CPU threads: OMP_NUM_THREADS if the user set it, else a share of the usable cores.
+
+    torchrun sets one thread per process whatever the number of cores, but initialization and host-side optimizer
+    updates need more. Usable cores respect CPU affinity (`--numa-binding`) and the container's quota.
+    """
+    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list: one per nested level
     if given.isdecimal() and int(given) and (given != "1" or _is_users_choice("OMP_NUM_THREADS", environment)):
         return int(given)
     allowed = len(os.sched_getaffinity(0))
     try:
         of_launcher = len(os.sched_getaffinity(os.getppid()))
-    except OSError:  # it is another user's, or gone
+    except OSError:  # the parent belongs to another user, or is gone
         of_launcher = allowed
     cores = min(max(allowed, of_launcher), cpu_quota())
     return max(1, min(allowed, math.floor(cores / local_world)))
 
 
 def _is_users_choice(name: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a variable was there before the launcher, which sets it where it is not."""
+    """Return whether a variable was set before the launcher, which fills in the missing ones."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return True
-    with suppress(OSError):  # it is gone, or another user's, or this system does not show it
+    with suppress(OSError):  # the parent is gone or another user's, or there is no /proc
         return f"\0{name}=".encode() in b"\0" + Path("/proc", str(os.getppid()), "environ").read_bytes()
     return False

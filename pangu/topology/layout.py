@@ -1,4 +1,4 @@
-"""A layout: the degrees of parallelism and what follows from them. Pure functions, no process, no torch."""
+"""Layout: the degrees of parallelism, and pure functions between ranks and coordinates, without torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pangu.config.errors import UserError
 from pangu.config.schema import ParallelConfig
 
 AXES = ("pipeline", "data", "context", "tensor")
-"""Mesh axes, slowest first: neighbouring ranks form a tensor-parallel group, so its heavy traffic stays inside a
-node."""
+"""Mesh axes, slowest first: neighboring ranks form a tensor-parallel group, whose heavy traffic stays in a node."""
 GROUPS = ("pipeline", "context", "tensor", "replicas", "shard", "gather", "copies", "ends")
-"""Axes along which ranks communicate, in the order in which groups are made."""
+"""Axes along which ranks communicate, in the order in which the groups are created."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
+    """Position of a rank along each mesh axis."""
+
     pipeline: int
     data: int
     tensor: int
@@ -24,6 +25,8 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
+    """Degrees of parallelism of a run."""
+
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -31,17 +34,18 @@ class Layout:
     sequence: bool = False
     """Sequence parallelism: tensor-parallel ranks also shard the hidden states between the matrices."""
     virtual: int = 1
-    """Model chunks per pipeline stage."""
+    """Virtual stages: model chunks per pipeline stage."""
     zero_group: int = 0
-    """Replicas that ZeRO shards over; 0: all."""
+    """Number of replicas that ZeRO shards over; 0: all."""
     context: int = 1
-    """Ranks that share each sequence."""
+    """Context-parallel size: ranks that split each sequence."""
     expert: int = 1
-    """Ranks, neighbours of one stage, that share the experts of each layer."""
+    """Expert-parallel size: neighboring ranks of one stage that split the experts of each layer."""
     expert_tensor: int = 0
-    """Tensor-parallel ranks that share each expert: all (0) or one (1), which makes the others ranks like replicas."""
+    """Tensor-parallel ranks that split each expert: all (0) or one (1), which turns the others into replicas."""
 
     def __post_init__(self) -> None:
+        """Raise `UserError` if a degree is out of range."""
         degrees = (self.tensor, self.pipeline, self.data, self.virtual, self.context, self.expert)
         if min(degrees) < 1 or self.zero not in range(4):
             raise UserError(f"{self}: degrees must be at least 1, and zero 0, 1, 2 or 3")
@@ -49,6 +53,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: ParallelConfig, data: int) -> Layout:
+        """Return the layout of a configuration with `data` data-parallel replicas."""
         return cls(
             config.tensor,
             config.pipeline,
@@ -64,24 +69,26 @@ class Layout:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.tensor * self.pipeline * self.replicas
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same slices of weights that are no expert's, and compute with other tokens."""
+        """Number of ranks that hold the same slice of the non-expert weights and compute on different tokens."""
         return self.data * self.context
 
     @property
     def splits_experts(self) -> bool:
-        """Whether the weights of experts lie on other ranks than if they were any weights (`topology.experts`)."""
+        """True if the experts are placed on other ranks than the remaining weights would be (`topology.experts`)."""
         return self.expert > 1 or self.expert_tensor not in (0, self.tensor)
 
     @property
     def model(self) -> int:
-        """Devices that together hold one copy of the model."""
+        """Number of ranks that together hold one copy of the model."""
         return self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
@@ -89,22 +96,24 @@ class Layout:
         return Coordinates(pipeline, data, tensor, context)
 
     def rank(self, at: Coordinates) -> int:
-        """Global rank at these coordinates; the inverse of `coordinates`."""
+        """Return the global rank at these coordinates: the inverse of `coordinates`."""
         return (at.pipeline * self.replicas + self.replica(at)) * self.tensor + at.tensor
 
     def replica(self, at: Coordinates) -> int:
-        """Index among the `replicas`."""
+        """Return the index among the `replicas` at these coordinates."""
         return at.data * self.context + at.context
 
     @property
     def shards(self) -> int:
-        """Replicas that a flat parameter is sharded over."""
+        """Number of replicas that a flat parameter is sharded over; 1 without ZeRO."""
         return (self.zero_group or self.replicas) if self.zero else 1
 
     def peers(self, rank: int, axis: str) -> list[int]:
-        """Global ranks along one axis through `rank`, in the order of that coordinate. Beside `AXES`: `replicas`;
-        `shard` and `gather`, the neighbouring replicas that share a flat parameter (one group for gradients, one for
-        weights); `copies`, the replicas that hold the same shard; `ends`, the first and the last stage."""
+        """Return the global ranks along one axis through `rank`, in the order of that coordinate.
+
+        Besides `AXES`: `replicas`; `shard` and `gather`, neighboring replicas that share a flat parameter (separate
+        groups for gradients and weights); `copies`, the replicas of one shard; `ends`, the first and last stage.
+        """
         at = self.coordinates(rank)
         if axis in AXES:
             return [self.rank(replace(at, **{axis: place})) for place in range(getattr(self, axis))]
@@ -117,7 +126,7 @@ class Layout:
 
 
 def places_along(axis: str, replica: int, replicas: int, shards: int) -> range:
-    """Indices of the replicas along one of their axes, of which one is `replica`."""
+    """Return the indices of the replicas along a replica axis through index `replica`."""
     start = replica - replica % shards
     return {
         "replicas": range(replicas),

@@ -1,4 +1,4 @@
-"""A mesh: a layout with this process's rank, its device and the live process groups."""
+"""Mesh: a layout with this process's rank, its device and the live process groups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from pangu.topology.recorder import AxisGroup, Recorder
 
 
 def is_silence(error: RuntimeError) -> bool:
-    """True if another process did not answer. gloo has no exception type for that."""
+    """Return whether an error means that another process did not answer; gloo has no exception type for that."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """How two collectives are carried out: `own`, by the backend; `exchange`, every rank sends its shard to each and
-    adds up what it receives in the order of the ranks."""
+    """Algorithm of each collective: `own` (the backend's) or `exchange` (all-to-all, summed in rank order)."""
 
     gather: str = "exchange"
     scatter: str = "exchange"
@@ -32,29 +31,32 @@ class Algorithms:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Made once per process and passed to constructors; there is no global state beside it."""
+    """Layout with live process groups, created once per process and passed to constructors: no global state."""
 
     layout: Layout
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Axis of `Layout.peers` -> the group of this rank along it, if there are several ranks; `world`: all ranks."""
+    """Axis of `Layout.peers` -> this rank's group, for axes with several ranks; `world`: all ranks."""
     timeout_s: float = 600.0
+    """Timeout of collectives and of the store, in seconds (`parallel.timeout_s`)."""
     store: dist.Store | None = None
-    """Where the processes met, and still do outside collectives; None: there is only one."""
+    """Store in which the processes meet outside collectives; None: single process."""
     keeper: int | None = None
     """Rank of the process that serves the store; None: the launcher does."""
     algorithms: Algorithms = field(default_factory=Algorithms)
     hosts: list[str] = field(default_factory=list)
-    """Of all ranks, in order; empty until they are known, and in a run of one node."""
+    """Host names of all ranks, in order; empty until they are known, and in runs on one node."""
     recorder: Recorder = field(default_factory=Recorder)
-    """Of this rank's steps."""
+    """Recorder of this rank's steps."""
 
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
-        """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
-        Raises LostError if not all processes arrive within `timeout_s`, LocalError if another one has another layout or
-        the same device, UserError if there are not as many processes."""
+        """Join the other processes of the run and create the groups; `attempt` counts restarts by the launcher.
+
+        Raise `LostError` if not all processes arrive within `timeout_s`, `LocalError` if two differ in layout or share
+        a device, `UserError` if the world size does not match.
+        """
         from pangu.topology.orphan import end_with_launcher, missing_ranks
 
         end_with_launcher()
@@ -68,7 +70,7 @@ class Mesh:
                 store, rank, world = _open_store(timeout_s, attempt)
                 timeout = timedelta(seconds=timeout_s)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
-                # before groups are made, in which processes of two layouts would wait for each other
+                # compare layouts before creating groups: two different ones would deadlock in that
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
                     raise LocalError(
                         f"rank {rank} on {socket.gethostname()} has {layout}, another one {first}: all nodes need the "
@@ -89,8 +91,8 @@ class Mesh:
         mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, algorithms)
         for axis, ranks in mesh._axes():
             if len(set(ranks)) > 1:
-                # torch names a group by its ranks and by how many groups this process has: every process must make as
-                # many, those that are not in this one a group of one rank
+                # torch names a group by its ranks and by how many groups this process has: every process must create
+                # equally many, and those outside this one create a group of one rank
                 is_member = mesh.rank in ranks
                 group = mesh.new_group(ranks if is_member else [mesh.rank], axis)
                 if is_member:
@@ -103,8 +105,7 @@ class Mesh:
 
     @classmethod
     def without_layout(cls, world: int, timeout_s: float, attempt: int = 0) -> Mesh:
-        """Return a mesh of all processes of the run that has a store and no groups, to agree on a layout. Raises
-        LostError if the process that serves the store does not arrive within `timeout_s`."""
+        """Return a mesh with a store but no groups, to agree on a layout; raise `LostError` after `timeout_s`."""
         try:
             store, rank, world = _open_store(timeout_s, attempt)
         except RuntimeError as error:
@@ -114,7 +115,6 @@ class Mesh:
         return cls(Layout(data=world), rank, torch.device("cpu"), timeout_s=timeout_s, store=store)
 
     def _axes(self) -> Iterator[tuple[str, list[int]]]:
-        """Axes, and the ranks along each."""
         yield from ((axis, self.layout.peers(self.rank, axis)) for axis in GROUPS)
         if self.layout.splits_experts:
             from pangu.topology import experts
@@ -123,58 +123,60 @@ class Mesh:
             yield from ((axis, layout.peers(self.rank, axis)) for axis in experts.GROUPS)
 
     def background(self) -> Mesh:
-        """The same mesh for a thread beside training. It has no groups, since collectives of two threads on one group
-        would meet in any order, and a connection of its own to the store, in which it meets the others' threads."""
+        """Return this mesh for a background thread, with its own connection and prefix in the store and no groups."""
+        # no groups: collectives of two threads on one group would run in any order
         if self.store is None:
             return self
         return replace(self, groups={}, store=dist.PrefixStore("background", self.store.clone()))  # type: ignore[attr-defined]
 
     def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """A further group of global ranks, along an axis of theirs or for `messages` between stages; all of them must
-        create it, in the same order as their other groups."""
+        """Create a group of global ranks along an axis, or for `messages`; all members call this in the same order."""
         timeout, options = timedelta(seconds=self.timeout_s), None
         if dist.get_backend() == "nccl":
             from pangu.topology.backends import group_options
 
             options = group_options(axis, timeout)
-        # only the members meet: with the default every process of the run would have to take part in making each group
+        # only members take part: by default every process of the run would have to call this for every group
         group = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
         assert group is not None
         return group
 
     @property
     def at(self) -> Coordinates:
+        """Coordinates of this rank."""
         return self.layout.coordinates(self.rank)
 
     @property
     def replica(self) -> int:
+        """Index of this rank among the replicas."""
         return self.layout.replica(self.at)
 
     @property
     def is_first(self) -> bool:
-        """True on the one process that prints and writes for all."""
+        """True if this is rank 0, which prints and writes for all."""
         return self.rank == 0
 
     @property
     def name(self) -> str:
-        """This rank in messages."""
+        """Name of this rank in messages, with its host in multi-node runs."""
         return self.named([self.rank])
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Ranks in words: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in a run of several nodes."""
+        """Return ranks as text: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in multi-node runs."""
         return f"rank {', '.join(f'{rank} on {self.hosts[rank]}' if self.hosts else str(rank) for rank in ranks)}"
 
     def group(self, axis: str) -> AxisGroup | None:
+        """Return the group along an axis, or None if this rank is alone on it."""
         group = self.groups.get(axis)
         return None if group is None else AxisGroup(group, axis, self.recorder)
 
     def close(self) -> None:
+        """Destroy the process groups."""
         if self.groups:
             dist.destroy_process_group()
 
 
 def _require_address(environment: Mapping[str, str]) -> None:
-    """Raise LocalError unless the launcher's variables say where the processes meet."""
     port = environment.get("MASTER_PORT", "")
     if not environment.get("MASTER_ADDR") or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise LocalError(
@@ -184,16 +186,15 @@ def _require_address(environment: Mapping[str, str]) -> None:
 
 
 def _open_store(timeout_s: float, attempt: int) -> tuple[dist.Store, int, int]:
-    """Return the store in which the processes meet, and the rank and number of processes that the launcher gave."""
+    """Return the store in which the processes meet, and the rank and world size that the launcher gave."""
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    # torchrun's store outlives the processes that it starts again, and each run of a sweep
+    # torchrun's store survives restarts of the processes, and all runs of a sweep: give each its own prefix
     store = dist.PrefixStore(f"attempt-{attempt}-{store.add(f'runs-{attempt}-{rank}', 1)}", store)
     store.set(f"here-{rank}", "")
     return store, rank, world
 
 
 def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> LostError:
-    """Return the error of a process that the others did not come to. `missing`: which, as far as that is known."""
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return LostError(
         f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {world} processes of this run did not all come "
@@ -203,14 +204,14 @@ def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> Lo
 
 
 def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
-    """Before groups are made: a backend says it less plainly that two ranks have one device. Raises LocalError."""
+    """Raise `LocalError` if two ranks share a device, which backends report less plainly, before groups are made."""
     if device.type == "cpu":
         return
     from pangu.topology.accelerator import number_on_node
     from pangu.topology.launch import VISIBLE
 
     uuid = str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
-    # torch_npu has none before 2.13, and later one of zeros where the driver does not tell
+    # torch_npu has no UUID before 2.13, and later reports zeros if the driver does not provide one
     number = uuid if uuid.strip("0-") else f"{device.type} {number_on_node(device)}"
     name = f"{socket.gethostname()}, {number}"
     if (holder := store.compare_set(f"device-{name}", "", str(rank)).decode()) != str(rank):

@@ -1,4 +1,4 @@
-"""A process that torchrun has started does not outlive it, and learns from its store who did not come."""
+"""Watchdog that ends a process together with its torchrun launcher, and a list of ranks that did not arrive."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from collections.abc import Mapping
 from threading import Thread
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a run of one process needs none
+if TYPE_CHECKING:  # a single-process run needs none
     from torch.distributed import Store
 
 INTERVAL_SECONDS = 1.0
+"""Polling interval of the watchdog, in seconds."""
 STATUS = 1
 
 
 def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """End this process soon after the torchrun that started it, even if it hangs, and save nothing. A torchrun that is
-    killed by force cannot end its processes: they would keep their devices and write where their successors do."""
+    """Exit without saving soon after the torchrun that started this process is gone, even if this process hangs."""
+    # A torchrun killed by force cannot end its processes: they would hold their devices and write where restarted ones
+    # do.
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     launcher = os.getppid()
 
     def watch() -> None:
-        # its children are given to another parent
+        # orphans are adopted by another parent process
         while os.getppid() == launcher:
             time.sleep(INTERVAL_SECONDS)
         try:
             name = f"rank {environment.get('RANK')} on {socket.gethostname()}"
             print(f"\n{name}: torchrun is gone (process {launcher}), so this ends too", file=sys.stderr, flush=True)
         finally:
-            os._exit(STATUS)  # no other thread is asked
+            os._exit(STATUS)  # `sys.exit` would wait for the other threads
 
     Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def missing_ranks(store: Store | None, world: int, environment: Mapping[str, str] = os.environ) -> str:
-    """In words, the first processes that have not come to the launcher's store, which answers whoever is gone."""
+    """Return a phrase with the first ranks that have not reached the launcher's store, or ""."""
     if store is None or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     try:

@@ -1,7 +1,7 @@
 """Counter-based random numbers: every draw is a function of named keys, never of earlier draws.
 
-So no layout changes them and there is no state to save: initial weights are keyed by (seed, name, tile), the data order
-by (seed, epoch, sample), dropout by (seed, step, place) and a hash of each element.
+A layout therefore cannot change them and there is no state to save: initial weights are keyed by (seed, name, tile),
+the data order by (seed, epoch, sample), dropout by (seed, step, place) and a hash of each element.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 
 def random_key(*parts: object) -> int:
-    """A 64-bit key of the parts' text, in order: use integers and strings. BLAKE2b, the same on every machine and in
-    every Python version."""
+    """Return a 64-bit key of the parts' text, in order; use integers and strings only."""
+    # BLAKE2b gives the same key on every machine and in every Python version, unlike `hash`.
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def generator(*parts: object) -> np.random.Generator:
-    """A Philox generator (Salmon et al. 2011) for `random_key(*parts)`."""
+    """Return a Philox generator (Salmon et al. 2011) seeded by `random_key(*parts)`."""
     return np.random.Generator(np.random.Philox(key=random_key(*parts)))

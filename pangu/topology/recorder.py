@@ -1,4 +1,4 @@
-"""Where a rank tells what it does in a step, for who records it."""
+"""Recorder through which a rank reports the phases and collectives of a step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Recorder:
-    """Of a rank; it costs nothing while no tape runs."""
+    """Sink for spans and collectives of a rank; a no-op unless a tape is running."""
 
     tape: Tape | None = None
     watches: bool = False
-    """Whether asynchronous collectives are watched whenever they begin: they may be waited for in a later step."""
+    """True if to watch all asynchronous collectives, even without a tape: they may be waited for in a later step."""
 
     def span(self, what: Any) -> AbstractContextManager[object]:
-        """What is done within the block."""
+        """Return a context that records its block as a span."""
         return nullcontext() if self.tape is None else self.tape.span(what)
 
     def meeting(self, axis: str) -> AbstractContextManager[object]:
-        """Within the block, a collective of this axis is begun and waited for."""
+        """Return a context that records its block as one blocking collective of an axis."""
         return nullcontext() if self.tape is None else self.tape.meeting(axis)
 
     def watched(self, axis: str, work: dist.Work, read: Tensor) -> dist.Work | Watched:
-        """A collective of this axis that was just begun, and what it reads."""
+        """Return the handle of a collective that just started and reads `read`, wrapped if its wait is to be timed."""
         if not self.watches:
             return work
         if self.tape is not None:
@@ -42,20 +42,22 @@ class Recorder:
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The ranks along an axis."""
+    """Process group of the ranks along a mesh axis."""
 
     process_group: dist.ProcessGroup
     axis: str
     recorder: Recorder = field(default_factory=Recorder)
 
     def __deepcopy__(self, memo: Any) -> AxisGroup:
-        """Return the same group: processes cannot be copied, and copies of layers communicate in it."""
+        """Return this group itself: process groups cannot be copied, and copies of layers communicate in it."""
         return self
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return dist.get_world_size(self.process_group)
 
     @property
     def ranks(self) -> list[int]:
+        """Global ranks, in order."""
         return dist.get_process_group_ranks(self.process_group)

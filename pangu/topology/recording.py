@@ -1,7 +1,7 @@
-"""What a rank does in a step, and when: noted where it is done, and read when the step is over.
+"""Timeline of a step: spans and collectives of a rank, recorded as they happen and read when the step is over.
 
-Times are those of the stream that computes (on a CPU, the host's), so that nothing has to be waited for: a span lasts
-as long as it keeps that stream from other work. Spans are nested; each moment belongs to the innermost one.
+Times are those of the compute stream (on a CPU, of the host), so that recording never waits: a span lasts as long as it
+keeps that stream from other work. Spans are nested; each moment belongs to the innermost one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from pangu.topology.recorder import Recorder
 
 
 class Span(NamedTuple):
-    """Times in seconds since the recording began."""
+    """Interval of a recording, with times in seconds since its start."""
 
     what: Any
-    """A word, the axis of a collective that is waited for, or a pipeline's action."""
+    """Phase name, axis of a collective that is waited for, or pipeline action."""
     parent: int | None
-    """Place in the list of the span that this one lies in."""
+    """Index of the enclosing span in the list."""
     message: int | None
-    """Place among the collectives of its axis of the one that is waited for."""
+    """Index of the collective that is waited for, among those of its axis."""
     start: float
     stop: float
 
 
 class Recording(NamedTuple):
+    """Timeline of one step."""
+
     spans: list[Span]
-    """In the order of their starts; the first one is the whole."""
+    """Spans in the order of their starts; the first one covers the recording."""
     messages: dict[str, list[tuple[float, float]]]
-    """Axis -> when this rank came to each collective, and when that was over; infinity: unknown."""
+    """Axis -> start and end of each collective; the end is infinity if unknown."""
 
 
 @dataclass
@@ -50,10 +52,10 @@ class _Open:
 
 
 class Tape:
-    """A recording under way."""
+    """Recording in progress."""
 
     def __init__(self, what: Any, device: torch.device) -> None:
-        """`what` the time is for that no span claims."""
+        """Start the recording; time outside all other spans is attributed to `what`."""
         self._device = device
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream()
         self._spans: list[_Open] = []
@@ -63,7 +65,7 @@ class Tape:
         self._begin(what, None)
 
     def read(self) -> Recording:
-        """End, and read all times: the one time that the host waits for the device."""
+        """End the recording and return all times; this is its only host sync."""
         end, zero = self._now(), self._spans[0].start
         ended = {axis: [one[0] if one else None for _, one in messages] for axis, messages in self._messages.items()}
         for moment in (moment for moments in ended.values() for moment in moments if moment is not None):
@@ -91,23 +93,23 @@ class Tape:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the caller gives work to another stream than the one that computes, which waits for nothing then."""
+        """True if the caller runs on another stream than the compute stream, which then waits for nothing."""
         return self._stream is not None and self._stream != torch.accelerator.current_stream()
 
     def meeting(self, axis: str) -> AbstractContextManager[None]:
-        """Within the block, a collective of this axis is begun and waited for."""
+        """Return a context that records its block as one blocking collective of an axis."""
         return self.span(axis, self._come(axis)[0])
 
     def begun(self, recorder: Recorder, axis: str, work: dist.Work, read: Tensor) -> Watched:
-        """Note that a collective begins, and when it will be over."""
+        """Record that a collective starts, and when it will be over."""
         number, ended = self._come(axis)
         if self._device.type != "cpu":
-            # a stream that waits for the collective tells when it is over; those of an axis end in their order
+            # a side stream that waits for the collective timestamps its end; collectives of an axis end in order
             with self._streams.setdefault(axis, torch.Stream(self._device)):
                 work.wait()
                 ended.append(self._now())
             return Watched(recorder, axis, ended[0].precede, self, number, read)
-        if isinstance(work, dist.Work):  # not if the ranks are threads
+        if isinstance(work, dist.Work):  # ranks simulated by threads have no futures
             work.get_future().add_done_callback(lambda _: ended.append(self._now()))
         return Watched(recorder, axis, work.wait, self, number, None)
 
@@ -127,8 +129,7 @@ class Tape:
 
     @contextmanager
     def span(self, what: Any, message: int | None = None) -> Iterator[None]:
-        """What is done within the block; `message`: waiting for this one of the collectives of the axis `what`, None if
-        this tape has not seen it begin."""
+        """Record the block as a span; with `message`, as the wait for that collective of the axis `what`."""
         span = self._begin(what, message)
         try:
             yield
@@ -138,18 +139,19 @@ class Tape:
 
 
 class Watched(NamedTuple):
-    """A collective; the time that it is waited for is recorded."""
+    """Asynchronous collective whose wait is recorded as a span."""
 
     recorder: Recorder
     axis: str
     waits: Callable[[], object]
     tape: Tape | None
-    """On which it began."""
+    """Tape that recorded the start."""
     number: int | None
     read: Tensor | None
-    """What it reads, if NCCL, for which some stream has waited, does not keep that from being given to others."""
+    """Tensor that NCCL reads; the reference keeps its memory from being reused while another stream waits."""
 
     def wait(self) -> object:
+        """Wait for the collective, recorded as a span if a tape runs on the compute stream."""
         tape = self.recorder.tape
         if tape is None or tape.is_elsewhere:
             return self.waits()
@@ -158,6 +160,7 @@ class Watched(NamedTuple):
 
 
 def stop(recorder: Recorder) -> Recording:
+    """End the recording and return its times."""
     assert recorder.tape is not None
     tape, recorder.tape = recorder.tape, None
     return tape.read()

@@ -156,8 +156,6 @@ class FlatParameter:
         """Its copy for the update, if the main parameters lie on the host."""
 
     def _add_shard(self, placement: Placement, begin: int, values: Tensor) -> None:
-        """Add this rank's shard of a logical tensor whose slice begins at element `begin` of the buffer, with `values`
-        of the parameter, unless that is on the meta device."""
         low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
         if low >= high:
             return

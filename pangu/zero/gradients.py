@@ -116,7 +116,6 @@ class GradientSum(ReduceRules[FlatParameter]):
         return hook
 
     def _add(self, parameter: nn.Parameter) -> None:
-        """Move a new gradient into the buffer."""
         if parameter.grad is None:
             return  # backward left it to the weight-gradient store
         total, begins = self.sum_of(parameter)

@@ -254,6 +254,5 @@ class ReduceRules(ABC, Generic[F]):
         self._num_sent[chunk] = max(start, stop)
 
     def _wait(self, leave: int) -> None:
-        """Wait for all but the newest `leave` reductions."""
         while len(self._reducing) > leave:
             self.do(Operation.WAIT_REDUCE, self._reducing.pop(0))
