@@ -1,7 +1,7 @@
-"""Errors over ranks: all processes learn what one fails at, so that none waits for one that gave up.
+"""Agreement between processes through the run's store: an error on one is raised on all, so that none waits forever.
 
-Processes meet through the run's store, in no collective: what hosts do (reading, hashing, writing) may take long, which
-no device has to wait for, and a thread beside training may meet as well.
+No collective is involved: host work (reading, hashing, writing) may be slow without blocking the device, and a
+background thread may agree with its peers as well.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ A = TypeVar("A")
 
 
 class StuckError(UserError):
-    """The work of some process makes no progress. Raised on all processes."""
+    """Error raised on all processes when the work of one makes no progress."""
 
 
 @contextmanager
 def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
-    """Turn a collective that fails within the block into a LostError with this rank, the text of `where` and the
-    silent ranks, as far as they are known."""
+    """Turn a collective that times out in the block into a `LostError` with `where()` and the silent ranks if known."""
     try:
         yield
     except RuntimeError as error:
@@ -50,9 +49,11 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
 
 
 def agree(mesh: Mesh, action: Callable[[], T], *, runs_here: bool) -> list[T | None]:
-    """Run `action` on the processes where `runs_here` is true; all return when all have finished, with the results of
-    all ranks in order (None where it did not run). A UserError on any rank is raised on every one. Raises RuntimeError
-    if one does not answer within `parallel.timeout_s`, see `name_silent_ranks`."""
+    """Run `action` where `runs_here` is true, and return the results of all ranks in order once all have finished.
+
+    The result is None where the action did not run. A `UserError` on any rank is raised on every rank; `RuntimeError`
+    (see `is_silence`) if a rank does not answer within `parallel.timeout_s`.
+    """
     message, results = meet_all(
         mesh,
         outcome(action) if runs_here else (None, None),
@@ -64,7 +65,7 @@ def agree(mesh: Mesh, action: Callable[[], T], *, runs_here: bool) -> list[T | N
 
 
 def outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What an action returns, or the message of the UserError that it raises."""
+    """Return the result of `action` and None, or None and the message of its `UserError`."""
     try:
         return action(), None
     except UserError as error:
@@ -72,12 +73,13 @@ def outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def first_message(outcomes: list[tuple[T | None, str | None]]) -> str | None:
+    """Return the error message of the first rank that has one, or None."""
     return next((message for _, message in outcomes if message is not None), None)
 
 
 def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
-    """All processes come with a value; what `answer` makes of them, in rank order, on the first one, is returned on
-    all. Raises RuntimeError, see `is_silence`, if one does not come within `parallel.timeout_s`."""
+    """Pass the values of all processes, in rank order, to `answer` on rank 0, and return its result on all."""
+    # Raises RuntimeError (see `is_silence`) if a process does not arrive within `parallel.timeout_s`.
     if mesh.layout.world == 1:
         return answer([value])
     from pangu.collectives.meeting import meet
@@ -86,21 +88,21 @@ def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
 
 
 def answer_of_store(limit_s: float, action: Callable[[], T]) -> T:
-    """What an action returns that asks the store. Raises RuntimeError, see `is_silence`, if it takes longer than
-    `limit_s`: a process that is stopped lets the others wait for its store for ever."""
+    """Return the result of an action that queries the store; raise `DistStoreError` after `limit_s`."""
+    # Run it in a thread: if the process that serves the store is stopped, a query blocks forever.
     future: Future[T] = Future()
     thread = Thread(target=complete, args=(future, action), name="store", daemon=True)
     thread.start()
     try:
         result = future.result(limit_s)
-        thread.join()  # Python ends with an abort if a thread is in the store then
+        thread.join()  # Python aborts at exit if a thread is inside the store
         return result
     except TimeoutError as error:
         raise dist.DistStoreError("the store does not answer") from error
 
 
 def complete(future: Future[T], action: Callable[[], T]) -> None:
-    """Run an action, whose result or error becomes that of `future`."""
+    """Run `action` and set its result or error on `future`."""
     try:
         future.set_result(action())
     except BaseException as error:

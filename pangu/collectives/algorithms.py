@@ -1,4 +1,4 @@
-"""The algorithms of a collective, which give the same result, and a trial of each."""
+"""Interchangeable algorithms of a collective, and a trial of each."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from pangu.topology.recorder import AxisGroup
 
 
 class Collective(NamedTuple):
-    """An all-gather or a reduce-scatter that a group repeats."""
+    """All-gather or reduce-scatter that a group repeats, with its message size."""
 
     kind: str
-    """`gather` or `scatter`."""
+    """Kind of the collective: `gather` or `scatter`."""
     group: AxisGroup
     numel: int
-    """Elements of all ranks together, a multiple of their number."""
+    """Number of elements of the full tensor, a multiple of the group size."""
     dtype: torch.dtype
 
     @property
     def algorithms(self) -> list[str]:
-        """The preferred one first. All add up in the order of the ranks: an element's offset in a message must not
-        change its sum. gloo's own reduce-scatter adds up in ring order, which is the same for two ranks only."""
+        """Names of the algorithms that give bitwise equal results, the preferred one first.
+
+        All add in rank order: an element's offset in a message must not change its sum. gloo's own reduce-scatter adds
+        in ring order, which is the same for two ranks only.
+        """
         if dist.get_backend(self.group.process_group) != "gloo":
             return ["own"]
         return ["exchange", "own"] if self.kind == "gather" or self.group.size == 2 else ["exchange"]
 
     def trial(self, algorithm: str) -> Callable[[], object]:
-        """The collective once, on a CPU."""
+        """Return a function that runs the collective once, on CPU tensors."""
         whole = torch.zeros(self.numel, dtype=self.dtype)
         part = torch.zeros(self.numel // self.group.size, dtype=self.dtype)
         if self.kind == "gather":

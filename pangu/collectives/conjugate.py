@@ -1,4 +1,4 @@
-"""A linear function of a tensor whose gradient is computed by another one."""
+"""Linear function of a tensor whose backward pass is another given function."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class _Conjugate(Function):
 
 
 def conjugate(x: Tensor, where: Any, forwards: Map, backwards: Map) -> Tensor:
-    """`forwards(x, where)`, not `x` itself; its gradient is `backwards(gradient, where)`."""
+    """Return `forwards(x, where)`, which must not be `x` itself; its gradient is `backwards(gradient, where)`."""
     return _Conjugate.apply(x, where, forwards, backwards)

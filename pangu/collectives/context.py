@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that share a sequence, for attention, in which every token meets those before it."""
+"""Exchanges of attention keys, values and heads between context-parallel ranks, which split each sequence."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pangu.topology.recorder import AxisGroup
 
 @dataclass(frozen=True)
 class ContextRegion(ContextRank):
-    """The ranks that share a sequence, and this one's place among them."""
+    """Context-parallel group and this rank's position in it."""
 
     group: AxisGroup | None = None
     algorithms: Algorithms = field(default_factory=Algorithms)
     kind: str = "gather"
-    """How attention meets the keys of other ranks, as `parallel.context_kind`, but not `auto`."""
+    """Attention algorithm, a value of `parallel.context_kind` other than `auto`."""
 
     @classmethod
     def of(cls, mesh: Mesh, config: RunConfig) -> ContextRegion:
+        """Return the region of a mesh, with the algorithm that the configuration chooses."""
         size, group = mesh.layout.context, mesh.group("context")
         return cls(mesh.at.context, size, group, mesh.algorithms, context_kind(config))
 
     def totals(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole numbers [2, ...] of this rank's chunks -> [...] of all chunks, and [2, ...] of those before each of its
-        own."""
+        """Return integer counts [2, ...] of this rank summed over all chunks [...] and before its own ones [2, ...]."""
         parts = counts.new_empty((self.size, *counts.shape))
         start_all_gather(parts.view(-1), counts.view(-1), self.group, self.algorithms).wait()
         whole = in_order(parts.flatten(2)).view(2 * self.size, *counts.shape[1:])
@@ -43,43 +43,45 @@ class ContextRegion(ContextRank):
 
 
 class GatheredKeys:
-    """Keys and values [2, batch, heads, sequence / ranks, head size] of all ranks at once, in the order of the sequence
-    (Grattafiori et al. 2024, section 3.3.2)."""
+    """All-gathered keys and values of a sequence (Grattafiori et al. 2024, section 3.3.2)."""
 
     def __init__(self, part: Tensor, region: ContextRegion) -> None:
+        """Hold this rank's keys and values `part` [2, batch, heads, sequence / ranks, head size]."""
         self.part, self.region = part, region
 
     def __iter__(self) -> Iterator[tuple[int | None, Tensor]]:
-        """None, for all ranks, and theirs [2, batch, heads, sequence, head size]."""
+        """Yield None, for all ranks, and the keys and values [2, batch, heads, sequence, head size]."""
         whole = self.part.new_empty((self.region.size, *self.part.shape))
         start_all_gather(whole.view(-1), self.part.view(-1), self.region.group, self.region.algorithms).wait()
         yield None, in_order(whole)
 
     def give_back(self, gradient: Tensor) -> None:
-        """This rank's share in the gradient of what was last seen."""
+        """Reduce-scatter the gradient of the keys and values that were yielded last."""
         whole = by_rank(gradient.to(self.part.dtype), self.region.size)
         self._sum = torch.empty_like(self.part)
         group, algorithms = self.region.group, self.region.algorithms
         start_reduce_scatter(self._sum.view(-1), whole.view(-1), group, algorithms).wait()
 
     def gradient(self) -> Tensor:
-        """Of `part`, summed over the ranks, once all was given back."""
+        """Return the gradient of `part`, summed over the ranks, after the last `give_back`."""
         return self._sum
 
 
 class PassedKeys:
-    """Keys and values of one rank after the other: they go round a ring, and while a rank computes with some it already
-    receives the next (Liu et al. 2023). Gradients go straight to the rank whose keys they are of, each rounded once,
-    while the next ones are computed."""
+    """Ring of keys and values: while a rank computes with one shard it receives the next (Liu et al. 2023).
+
+    Gradients are sent straight to the rank that owns the keys, each rounded once, while the next ones are computed.
+    """
 
     def __init__(self, part: Tensor, region: ContextRegion) -> None:
+        """Hold this rank's keys and values `part` [2, batch, heads, sequence / ranks, head size]."""
         self.part, self.region = part, region
         self._step = 0
         self._sum: Tensor | None = None
         self._arriving: tuple[Tensor, Handle] | None = None
 
     def __iter__(self) -> Iterator[tuple[int | None, Tensor]]:
-        """A rank, from this one on downwards, and its keys and values."""
+        """Yield each rank, counting down from this one, and its keys and values (shaped as `part`)."""
         # four ranks     step 0    1    2    3
         # rank 1 has          1    0    3    2      keys of these
         # and sends           1    0    3           to rank 2
@@ -95,8 +97,8 @@ class PassedKeys:
                 now = following
 
     def give_back(self, gradient: Tensor) -> None:
-        """As of `GatheredKeys`."""
-        if self._sum is None:  # the first are this rank's own
+        """Send the gradient of the keys and values that were yielded last to the rank that owns them."""
+        if self._sum is None:  # the first shard is this rank's own
             self._sum = gradient
             return
         sent = gradient.to(self.part.dtype)
@@ -106,6 +108,7 @@ class PassedKeys:
         self._arriving = received, handle
 
     def gradient(self) -> Tensor:
+        """Return the gradient of `part`, summed over the ranks, after the last `give_back`."""
         self._add()
         assert self._sum is not None
         return self._sum
@@ -120,8 +123,7 @@ class PassedKeys:
 
 
 def _start_shift(received: Tensor, sent: Tensor, by: int, group: AxisGroup | None) -> Handle:
-    """Begin to send a contiguous tensor to the rank that is so many places further round the group, and to receive the
-    same of the one as far behind."""
+    """Start to send a contiguous tensor to the rank `by` positions ahead, and to receive from the rank `by` behind."""
     if group is None:
         received.copy_(sent)
         return Completion()
@@ -133,7 +135,7 @@ def _start_shift(received: Tensor, sent: Tensor, by: int, group: AxisGroup | Non
 
 
 def _exchanged(parts: Tensor, region: ContextRegion) -> Tensor:
-    """[ranks, ...], one for each rank -> what each rank has for this one."""
+    """Return the all-to-all of `parts` [ranks, ...]: row i goes to rank i, and comes from rank i."""
     if region.group is None:
         return parts
     received = torch.empty_like(parts)
@@ -151,11 +153,13 @@ def _to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
 
 
 def to_heads(x: Tensor, region: ContextRegion) -> Tensor:
-    """[batch, ranks, heads / ranks, sequence / ranks, size], this rank's tokens and all heads -> [batch, heads / ranks,
-    sequence, size], its heads and all tokens (Jacobs et al. 2023)."""
+    """Exchange a shard of tokens with all heads for a shard of heads with all tokens (all-to-all; Jacobs et al. 2023).
+
+    [batch, ranks, heads / ranks, sequence / ranks, size] -> [batch, heads / ranks, sequence, size].
+    """
     return conjugate(x, region, _to_heads, _to_sequence)
 
 
 def to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
-    """The inverse of `to_heads`."""
+    """Exchange a shard of heads with all tokens for a shard of tokens with all heads: the inverse of `to_heads`."""
     return conjugate(x, region, _to_sequence, _to_heads)

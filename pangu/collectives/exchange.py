@@ -1,4 +1,4 @@
-"""Exchange of rows between the ranks of a group, as many from each to each as a step decides."""
+"""All-to-all exchange of token rows between expert-parallel ranks, with row counts that change in each step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from pangu.topology.recorder import AxisGroup
 
 @dataclass(frozen=True)
 class ExpertRegion(ExpertRank):
-    """The ranks that hold all experts together, and this rank's share."""
+    """Expert-parallel group, which holds all experts together, and this rank's share of them."""
 
     group: AxisGroup | None = None
 
     @classmethod
     def on(cls, mesh: Mesh) -> ExpertRegion:
+        """Return the region of a mesh."""
         share = ExpertRank.of(mesh.layout, mesh.at)
         return cls(share.rank, share.size, share.tensor, mesh.group("expert"))
 
 
 def exchange_counts(counts: Tensor, group: AxisGroup | None) -> Tensor:
-    """Whole numbers [ranks, ...] for each rank of the group -> those that each has for this one."""
+    """Send row i of the integer `counts` [ranks, ...] to rank i, and return the rows that the ranks sent here."""
     received = torch.empty_like(counts)
     one_each = [1] * len(counts)
     start_exchange(received, counts, one_each, one_each, group).wait()
@@ -38,16 +39,15 @@ def exchange_counts(counts: Tensor, group: AxisGroup | None) -> Tensor:
 
 
 def host_numbers(counts: Tensor, most: Sequence[int]) -> Any:
-    """Counts [sent and received, ranks, parts] as nested lists. The host waits for the device, which alone knows where
-    tokens go; `most`, the rows of each part of which none is dropped, is for who has no device."""
+    """Return counts [sent and received, ranks, parts] as nested lists: a host sync, as only the device knows them."""
+    # A dry run, which has no device, replaces this function: `most` has the rows of each part if none is dropped.
     return counts.tolist()
 
 
 def start_exchange(
     received: Tensor, rows: Tensor, from_each: Sequence[int], to_each: Sequence[int], group: AxisGroup | None
 ) -> Handle:
-    """Begin to send the first `to_each[0]` rows to the first rank, the next `to_each[1]` to the second, and so on, and
-    to receive `from_each` in the same order."""
+    """Start to send `to_each[i]` consecutive rows to each rank i, and to receive `from_each[i]` rows, in rank order."""
     if group is None:
         received.copy_(rows)
         return Completion()
@@ -59,31 +59,34 @@ def start_exchange(
 
 
 class Exchange:
-    """A differentiable exchange, once. What is computed between `begin` and `end` runs beside it; so does, in backward,
-    what is computed between the gradients of `end` and `begin`."""
+    """Differentiable exchange, used once; computation between `begin` and `end` overlaps it.
+
+    In the backward pass, computation between the gradients of `end` and `begin` overlaps the exchange of gradients.
+    """
 
     def __init__(self, to_each: Sequence[int], from_each: Sequence[int], group: AxisGroup | None) -> None:
+        """Prepare to send `to_each[i]` rows to each rank i, and to receive `from_each[i]` rows."""
         self._to_each, self._from_each, self._group = to_each, from_each, group
         self._under_way: tuple[Tensor, Handle] | None = None
 
     def begin(self, rows: Tensor) -> Tensor:
-        """Rows [sent, width] -> [received, width], to be read after `end`."""
+        """Start to send rows [sent, width]; return [received, width], which must not be read before `end`."""
         return _Begin.apply(rows, self)
 
     def end(self, rows: Tensor) -> Tensor:
-        """What `begin` gave, once it is there."""
+        """Wait for the rows that `begin` returned, and return them."""
         return _End.apply(rows, self)
 
     def start(self, rows: Tensor, back: bool) -> Tensor:
-        """Begin to send rows, or gradients `back`."""
+        """Start to send rows forward or, with `back`, their gradients in the opposite direction."""
         to_each, from_each = (self._from_each, self._to_each) if back else (self._to_each, self._from_each)
         received = rows.new_empty((sum(from_each), *rows.shape[1:]))
-        # without its place in the graph, which holds this object: a recompute that ends early may never finish it
+        # detached from the graph, which holds this object: a recompute that stops early may never finish the exchange
         self._under_way = received.detach(), start_exchange(received, rows, from_each, to_each, self._group)
         return received
 
     def finish(self) -> Tensor:
-        """What was received."""
+        """Wait for the rows in flight and return them."""
         assert self._under_way is not None
         (received, handle), self._under_way = self._under_way, None
         handle.wait()
@@ -91,7 +94,7 @@ class Exchange:
 
 
 class _Begin(Function):
-    """Forward: begin to send rows. Backward: the gradients that `_End` has begun to send."""
+    """Forward: start to send rows. Backward: wait for the gradients that `_End` sends."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
@@ -104,7 +107,7 @@ class _Begin(Function):
 
 
 class _End(Function):
-    """Forward: wait for rows. Backward: begin to send their gradients, and pass on anything of their shape."""
+    """Forward: wait for rows. Backward: start to send their gradients; pass on any tensor of that shape."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:

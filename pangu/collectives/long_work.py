@@ -1,4 +1,4 @@
-"""Agreement on work that may take longer than processes wait for one another: preparing data, writing a checkpoint."""
+"""Agreement on work that may exceed the timeout of collectives, such as preparing data or writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pangu.topology.mesh import Mesh
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 10.0
-"""Seconds between the heartbeats of processes at long work; less if `parallel.timeout_s` is short."""
+"""Heartbeat interval of processes at long work, in seconds; less if `parallel.timeout_s` is short."""
 LEAVE_SECONDS = 2.0
-"""For work to clean up that nobody waits for any more."""
+"""Time for abandoned work to clean up, in seconds."""
 
 
 def agree_on_long_work(
@@ -29,16 +29,21 @@ def agree_on_long_work(
     watch: Callable[[str, int], None] = lambda words, progress: None,
     leave: Callable[[], None] = lambda: None,
 ) -> list[T | None]:
-    """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
-    in a thread, so that processes can exchange heartbeats. The results, which may be large, are returned on the first
-    process only, an empty list elsewhere.
+    """Run work like `agree`, limiting the time without progress by `parallel.timeout_s` rather than the total time.
 
-    `doing`: the work in words, e.g. "writing"; `action` gets a function to call whenever it has made progress. Raises
-    StuckError on every process, naming the ranks whose action makes no progress in time. `watch` hears every few
-    seconds what this process does and how often it has got on; one that only waits, how often all together have.
+    The action runs in a thread, so that processes can exchange heartbeats. If this process abandons it, after an error
+    elsewhere or Ctrl-C, its callback raises `CancelledError`. A `StuckError` names the ranks without progress.
 
-    If this process does not wait for the action any longer, because of an error elsewhere or Ctrl-C, the function that
-    notes progress raises CancelledError in it, and `leave` is called, to end what it may wait for itself.
+    Args:
+        mesh: Mesh of all processes.
+        doing: Name of the work in messages, e.g. "writing".
+        action: Function that gets a callback to call whenever it has made progress.
+        runs_here: True if this process runs the action.
+        watch: Function that gets a description and a progress count every few seconds, of all ranks if this one waits.
+        leave: Function that ends what an abandoned action waits for.
+
+    Returns:
+        The results of all ranks on rank 0, since they may be large; an empty list elsewhere.
     """
     progress, progress_s, is_left = 0, time.monotonic(), False
 
@@ -52,8 +57,8 @@ def agree_on_long_work(
     if runs_here:
         arguments = (work, lambda: action(note_progress))
         Thread(target=complete, args=arguments, name="long work", daemon=True).start()
-    # All meet every few seconds, those that have no work or are done with it too. So nobody waits for another longer
-    # than that, and `parallel.timeout_s` still tells a process that is gone from one at work:
+    # All ranks meet every few seconds, also those without work or done with it. So no rank waits longer than that for
+    # another, and `parallel.timeout_s` still tells a process that is gone from one at work:
     #   no answer at all            the meeting fails              the process is gone or stopped
     #   an answer, no progress      StuckError, on all             the disk or the network hangs
     #   an answer and progress      another round                  however long the work takes
@@ -81,7 +86,7 @@ def agree_on_long_work(
 
 
 def _results(mesh: Mesh, result: tuple[T | None, str | None]) -> list[T | None]:
-    """Those of all, on the first process; an empty list elsewhere. Raises UserError if any has a message."""
+    """Return the results of all ranks on rank 0, an empty list elsewhere; raise the first error as `UserError`."""
     results: list[T | None] = []
 
     def keep(outcomes: list[tuple[T | None, str | None]]) -> str | None:
@@ -95,6 +100,6 @@ def _results(mesh: Mesh, result: tuple[T | None, str | None]) -> list[T | None]:
 
 
 def _summary(ranks: list[tuple[bool, bool, int]]) -> tuple[bool, list[int], int]:
-    """True if any of the ranks works, those that are stuck, and how often all together have got on."""
+    """Return whether any rank is at work, the stuck ranks, and the progress of all ranks together."""
     stuck = [rank for rank, (_, is_stuck, _) in enumerate(ranks) if is_stuck]
     return any(running for running, _, _ in ranks), stuck, sum(progress for _, _, progress in ranks)

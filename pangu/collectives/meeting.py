@@ -1,4 +1,4 @@
-"""What processes of a run know of each other without a collective, by the store: answers of all, and who is silent."""
+"""Meetings of all processes through the store, without a collective, and detection of silent ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ A = TypeVar("A")
 
 
 def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
-    """What `answer` makes, on the first process, of the values of all, in rank order. Each process sets a key; the
-    first one reads them all and sets one answer, for which the others wait. It goes on when all have read it, since the
-    store may end with this process. Questions of each process: six; no key is left but the number of meetings. Raises
-    DistStoreError if a process does not come in time."""
+    """Pass the values of all processes to `answer` on rank 0, and return its result on all.
+
+    Each process sets a key; rank 0 reads them all and sets one answer, for which the others wait. Rank 0 returns only
+    when all have read it, since the store may end with that process. A process sends six queries, and leaves no key but
+    its number of meetings. Raise `DistStoreError` if one is late.
+    """
     store, rank, world = mesh.store, mesh.rank, mesh.layout.world
     assert store is not None
     limit = timedelta(seconds=mesh.timeout_s)
@@ -31,7 +33,7 @@ def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     if rank == 0:
         store.wait(keys[1:], limit)
         result = answer([value, *map(pickle.loads, store.multi_get(keys[1:]))])
-        store.set(answered, pickle.dumps(result))  # type: ignore[arg-type]  # which are bytes in truth
+        store.set(answered, pickle.dumps(result))  # type: ignore[arg-type]  # typed as str, but bytes work
         store.wait([read], limit)
         for key in (answered, count, read):
             store.delete_key(key)
@@ -46,7 +48,7 @@ def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
 
 
 def silent_ranks(mesh: Mesh) -> list[int]:
-    """After a timeout: the ranks that do not report one soon after, because they are stuck or gone."""
+    """Return the ranks that do not report the same timeout soon after this one, because they are stuck or gone."""
     if mesh.store is None:
         return []
     mesh.store.set(f"misses-{mesh.rank}", "")
@@ -56,7 +58,7 @@ def silent_ranks(mesh: Mesh) -> list[int]:
 
 
 def absent(store: dist.Store, keys: list[str]) -> list[str]:
-    """Keys that are not set, in few questions where most are."""
+    """Return the keys that are not set, by bisection: few queries if most are set."""
     if store.check(keys):
         return []
     half = len(keys) // 2

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages: asynchronous, one process group for each channel."""
+"""Asynchronous messages between pipeline stages, with one process group per channel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pangu.topology.mesh import Mesh
 
 
 class _WatchedSend:
-    """A gloo send. gloo reports none as completed before somebody waits for it, so a thread does."""
+    """Send with gloo, which reports completion only to a waiter: a thread waits."""
 
     def __init__(self, work: dist.Work) -> None:
         self._result: Future[bool] = Future()
@@ -31,24 +31,25 @@ class _WatchedSend:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors being sent or received. They must stay alive and unchanged until it is done."""
+    """Messages in flight; their tensors must stay alive and unchanged until the transfer is done."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work | _WatchedSend, ...]
 
     @property
     def is_done(self) -> bool:
+        """True if all messages are complete."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors. Raises RuntimeError if the other side is gone or does not answer in time."""
+        """Wait for the tensors and return them; raise `RuntimeError` if the peer is gone or does not answer in time."""
         for work in self.works:
             work.wait()
         return self.tensors
 
 
 def _rounds(channels: Sequence[tuple[str, int, int]]) -> list[dict[int, tuple[str, int, int]]]:
-    """Rounds in which each stage has one channel at most: stage -> its channel."""
+    """Split channels into rounds with at most one channel per stage, each a map of stage -> channel."""
     # four stages, one kind of message:    0-1 2-3    1-2
     rounds: list[dict[int, tuple[str, int, int]]] = []
     for channel in channels:
@@ -60,27 +61,27 @@ def _rounds(channels: Sequence[tuple[str, int, int]]) -> list[dict[int, tuple[st
 
 
 class Channels:
-    """Channels between the stages of this rank's pipeline.
+    """Message channels between the stages of this rank's pipeline.
 
     A channel is one kind of message from one stage to another. Each has a process group of these two, hence on GPUs a
     communicator and a stream: messages of one channel arrive in order and never wait for another channel's. In a larger
-    group NCCL makes such a communicator for each pair when it first sends; other backends send all on one stream.
+    group NCCL creates such a communicator per pair at the first send; other backends send all on one stream.
     """
 
     def __init__(self, mesh: Mesh, channels: Sequence[tuple[str, int, int]]) -> None:
-        """`channels`: (kind of message, from stage, to stage) of all messages, in the same order on every stage."""
+        """Create all `channels` (message kind, source stage, target stage), given in the same order on every stage."""
         self._stage, self._device = mesh.at.pipeline, mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
-        # a group's name counts the process's groups: every stage makes one in each round, if need be of itself alone
+        # a group's name counts the groups of its process: every stage creates one per round, if need be of itself alone
         for stages in _rounds(channels):
             channel = stages.get(self._stage)
             members = [mesh.rank] if channel is None else sorted(ranks[stage] for stage in channel[1:])
             group = mesh.new_group(members, "messages")
             if channel is not None:
                 self._groups[channel] = group
-        # NCCL makes a pair's communicator at its first message, which both sides then wait for: once now, in an order
-        # that all stages agree on
+        # NCCL connects a pair at its first message, which both sides then wait for: do that now, in an order that all
+        # stages share
         for kind, source, target in channels:
             if self._stage == source:
                 self.send(kind, [torch.zeros(1, device=self._device)], target).wait()
@@ -88,12 +89,14 @@ class Channels:
                 self.receive(kind, [(1,)], torch.float32, source).wait()
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Transfer:
+        """Start to send tensors to the stage `peer`."""
         group, place = self._groups[kind, self._stage, peer], int(peer > self._stage)
         dense = tuple(tensor.contiguous() for tensor in tensors)
         works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=place)) is not None]
         return Transfer(dense, tuple(map(_WatchedSend, works) if dist.get_backend(group) == "gloo" else works))
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
+        """Start to receive tensors of these shapes from the stage `peer`."""
         group, place = self._groups[kind, peer, self._stage], int(peer > self._stage)
         empty = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
         works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=place)) is not None]

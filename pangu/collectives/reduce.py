@@ -1,4 +1,4 @@
-"""Plain (not differentiable) collectives. A group of None is one process: nothing happens."""
+"""Collectives without autograd; with a group of None, a single process, they do nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pangu.topology.recorder import AxisGroup
 
 
 def all_reduce(tensor: Tensor, group: AxisGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `tensor` in place and return it."""
+    """Reduce `tensor` over the group in place and return it."""
     if group is not None:
         with group.recorder.meeting(group.axis):
             if tensor.dtype == torch.float64 and dist.get_backend(group.process_group) == "hccl":
@@ -26,7 +26,7 @@ def all_reduce(tensor: Tensor, group: AxisGroup | None, op: Any = dist.ReduceOp.
 
 
 def _gather_and_reduce(tensor: Tensor, group: AxisGroup, op: Any) -> None:
-    """`all_reduce` of a few numbers in fp64, which HCCL (Ascend's) gathers but does not reduce: its HcclAllReduce."""
+    """Reduce a few fp64 numbers with an all-gather, as HCCL (Ascend) does not reduce fp64: HcclAllReduce."""
     each = [torch.empty_like(tensor) for _ in range(group.size)]
     dist.all_gather(each, tensor, group=group.process_group)
     reduction: Any = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}[op]
@@ -34,19 +34,21 @@ def _gather_and_reduce(tensor: Tensor, group: AxisGroup, op: Any) -> None:
 
 
 class Handle(Protocol):
-    """A collective or copy that is under way."""
+    """Collective or copy in flight."""
 
     def wait(self) -> Any:
-        """Block until it is complete; on a GPU, let the current stream do so."""
+        """Block until it is complete; on a GPU, let the current stream do so instead."""
 
 
 @dataclass(frozen=True)
 class Completion:
+    """Handle made of a wait function; by default it is complete."""
+
     wait: Callable[[], Any] = lambda: None
 
 
 def start_all_reduce(tensor: Tensor, group: AxisGroup | None, largest: bool = False) -> Handle:
-    """Begin to sum `tensor` in place, or to take the `largest` of each element."""
+    """Start to sum `tensor` in place over the group, or to take the elementwise maximum if `largest`."""
     if group is None:
         return Completion()
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -54,10 +56,10 @@ def start_all_reduce(tensor: Tensor, group: AxisGroup | None, largest: bool = Fa
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
-    """Begin to all-gather the flat shards `part`, which may be a view of `whole`. gloo's all-gather goes round a ring;
-    an exchange takes one step and a copy of the shard for each rank."""
+    """Start to all-gather the flat shards `part`, which may be a view of `whole`."""
     if group is None:
         return Completion()
+    # gloo's all-gather goes round a ring; an exchange takes one step and a copy of the shard per rank.
     if algorithms.gather == "exchange":
         copies = part.expand(group.size, -1).contiguous().view(-1)
         work = dist.all_to_all_single(whole, copies, group=group.process_group, async_op=True)
@@ -67,11 +69,10 @@ def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algor
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
-    """Begin to sum the flat `whole` over the ranks; this rank's share goes to `part`, which may be a view of it. gloo's
-    reduce-scatter reduces everything everywhere. An exchange adds up in the order of the ranks, which gives the same
-    sum wherever an element stands in a message."""
+    """Start to sum the flat `whole` over the group; this rank's shard goes to `part`, which may be a view of it."""
     if group is None:
         return Completion()
+    # gloo's reduces everything everywhere; an exchange adds in rank order, wherever an element lies in a message.
     if algorithms.scatter == "own":
         scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
         return _watched(group, scatter(part, whole, group=group.process_group, async_op=True), whole)
@@ -89,7 +90,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, a
 
 
 def start_ordered_all_reduce(whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
-    """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
+    """Start an all-reduce with the sums of `start_reduce_scatter`, bit for bit; the group size divides the length."""
     if group is None or algorithms.scatter == "own" or group.size == 2:  # a + b = b + a
         return start_all_reduce(whole, group)
     part = torch.empty_like(whole.chunk(group.size)[0])
@@ -107,12 +108,12 @@ def _watched(group: AxisGroup, work: dist.Work, read: Tensor) -> Handle:
 
 
 def _named(name: str, before: str) -> Callable[..., dist.Work]:
-    """A function of torch.distributed by its name from torch 2.13 on, or by the name before."""
+    """Return a function of torch.distributed by its name since torch 2.13, or by its earlier name."""
     return getattr(dist, name, None) or getattr(dist, before)
 
 
 def gather_objects(value: Any, group: AxisGroup | None) -> list[Any]:
-    """`value` of every rank, in rank order. For small messages between phases, never inside a step."""
+    """Return `value` of every rank, in rank order; for small messages between phases, never inside a step."""
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size
@@ -121,11 +122,12 @@ def gather_objects(value: Any, group: AxisGroup | None) -> list[Any]:
 
 
 def largest_of(values: Sequence[float], mesh: Mesh) -> list[float]:
+    """Return the elementwise maximum of `values` over all ranks."""
     if not values:
         return []
     return largest(torch.tensor(values, dtype=torch.float64, device=mesh.device), mesh.group("world")).tolist()
 
 
 def largest(tensor: Tensor, group: AxisGroup | None) -> Tensor:
-    """Elementwise maximum over `group`, in place."""
+    """Take the elementwise maximum of `tensor` over the group, in place."""
     return all_reduce(tensor, group, dist.ReduceOp.MAX)

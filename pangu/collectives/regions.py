@@ -1,4 +1,4 @@
-"""Conjugate collectives of tensor and sequence parallelism: what one does in forward its partner does in backward.
+"""Conjugate collectives of tensor and sequence parallelism: each one's backward pass is its partner.
 
 Shoeybi et al. 2019, section 3 (copy and reduce); Korthikanti et al. 2022, section 4.2 (gather and reduce-scatter). All
 are the identity on one rank. Sequences lie along dimension 0.
@@ -22,28 +22,26 @@ from pangu.topology.recorder import AxisGroup
 
 @dataclass(frozen=True)
 class TensorRegion(TensorRank):
-    """A tensor-parallel group and this rank's place in it."""
+    """Tensor-parallel group and this rank's position in it."""
 
     group: AxisGroup | None = None
     chunks: int = 1
-    """Chunks of a matmul, which hide the communication of one behind the computation of another; fewer where the
-    sequence is shorter."""
+    """Number of chunks of a matmul, so that communication overlaps computation; fewer for short sequences."""
     algorithms: Algorithms = field(default_factory=Algorithms)
 
     @classmethod
     def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
+        """Return the region of a mesh."""
         at, layout = mesh.at, mesh.layout
         return cls(at.tensor, layout.tensor, layout.sequence, mesh.group("tensor"), chunks, mesh.algorithms)
 
     def local_sequence(self, x: Tensor) -> Tensor:
-        """This rank's part of `x` [sequence, ...] under sequence parallelism; all of it otherwise. Not differentiable:
-        for ids."""
+        """Return this rank's slice of `x` [sequence, ...] under sequence parallelism, else `x`; not differentiable."""
         return x.chunk(self.size)[self.rank] if self.slices_sequence else x
 
 
 def start_gather(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
-    """Begin to all-gather [sequence / size, ...] to [sequence, ...], and return a function that waits for it; `x`
-    itself without sequence parallelism."""
+    """Start to all-gather [sequence / size, ...] under sequence parallelism; return a function that waits for it."""
     if not region.slices_sequence:
         return lambda: x
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
@@ -52,8 +50,8 @@ def start_gather(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
 
 
 def start_sum(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
-    """Begin to sum a contiguous [sequence, ...] over the ranks, and return a function that waits for it: in place or,
-    under sequence parallelism, this rank's slice [sequence / size, ...] of the sum."""
+    """Start to sum a contiguous [sequence, ...] over the ranks, in place or into this rank's [sequence / size, ...]."""
+    # Under sequence parallelism each rank keeps only its slice of the sum: a reduce-scatter.
     if not region.slices_sequence:
         handle, total = start_all_reduce(x, region.group), x
     else:
@@ -71,7 +69,7 @@ def _result(tensor: Tensor, handle: Handle) -> Callable[[], Tensor]:
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:
-    """The gathered sequence; without sequence parallelism a view (an autograd function's output is not its input)."""
+    """Gather the sequence, or return a view without sequence parallelism: an output may not be the input itself."""
     return start_gather(x, region)() if region.slices_sequence else x.view_as(x)
 
 
@@ -81,19 +79,18 @@ def _sum(x: Tensor, region: TensorRegion) -> Tensor:
 
 
 def enter(x: Tensor, region: TensorRegion) -> Tensor:
-    """Into a region where ranks compute different things from the same input: [sequence / size, ...] -> [sequence, ...]
-    under sequence parallelism; otherwise the shape stays. Backward sums over the ranks."""
+    """Enter a tensor-parallel region: gather [sequence / size, ...] to [sequence, ...] if it is sharded."""
+    # Ranks compute different outputs from the same input, so the backward pass sums over them.
     return x if region.size == 1 else conjugate(x, region, _gather, _sum)
 
 
 def leave(x: Tensor, region: TensorRegion) -> Tensor:
-    """Out of it, summing over the ranks: [sequence, ...] -> [sequence / size, ...] under sequence parallelism;
-    otherwise the shape stays."""
+    """Leave a tensor-parallel region by summing over the ranks: a reduce-scatter under sequence parallelism."""
     return x if region.size == 1 else conjugate(x, region, _sum, _gather)
 
 
 def gather_last(x: Tensor, region: TensorRegion) -> Tensor:
-    """[..., width / size] -> [..., width]. Not differentiable: for results."""
+    """All-gather [..., width / size] to [..., width]; not differentiable."""
     if region.group is None:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(region.size)]
