@@ -1,4 +1,4 @@
-"""What a device can do at most, and how much memory it has used: the denominators of a run's figures."""
+"""Peak throughput and memory of a device: the denominators of the metrics of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Compute = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class Peak(NamedTuple):
-    """Dense matrix throughput in TFLOP/s by compute format; None where the device has no matrix unit for it."""
+    """Dense matmul throughput in TFLOP/s by compute format; None if the device has no matrix unit for it."""
 
     fp16: float
     bf16: float | None
@@ -23,9 +23,8 @@ class Peak(NamedTuple):
     fp64: float | None
 
 
-# From the makers' data sheets, without sparsity. fp32 is true fp32, not TF32. RTX cards: with fp32 accumulation, which
-# is what torch asks for. MI250X: half of the card, because it shows as two devices. The first pattern that is found in
-# the name counts.
+# From the vendors' data sheets, without sparsity. fp32 is true fp32, not TF32. RTX cards: with fp32 accumulation, as
+# torch requests. MI250X: half of the card, because it shows as two devices. The first pattern found in the name counts.
 _PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"\bGB200\b", Peak(2500, 2500, 80, 40)),
     (r"\bB200\b", Peak(2250, 2250, 75, 37)),
@@ -62,14 +61,14 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the maker's driver gives the device, e.g. `NVIDIA H100 80GB HBM3`."""
+    """Return the name that the driver reports for a device, e.g. `NVIDIA H100 80GB HBM3`."""
     if device.type == "cpu":
         return f"{platform.machine()} CPU"
     return torch.get_device_module(device).get_device_name(device)
 
 
 def processor_name(device: torch.device) -> str:
-    """As `device_name`, but of a CPU the model and the instructions that torch makes use of."""
+    """Return the `device_name` of an accelerator, or the model of a CPU with the instruction set that torch uses."""
     if device.type != "cpu":
         return device_name(device)
     try:
@@ -81,7 +80,7 @@ def processor_name(device: torch.device) -> str:
 
 
 def peak_tflops(name: str, compute: Compute) -> float | None:
-    """Dense matrix TFLOP/s of a device in a compute format; None where it is not known, as for every CPU."""
+    """Return the dense matmul TFLOP/s of a device in a compute format; None if unknown, as for every CPU."""
     for pattern, peak in _PEAKS:
         if re.search(pattern, name, re.IGNORECASE):
             return getattr(peak, compute)
@@ -89,9 +88,9 @@ def peak_tflops(name: str, compute: Compute) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory (GiB) used so far: allocated tensors on an accelerator, the resident set of this process on CPU."""
+    """Return the peak memory so far in GiB: allocated tensors on an accelerator, the resident set size on a CPU."""
     if device.type != "cpu":
-        # torch.accelerator asks an allocator of a kind that torch_npu's became with 2.13
+        # torch.accelerator supports only some allocators; that of torch_npu is not one of them before 2.13
         return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

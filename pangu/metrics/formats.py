@@ -1,4 +1,4 @@
-"""Which formats an accelerator computes in."""
+"""Compute formats that an accelerator supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pangu.metrics.devices import device_name
 
 
 def require_format(compute: str, device: torch.device) -> None:
-    """Raise UserError if a device has no products in a compute format."""
+    """Raise `UserError` if a device has no matmul in a compute format."""
     module: Any = torch.get_device_module(device)
     has_bf16 = getattr(module, "is_bf16_supported", lambda: True)()
     formats = ["fp32", *(["bf16"] if has_bf16 else []), *([] if device.type == "npu" else ["fp64"])]

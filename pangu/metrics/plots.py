@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from metrics.jsonl alone."""
+"""Plots of a run, drawn from metrics.jsonl alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pangu.metrics.record import read_records
 
 Series = NDArray[np.float64]
 MOST_FIGURE = 1e100
-"""Bound of a figure; a larger one counts as not finite."""
+"""Largest magnitude of a metric in a plot; a larger one counts as not finite."""
 
 
 def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
     """Draw training loss, validation loss and learning rate against tokens seen.
 
-    Steps whose loss is null (not finite) leave a gap, lines that are not whole are passed over, and a file without any
-    loss gives an empty picture. Raises UserError if the picture cannot be written.
+    Steps with a null loss (not finite) leave a gap, incomplete lines are skipped, and a file without any loss gives an
+    empty plot. Raise `UserError` if the plot cannot be written.
     """
     columns = read_columns(metrics_jsonl, ("tokens", "loss", "lr", "validation_loss"))
     tokens, loss = columns["tokens"], columns["loss"]
@@ -51,7 +51,7 @@ def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a picture in the format that the name ends with. Raises UserError if it cannot be written."""
+    """Write a figure in the format of its file extension; raise `UserError` if it cannot be written."""
     FigureCanvasAgg(figure)  # not pyplot, which keeps every figure in a process-wide list and may look for a display
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,26 +85,24 @@ def _draw_rate(axes: Axes, tokens: Series, rate: Series) -> None:
 
 
 def read_columns(metrics_jsonl: Path, names: Sequence[str]) -> dict[str, Series]:
-    """Columns of metrics.jsonl. No file counts as empty."""
+    """Return columns of a metrics.jsonl file, which are empty if there is no file."""
     return columns_of(read_records(metrics_jsonl), names)
 
 
 def columns_of(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Series]:
-    """Columns of metrics.jsonl by field name; NaN where a line has null or lacks the field."""
+    """Return columns of records by field name, with NaN where a record has null or lacks the field."""
     return {name: np.array([_number(fields.get(name)) for fields in records], np.float64) for name in names}
 
 
 def _number(value: object) -> float:
-    """Return NaN for what is no number, and for one whose sums or differences could overflow."""
+    """Return a float, or NaN for a non-number and for a number whose sums or differences could overflow."""
     most = 2**63 if isinstance(value, int) else MOST_FIGURE
     return float(value) if isinstance(value, int | float) and abs(value) < most else math.nan
 
 
 def smooth(values: Series) -> Series:
-    """Centred moving average over a fiftieth of the curve (at least 3 points); NaN stays NaN and counts nothing.
-
-    Centred, because an average over the past lies above a falling curve.
-    """
+    """Return the centered moving average over 1/50 of the curve (at least 3 points), ignoring and keeping NaN."""
+    # Centered, because an average over the past lies above a falling curve.
     size = 2 * max(1, len(values) // 100) + 1
     finite = np.isfinite(values)
     sums, counts = _windows(np.where(finite, values, 0.0), size), _windows(finite.astype(np.float64), size)
@@ -112,8 +110,11 @@ def smooth(values: Series) -> Series:
 
 
 def _windows(values: Series, size: int) -> Series:
-    """Sums of `size` neighbours around each value, in time that does not grow with `size`: of blocks of `size` values a
-    window has the end of one and the beginning of the next, so that a huge value blurs only its neighbours' sums."""
+    """Return the sums of `size` values centered at each value, in time that does not grow with `size`.
+
+    Split into blocks of `size` values, each window is the end of one block plus the beginning of the next, so two
+    cumulative sums per block suffice. As sums never leave a block, a huge value blurs only its neighbors.
+    """
     count, half = len(values), size // 2
     blocks = np.pad(values, (half, half + -(count + 2 * half) % size)).reshape(-1, size)
     upto, onwards = blocks.cumsum(1).ravel(), blocks[:, ::-1].cumsum(1)[:, ::-1].ravel()

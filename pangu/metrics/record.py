@@ -1,4 +1,4 @@
-"""One training step in figures: what a line of metrics.jsonl holds."""
+"""Metrics of one training step: the fields of a line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,73 +11,71 @@ from typing import Any, TypedDict
 from pangu.config.files import open_regular, parse_json
 
 _OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_")
-"""Beginnings of the fields that a line lacks if there is nothing to say."""
+"""Prefixes of the fields that are omitted from a line when they are None."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The figures of one optimizer step. The field names are those of metrics.jsonl."""
+    """Metrics of one optimizer step; the field names are those of metrics.jsonl."""
 
     step: int
-    """Optimizer steps made, this one included."""
+    """Number of optimizer steps so far, including this one."""
     tokens: int
-    """Tokens seen since the beginning of the run, this step's included."""
+    """Number of tokens seen since the beginning of the run, including this step."""
     loss: float
-    """Mean negative log likelihood (nats) over the step's target tokens."""
+    """Mean negative log likelihood over the target tokens of the step, in nats."""
     lr: float
-    """Learning rate that the step used."""
+    """Learning rate of the step."""
     grad_norm: float
     """Global gradient norm before clipping."""
     step_time_s: float
-    """Seconds from the end of the step before, without validation, evaluation and saving: all that a device was given
-    to do."""
+    """Seconds since the end of the previous step, without validation, evaluation and saving."""
     tokens_per_s: float
-    """Tokens per second over all devices."""
+    """Throughput over all devices, in tokens per second."""
     tflops_per_device: float
-    """Model TFLOP/s of one device: what the model needs, without recomputation."""
+    """Model TFLOP/s per device, not counting recomputation."""
     mfu: float | None
-    """Model FLOPs utilisation in [0, 1] (Chowdhery et al. 2022, appendix B); None where the peak is unknown."""
+    """Model FLOPs utilization in [0, 1] (Chowdhery et al. 2022, appendix B); None if the peak is unknown."""
     peak_memory_gib: float
-    """Most device memory used so far."""
+    """Peak device memory so far, in GiB."""
     skipped: int
-    """Steps skipped so far because a gradient was not finite."""
+    """Number of steps skipped so far because of a non-finite gradient."""
     loss_scale: float | None
     """Loss scale of the step; None unless the format is fp16."""
     continued_from: int | None = None
-    """Step of the checkpoint that the run went on from before this step: it was started again, or went back."""
+    """Step of the checkpoint that the run was resumed from, or went back to, before this step."""
     failed_saves: int | None = None
-    """Saves in a row that had failed by then, if any."""
+    """Number of consecutive failed saves so far; None if the last one succeeded."""
     data_wait_s: float = 0.0
-    """Seconds of the step in which the first rank waited for its micro-batches, which are read one step ahead."""
+    """Seconds that the first rank waited for its micro-batches, which are read one step ahead."""
     padding: float | None = None
-    """Share of the step's positions, over all replicas, that hold no token, where documents are packed into samples."""
+    """Fraction of positions without a token over all replicas; None unless documents are packed into samples."""
     validation_loss: float | None = None
-    """Mean negative log likelihood of held-out text, if this step was followed by a validation."""
+    """Mean negative log likelihood of held-out text in nats, if this step was followed by a validation."""
     validation_perplexity: float | None = None
-    """exp(`validation_loss`)."""
+    """Perplexity of held-out text: exp(`validation_loss`)."""
     validation_sources: dict[str, dict[str, float]] | None = None
-    """`loss` and `perplexity` of each source of held-out text by itself, if there are several."""
+    """`loss` and `perplexity` of each source of held-out text, if there are several."""
     evaluation: dict[str, float] | None = None
-    """Figures of benchmarks (`afqmc/accuracy`), if this step was followed by an evaluation."""
+    """Benchmark scores by name (`afqmc/accuracy`), if this step was followed by an evaluation."""
     trust_ratios: dict[str, float] | None = None
-    """LAMB's ratio of each tensor, 0 in a step that was skipped, if asked for."""
+    """LAMB trust ratio of each tensor, if requested; 0 in a skipped step."""
     slow_ranks: dict[int, float] | None = None
-    """Ranks that computed longer than `faults.slow_factor` allows, and how many times the median."""
+    """Ranks slower than `faults.slow_factor` allows -> their compute time relative to the median."""
 
+    # the losses in `experts` are means over layers and sequences, without their factors.
     experts: dict[str, float] | None = None
-    """Of a model with experts: the largest `load` of an expert and the least over the mean of its layer, the share of
-    choices that were `dropped`, and the means over layers and sequences of both losses, without their factors."""
+    """Largest and least expert `load` relative to the layer mean, fraction of `dropped` choices, and both losses."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields; those of padding, validation and benchmarks, the ratios, slow ranks, experts, a checkpoint
-        and failed saves are left out if there are none."""
+        """Return all fields, without those that are optional (`_OPTIONAL`) and None."""
         return {
             name: value for name, value in asdict(self).items() if value is not None or not name.startswith(_OPTIONAL)
         }
 
 
 class Speed(TypedDict):
-    """The fields of a record that say how fast a step was."""
+    """Fields of a record that tell how fast a step was."""
 
     step_time_s: float
     tokens_per_s: float
@@ -86,9 +84,9 @@ class Speed(TypedDict):
 
 
 def speed(tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_tflops: float | None) -> Speed:
-    """How fast a step was that saw `tokens` tokens, over all devices.
+    """Return the throughput and MFU of a step.
 
-    `flops_per_token`: forward and backward of the whole model; `peak_tflops`: of one device, None if unknown.
+    `flops_per_token` counts forward and backward pass of the whole model; `peak_tflops` is per device, None if unknown.
     """
     rate = tokens / seconds
     tflops = rate * flops_per_token / num_devices / 1e12
@@ -101,7 +99,7 @@ def speed(tokens: int, seconds: float, flops_per_token: float, num_devices: int,
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a double cannot hold it."""
+    """Return exp(loss), or infinity if a double cannot hold it."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -109,11 +107,9 @@ def perplexity(loss: float) -> float:
 
 
 def to_json(record: StepRecord) -> str:
-    """One line of strict JSON. Floats keep every digit of their double (`repr`), so that runs can be compared exactly.
+    """Return one line of strict JSON, in which non-finite numbers (as in a step that overflows) are null."""
 
-    JSON has no word for infinity and NaN, which appear when a step overflows: they are written as null.
-    """
-
+    # `repr` keeps every digit of a double, so that runs can be compared exactly.
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: finite(part) for name, part in value.items()}
@@ -123,7 +119,7 @@ def to_json(record: StepRecord) -> str:
 
 
 def from_json(line: str) -> dict[str, Any] | None:
-    """The fields of one line, or None if it is not a whole record, as the last line of a killed run may be."""
+    """Return the fields of a line, or None if it is not a complete record, as after a killed run."""
     try:
         fields = parse_json(line)
     except ValueError:
@@ -132,8 +128,10 @@ def from_json(line: str) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a metrics.jsonl, whole or not; none of a file that does not exist. Raises OSError, and UserError if
-    it is no regular file."""
+    """Return the lines of a metrics.jsonl, complete or not, or none if there is no file.
+
+    Raise `OSError` if it cannot be read, `UserError` if it is not a regular file.
+    """
     if not path.exists() and not path.is_symlink():
         return []
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
@@ -141,5 +139,5 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a metrics.jsonl. Raises as `read_lines`."""
+    """Return the complete records of a metrics.jsonl; raise like `read_lines`."""
     return [fields for line in read_lines(path) if (fields := from_json(line)) is not None]

@@ -1,10 +1,10 @@
-"""Numbers as a person reads them."""
+"""Human-readable numbers, durations and sizes."""
 
 from __future__ import annotations
 
 
 def compact(number: float) -> str:
-    """Three or so digits and k, M, G or T: 950 -> `950`, 12_345 -> `12.3k`, 999_960 -> `1.0M`."""
+    """Format a number with about three digits and k, M, G or T: 950 -> `950`, 12_345 -> `12.3k`, 999_960 -> `1.0M`."""
     for unit in ("", "k", "M", "G"):
         # 999.95 would be rounded to 1000.0, which belongs to the next unit.
         if abs(number) < (999.5 if unit == "" else 999.95):
@@ -14,7 +14,7 @@ def compact(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: `45 s`, `12 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
+    """Format a duration with its two largest units: `45 s`, `12 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people: `23.84 GiB`, MiB below a tenth of one, KiB below a tenth of that."""
+    """Format a number of bytes: `23.84 GiB`; in MiB below 0.1 GiB, in KiB below 0.1 MiB."""
     if count >= 0.1 * 2**30:
         return f"{count / 2**30:.2f} GiB"
     return f"{count / 2**20:.1f} MiB" if count >= 0.1 * 2**20 else f"{count / 2**10:.1f} KiB"

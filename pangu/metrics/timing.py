@@ -1,4 +1,4 @@
-"""Which of several candidates for the same result is the fastest here: short timings, taken in turns."""
+"""Short benchmarks that pick the fastest of several candidates for the same result on this machine."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 
 Name = TypeVar("Name", bound=Hashable)
 Trial = Callable[[], object]
-"""Does the work of a candidate once."""
+"""Function that does the work of a candidate once."""
 Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, float]]
-"""`time_candidates`, or what stands in for it."""
+"""Signature of `time_candidates` and its replacements."""
 
 ROUNDS = 20
-"""Most timings of one candidate, after one that warms up: libraries are loaded and kernels made then."""
+"""Maximum timings per candidate, after one warm-up that loads libraries and compiles kernels."""
 COLLECTIVE_ROUNDS = 10
-"""The same of collectives, none of which is left out early: the ranks wait for one another."""
+"""Number of timings per collective; none is dropped early, because the ranks wait for one another."""
 SURE = 2
-"""Timings after which a hopeless candidate is not timed again."""
+"""Number of timings after which a hopeless candidate is dropped."""
 HOPELESS = 2.0
-"""A candidate is hopeless if it takes so many times as long as the fastest."""
+"""Factor over the fastest time at which a candidate is hopeless."""
 BUSY_BYTES = 2**30
-"""Written before a timing on an accelerator: a third of a millisecond."""
+"""Bytes to write before a timing on an accelerator, to keep it busy for a third of a millisecond."""
 TIE = 1.02
-"""Candidates whose times differ by no more than this factor are equally fast."""
+"""Factor within which the times of two candidates count as equal."""
 HOST_TIE = 1.1
-"""The same on a CPU: on a busy one, nine of ten pairs of equal candidates differ by less."""
+"""Factor for equal times on a CPU: on a busy one, nine of ten pairs of equal candidates differ by less."""
 
 
 def time_candidates(
@@ -39,18 +39,18 @@ def time_candidates(
     budget_s: float | None,
     clock: Callable[[], float] | None = None,
 ) -> dict[Name, float]:
-    """Smallest time of each candidate, in seconds.
+    """Return the smallest time of each candidate, in seconds.
 
-    All are timed in turns, so that what disturbs the machine disturbs all of them, and the smallest time is what it
-    can do undisturbed. With one thread on a CPU (`one_thread`) it is the processor time, which other processes change
-    least; threads that wait for one another take processor time as well, so with several it is the time that passes.
+    Candidates take turns, so that a disturbance of the machine affects all of them, and the smallest time is the
+    undisturbed one. With one CPU thread (`one_thread`) this is processor time, which other processes affect least; with
+    several it is wall time, since threads that wait for one another use processor time.
 
     Args:
-        device: what they compute on; of an accelerator it is the time by events, of collectives until it is done.
-        budget_s: no further round begins after so many seconds, warming up not counted, and what takes a quarter of it
-            is not timed again. None: the candidates are collectives, of which all ranks must make as many, and what
-            counts is how long a rank waits.
-        clock: seconds; None: the one that fits.
+        candidates: Functions by name.
+        device: Device to compute on; an accelerator is timed by events, or to completion for collectives.
+        budget_s: Seconds after which no further round starts, without warm-up; a candidate that takes a quarter of it
+            is not repeated. None: the candidates are collectives, which all ranks must repeat equally often.
+        clock: Function that returns seconds; None: chosen as above.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and budget_s is not None
     read = clock or (time.process_time if alone else time.perf_counter)
@@ -73,8 +73,8 @@ def time_candidates(
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """Compute on one thread within the block, if `device` is a CPU: with several on a busy machine, equal candidates
-    differ twentyfold, by either clock."""
+    """Compute on one thread in the block if `device` is a CPU."""
+    # With several threads on a busy machine, equal candidates differ twentyfold, by either clock.
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -85,8 +85,9 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _of_device(once: Trial, device: torch.device) -> float:
-    """Its time by events, not the host's, which queues the work while the device is kept busy; that also leaves nothing
-    of the operands in the device's caches, as other layers would."""
+    """Return the seconds of a trial by device events."""
+    # Writing keeps the device busy while the host queues the trial, and evicts its operands from the device's caches,
+    # as other layers would.
     torch.empty(BUSY_BYTES, dtype=torch.uint8, device=device).zero_()
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     start.record()
@@ -105,9 +106,11 @@ def _timed(once: Trial, device: torch.device, read: Callable[[], float]) -> floa
 
 
 def fastest(times: Mapping[Name, float], device: torch.device, tie: float = TIE) -> Name:
-    """Return the first candidate that is as fast as the fastest, up to `tie` and the noise of `device`: the order is a
-    preference, which keeps a choice between equals the same from start to start. An infinite time stands for one that
-    cannot be taken."""
+    """Return the first candidate whose time is within the noise (`tie`) of the fastest.
+
+    The order is a preference, so that the choice among equals does not change between runs. An infinite time marks a
+    candidate that cannot be used.
+    """
     if device.type == "cpu":
         tie = max(tie, HOST_TIE)
     limit = tie * min(times.values())

@@ -1,5 +1,4 @@
-"""TensorBoard and Weights & Biases, the latter kept at arm's length: whatever happens there, training neither stops nor
-waits."""
+"""Writers for TensorBoard and for Weights & Biases; no failure of the latter stops or delays training."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _GROUPS = {
 
 
 def tracked(record: StepRecord) -> dict[str, float]:
-    """The figures under the names that TensorBoard and wandb group them by, e.g. `train/loss`; None left out."""
+    """Return metrics under the names by which TensorBoard and wandb group them, e.g. `train/loss`, without None."""
     figures = {
         f"{group}/{name.removeprefix('validation_')}": value
         for group, names in _GROUPS.items()
@@ -58,11 +57,11 @@ def tracked(record: StepRecord) -> dict[str, float]:
 
 
 class TensorBoardWriter:
-    """TensorBoard event files, with the step as x-axis."""
+    """Writer of TensorBoard event files, with the step on the x-axis."""
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
-        """Events of steps after `resumed_step` that `folder` holds are hidden. Raises UserError if not writable."""
-        # Imported only here: it takes more than a second, and not every run wants it.
+        """Open `folder`, hiding its events after `resumed_step`; raise `UserError` if it is not writable."""
+        # Imported late: it takes more than a second, and not every run needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -70,19 +69,19 @@ class TensorBoardWriter:
             self._events = SummaryWriter(str(folder), purge_step=resumed_step + 1, flush_secs=30)
 
     def write(self, record: StepRecord) -> None:
-        """Queue the step's figures. Raises UserError if the disk is full."""
+        """Queue the metrics of a step; raise `UserError` if the disk is full."""
         with writing(self._folder):
             for tag, value in tracked(record).items():
                 self._events.add_scalar(tag, value, record.step)
 
     def close(self) -> None:
-        """Write what is still queued."""
+        """Write the queued events and close the files."""
         with writing(self._folder):
             self._events.close()
 
 
 def logged_in() -> bool:
-    """Whether this machine holds a wandb key: in the environment or in the user's netrc file, where wandb looks too."""
+    """Return whether this machine holds a wandb key, in the environment or in the user's netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
@@ -98,7 +97,7 @@ def logged_in() -> bool:
 
 
 def run_id(output: Path, resumed_step: int) -> str:
-    """The run's id at wandb, kept in the run folder: a resumed run continues its curves, a new run begins others."""
+    """Return the run's wandb id, kept in the run folder: resumed runs continue their curves, new ones start others."""
     path = output / "wandb" / "run-id"
     if resumed_step > 0 and path.exists():
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
@@ -111,11 +110,10 @@ def run_id(output: Path, resumed_step: int) -> str:
 
 
 class WandbWriter:
-    """Hands the figures to a thread that talks to wandb.
+    """Writer that passes metrics to a thread that talks to wandb.
 
-    The thread is what keeps the promise of this module: connecting, sending and finishing may fail or hang for minutes
-    on a cluster without a way out. Every failure becomes one warning, after which the figures go to the other writers
-    alone.
+    Connecting, sending and finishing may fail or hang for minutes on a cluster without internet access, so only the
+    thread waits. A failure becomes one warning, after which the metrics go to the other writers alone.
     """
 
     def __init__(
@@ -126,15 +124,15 @@ class WandbWriter:
         resumed_step: int,
         resolved_config: dict[str, Any],
     ) -> None:
-        """`auto`: online if the machine is logged in, otherwise offline into `output`/wandb. Returns at once."""
-        # What the thread still has to send; an integer is the exit status and ends it.
+        """Start the thread and return at once; `auto` is online if logged in, otherwise offline into `output`/wandb."""
+        # What is left to send; an integer is the exit status and ends the thread.
         self._queue: queue.SimpleQueue[StepRecord | int] = queue.SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(
             target=self._work, args=(output, mode, project, resumed_step, resolved_config), daemon=True
         )
         try:
-            # Not in the thread: two threads that import at the same time can see half-initialised modules.
+            # Not in the thread: concurrent imports from two threads can see half-initialized modules.
             import wandb  # noqa: F401
         except Exception as error:
             self._fail(error)
@@ -142,12 +140,12 @@ class WandbWriter:
             self._thread.start()
 
     def write(self, record: StepRecord) -> None:
-        """Queue the step's figures."""
+        """Queue the metrics of a step."""
         if not self._failed:
             self._queue.put(record)
 
     def close(self) -> None:
-        """Send what is queued; gives up after a minute or so."""
+        """Send the queued metrics, giving up after about a minute."""
         if self._failed:
             return
         # While an exception passes through the caller's `finally`, the run is marked as failed.
@@ -181,18 +179,18 @@ class WandbWriter:
 
 
 def _start(output: Path, mode: Any, project: str, resumed_step: int, config: dict[str, Any]) -> Any:
-    """Begin or continue the run. Raises whatever wandb raises."""
+    """Start or resume the wandb run; raise any error of wandb."""
     import wandb
 
     if mode == "auto":
-        # Clusters without a way out commonly set WANDB_MODE for everyone.
+        # Clusters without internet access commonly set WANDB_MODE for everyone.
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
     if mode == "online" and not logged_in():
         raise RuntimeError("not logged in: run `wandb login`, or set metrics.wandb=offline")
     options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": _START_SECONDS}
-    if "finish_timeout" in wandb.Settings.model_fields:  # younger than the other settings
+    if "finish_timeout" in wandb.Settings.model_fields:  # newer than the other settings
         options["finish_timeout"] = _FINISH_SECONDS
-    wandb.setup(settings=wandb.Settings(silent=True))  # or the login prints a line
+    wandb.setup(settings=wandb.Settings(silent=True))  # suppresses a line that the login prints
     return wandb.init(
         project=project,
         dir=str(output),

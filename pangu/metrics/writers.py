@@ -1,4 +1,4 @@
-"""Where the figures of a run go. Only one process of a run makes writers."""
+"""Writers of the metrics of a run, which exist on one process only."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from pangu.metrics.text import compact, duration
 
 
 class Writer(Protocol):
-    """Takes the figures of every step."""
+    """Destination of the metrics of each step."""
 
     def write(self, record: StepRecord) -> None:
-        """Take one step's figures. Steps come in ascending order."""
+        """Write the metrics of one step; steps come in ascending order."""
 
     def close(self) -> None:
-        """Finish; nothing is written afterwards."""
+        """Finish writing; no write follows."""
 
 
 class ForecastWriter(Writer, Protocol):
-    """Compares the steps with what they were expected to take."""
+    """Writer that compares the steps with a forecast of the dry run."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what was expected, seconds of each part of a step as `terms_s`, and what was measured."""
+        """Return the forecast, with the seconds of each part of a step as `terms_s`, and the measurements."""
 
 
 class ConsoleWriter:
-    """A progress line for the first and every `every`-th step, the last one, and every validation and evaluation."""
+    """Writer of progress lines: the first, every `every`-th and last step, and each validation and evaluation."""
 
     def __init__(self, every: int, total_steps: int, console: Console | None = None) -> None:
+        """Print to `console`, or to standard output."""
         self._every = every
         self._total_steps = total_steps
         self._recent_s: deque[float] = deque(maxlen=50)
         self._first = True
-        # rich leaves colours out when the output is a file or a pipe.
+        # rich omits colors when the output is a file or a pipe
         self._console = console or Console(highlight=False)
 
     def write(self, record: StepRecord) -> None:
         """Print the step's line if it is due."""
         self._recent_s.append(record.step_time_s)
-        # the median of recent steps, which a checkpoint or a warm-up does not disturb
+        # the median of recent steps is robust against checkpoints and warm-up
         seconds_left = statistics.median(self._recent_s) * max(0, self._total_steps - record.step)
         measured = record.validation_loss is not None or record.evaluation is not None
         due = record.step % self._every == 0 or record.step == self._total_steps or measured
@@ -58,11 +59,11 @@ class ConsoleWriter:
         self._first = False
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing, as no resource is held open."""
 
 
 def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> Text:
-    """`step 120/400 | loss 5.1234 | lr 1.00e-04 | grad norm 0.912 | 12.3k tokens/s | MFU 38.2 % | 4.20 GiB | ...`."""
+    """Format `step 12/40 | loss 5.1234 | lr 1.00e-04 | grad norm 0.912 | 12.3k tokens/s | MFU 38.2 % | ...`."""
     parts = [
         (f"step {record.step:>{len(str(total_steps))}}/{total_steps}", ""),
         (f"loss {record.loss:.4f}", "bold" if math.isfinite(record.loss) else "bold red"),
@@ -89,26 +90,22 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
 
 
 class JsonLinesWriter:
-    """metrics.jsonl: one JSON object per step, which others can read as soon as it is written. It is on the disk once
-    the file is flushed, as a run does before each checkpoint."""
+    """Writer of metrics.jsonl: one JSON object per step, readable at once, and on disk after a flush (checkpoints)."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Keeps the lines of a file that is there up to `resumed_step`; later ones, and a line that a killed process
-        left half-written, are dropped, because those steps will be made again.
-
-        Raises UserError if the file cannot be written.
-        """
+        """Open the file, keeping its lines up to `resumed_step`; raise `UserError` if it cannot be written."""
+        # Later lines, and a line cut short by a kill, are dropped, as those steps will be repeated.
         self._path = path
         with writing(path):
             lines = read_lines(path)
             lines = [line for line in lines if (fields := from_json(line)) and fields["step"] <= resumed_step]
-            # Replaced in one go: a crash here must not lose what the run has measured so far.
+            # Replaced atomically: a crash here must not lose the metrics so far.
             write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
             flush(path.parent)
             self._file = open_regular(path, "a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
-        """Append the step's line. Raises UserError if the disk is full."""
+        """Append the line of a step; raise `UserError` if the disk is full."""
         with writing(self._path):
             self._file.write(to_json(record) + "\n")
             self._file.flush()
@@ -122,10 +119,10 @@ class JsonLinesWriter:
 def make_writers(
     config: MetricsConfig, output: Path, total_steps: int, resumed_step: int, resolved_config: dict[str, Any]
 ) -> list[Writer]:
-    """The writers that a configuration asks for, writing into the run folder `output`.
+    """Return the writers of a configuration, which write into the run folder `output`.
 
-    `resumed_step` is the step of the checkpoint that the run continues from, 0 for a new run; `resolved_config` is what
-    wandb shows as configuration. Raises UserError if the run folder cannot be written.
+    The run continues from the checkpoint of `resumed_step`, 0 for a new run; wandb shows `resolved_config` as its
+    configuration. Raise `UserError` if the run folder cannot be written.
     """
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,7 @@ def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
 
 
 def _candidates(config: RunConfig, values: Any, problems: list[Problem]) -> dict[str, RunConfig]:
-    """The configuration with each layout that it allows, by what stands before the keys in messages; what is wrong with
-    single values of a layout goes into `problems`."""
+    """Return the configuration per allowed layout, by key prefix for messages; append invalid values to `problems`."""
     allowed = config.parallel.allowed
     if not allowed:
         return {"": config}
