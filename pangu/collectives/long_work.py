@@ -31,19 +31,14 @@ def agree_on_long_work(
 ) -> list[T | None]:
     """Run work like `agree`, limiting the time without progress by `parallel.timeout_s` rather than the total time.
 
-    The action runs in a thread, so that processes can exchange heartbeats. If this process abandons it, after an error
-    elsewhere or Ctrl-C, its callback raises `CancelledError`. A `StuckError` names the ranks without progress.
+    `action` runs in a thread, so that processes can exchange heartbeats, and gets a callback to call whenever it has
+    made progress; `doing` names the work in messages, e.g. "writing". `watch` gets a description and a progress count
+    every few seconds, that of all ranks if this one only waits. The results of all ranks, which may be large, are
+    returned on rank 0 only, an empty list elsewhere. Raise `StuckError` on all processes, with the ranks without
+    progress.
 
-    Args:
-        mesh: Mesh of all processes.
-        doing: Name of the work in messages, e.g. "writing".
-        action: Function that gets a callback to call whenever it has made progress.
-        runs_here: True if this process runs the action.
-        watch: Function that gets a description and a progress count every few seconds, of all ranks if this one waits.
-        leave: Function that ends what an abandoned action waits for.
-
-    Returns:
-        The results of all ranks on rank 0, since they may be large; an empty list elsewhere.
+    If this process abandons the action, after an error elsewhere or Ctrl-C, the callback raises `CancelledError` in it,
+    and `leave` is called to end what it waits for.
     """
     progress, progress_s, is_left = 0, time.monotonic(), False
 
