@@ -1,0 +1,1 @@
+"""Optimizers over fp32 tensors, learning-rate schedules and the fp16 loss scale."""

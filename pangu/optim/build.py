@@ -1,4 +1,4 @@
-"""Makes the optimizer of a configuration over fp32 tensors, one for each logical tensor."""
+"""Construction of the configured optimizer over fp32 tensors, one per logical tensor."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def make_optimizer(
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
     options: Sequence[tuple[Mapping[str, Any], Collection[str]]] = (),
 ) -> torch.optim.Optimizer:
-    """Return AdamW or LAMB over logical tensors; biases and norms get no weight decay and no layer-wise ratio.
+    """Return AdamW or LAMB over logical tensors; biases and norms get no weight decay and no trust ratio.
 
     Args:
-        config: the optimizer.
-        tensors: this rank's slices of logical tensors, fp32 (or fp64) values.
-        over_ranks: for some placements, the function that adds up LAMB's sums of squares over the ranks that hold the
-            other slices.
-        options: of some tensors, by name, what differs from `config`; empty: all are alike. A weight decay given here
-            holds for biases and norms too.
+        config: Configuration of the optimizer.
+        tensors: Slices of logical tensors that this rank holds, fp32 (or fp64).
+        over_ranks: Function that returns, for some placements, how to sum LAMB's squared norms over their other slices.
+        options: Overrides of `config` for tensors by name; empty: none. A weight decay given here also holds for
+            biases and norms.
 
-    AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel skips a
-    step; otherwise AdamW is our LAMB without its ratios. apex is no choice: its FusedAdam does the same work as
+    AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel can skip a
+    step; otherwise AdamW is LAMB without trust ratios. apex is no alternative: its FusedAdam does the same work as
     torch's, and its FusedLAMB knows neither sharded tensors nor several logical tensors stored as one.
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
@@ -71,4 +70,5 @@ def make_optimizer(
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's implementation, for messages."""
     return "torch's fused AdamW" if isinstance(optimizer, AdamW) else "multi-tensor operations"

@@ -1,7 +1,7 @@
 """LAMB: layer-wise adaptive moments (You et al. 2020).
 
-Algorithm 2 of the published version; Algorithm 1 of the first version, which has epsilon inside the root. Each tensor
-is one logical tensor or this rank's shard of one, and `sum_norms` adds the sums of squares over the ranks.
+Algorithm 2 of the published version, or Algorithm 1 of the first version, which has epsilon inside the root. Each
+tensor is a logical tensor or this rank's shard of one, and `sum_norms` adds the squared norms over the ranks.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from pangu.optim.moments import load_moments, start_moments, updates_at_once
 from pangu.optim.uncompiled import Uncompiled
 
 _IN_CACHE = 2**18
-"""Elements that are updated at a time on a CPU."""
+"""Number of elements that are updated at a time on a CPU, so that they stay in its cache."""
 
 LARGEST_RATIO = 1e4
-"""Largest ratio of the norms of a tensor and its direction that is trusted; beyond it the trust ratio is 1.
+"""Largest trusted ratio of the norms of a tensor and its direction; beyond it the trust ratio is 1.
 
-Where a gradient is 0 in exact arithmetic (a router that chooses one expert, a bias before a norm, an unused head), the
-direction consists of rounding errors, of 1e-11 in fp64, or of nothing. A ratio of 1e9 would make steps of lr * |w| of
-them, which differ between layouts, and weight decay alone would shrink the tensor by lr per step. Gradients of 1e-4 of
-epsilon are above this floor.
+If a gradient is 0 in exact arithmetic (a router that chooses one expert, a bias before a norm, an unused head), the
+direction is 0 or consists of rounding errors, 1e-11 in fp64. A ratio of 1e9 would turn them into steps of lr * |w|,
+which differ between layouts, and weight decay alone would shrink the tensor by lr per step. Gradients of 1e-4 of
+epsilon or more stay below this ratio.
 """
 
 
 class _Flat:
-    """Vectors of one tensor, its gradient and its moments, in the order in which memory holds the tensor.
+    """Flat vectors of a tensor, its gradient and its moments, in the memory order of the tensor.
 
-    They are views where memory allows it. Copies are returned to their places by `write_back`. Weights and update are
-    computed in at least fp32.
+    They are views if memory allows it; `write_back` copies the others back. Weights and update are at least fp32.
     """
 
     def __init__(self, tensor: Tensor, state: dict[str, Tensor], reuse_gradient: bool) -> None:
@@ -63,7 +62,7 @@ class _Flat:
 
 @dataclass
 class _Batch:
-    """Tensors of one parameter group that share a step count, a format, a device and whether they adapt."""
+    """Tensors of a parameter group with equal step count, format, device and adaptation, which are updated together."""
 
     group: dict[str, Any]
     step: Tensor
@@ -80,22 +79,21 @@ class _Batch:
 
     @property
     def is_adam(self) -> bool:
-        """Whether torch's fused AdamW makes the whole update."""
+        """True if torch's fused AdamW does the whole update."""
         return not self.adapts and not self.group["eps_inside_root"] and updates_at_once(self.device)
 
 
 class Lamb(Uncompiled):
-    """w ← w − lr · r · u with u = d + λw, d = m̂ / (√v̂ + ε) and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
+    """Optimizer with the update w ← w − lr · r · u, where u = d + λw, d = m̂ / (√v̂ + ε) and r = ‖w‖ / ‖u‖ per tensor.
 
-    r is 1 where ‖w‖ or ‖u‖ is 0 or d is only rounding (`LARGEST_RATIO`), and `max_ratio` at most. Bias correction
-    counts the steps of each tensor. A parameter group may set every option but `moments`, `sum_norms` and
-    `reuse_gradients`, and `adapt` (false: r = 1 throughout, which is AdamW).
+    The trust ratio r is 1 if ‖w‖ or ‖u‖ is 0 or d is only rounding (`LARGEST_RATIO`), and at most `max_ratio`. Bias
+    correction counts the steps of each tensor. A parameter group may set every option except `moments`, `sum_norms` and
+    `reuse_gradients`, and also `adapt` (False: r = 1, which is AdamW).
     """
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    """Scaling as in torch's fused steps: 1 if a step is to do nothing, otherwise 0; the gradients are divided by it.
-    fp32, where the tensors are."""
+    """Divisor of the gradients; with `found_inf` (1: skip the step, else 0) as in torch's fused kernels, in fp32."""
     sum_norms: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
     reuse_gradients = False
     moments: torch.dtype | None = None
@@ -116,22 +114,22 @@ class Lamb(Uncompiled):
         sum_norms: Callable[[Tensor], Tensor] | None = None,
         reuse_gradients: bool = False,
     ) -> None:
-        """Start all moments and step counts at 0.
+        """Start with moments and step counts of 0.
 
         Args:
-            params: parameters, or groups of them.
-            lr: η.
-            betas: β₁ and β₂.
-            eps: ε.
-            weight_decay: λ.
-            eps_inside_root: √(v̂ + ε) instead of √v̂ + ε.
-            exclude_vectors: neither decay nor trust ratio for tensors of fewer than two dimensions.
-            max_ratio: largest trust ratio.
-            maximize: follow the gradient upwards.
-            moments: storage format of the moments between steps; None: that of the tensors. They are computed in at
+            params: Parameters, or groups of them.
+            lr: Learning rate η.
+            betas: Decay rates β₁ and β₂ of the moments.
+            eps: Constant ε in the denominator.
+            weight_decay: Decoupled weight decay λ.
+            eps_inside_root: True to divide by √(v̂ + ε) instead of √v̂ + ε.
+            exclude_vectors: True for neither decay nor trust ratio of tensors with fewer than two dimensions.
+            max_ratio: Largest trust ratio; None: unbounded.
+            maximize: True for gradient ascent.
+            moments: Storage format of the moments between steps; None: that of the tensors. They are computed in at
                 least fp32.
-            sum_norms: sums of squares [3, tensors] of this rank's shards -> those of the whole tensors.
-            reuse_gradients: the update takes the place of the gradients, which saves memory of their size.
+            sum_norms: Function that sums squared norms [3, tensors] of this rank's shards over all ranks.
+            reuse_gradients: True to overwrite the gradients with the update, which saves memory of their size.
         """
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
         defaults |= {"eps_inside_root": eps_inside_root, "exclude_vectors": exclude_vectors, "max_ratio": max_ratio}
@@ -141,10 +139,11 @@ class Lamb(Uncompiled):
             self.sum_norms = sum_norms
         self.reuse_gradients = reuse_gradients
         self.ratios: dict[Tensor, Tensor] = {}
-        """r of the last step of every tensor that adapts; 0 if it was skipped."""
+        """Trust ratio of the last step per tensor that adapts; 0 if the step was skipped."""
         self._applied: dict[torch.device, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add and check a parameter group; raise `UserError` for an option out of range."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         betas = group["betas"]
@@ -160,10 +159,11 @@ class Lamb(Uncompiled):
         start_moments(self, group["params"], self.moments, share_steps=True)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle."""
         return {**super().__getstate__(), "moments": self.moments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded or copied state."""
+        """Restore a loaded or copied state."""
         super().__setstate__(state)
         self.ratios, self._applied = {}, {}
         for group in self.param_groups:
@@ -172,11 +172,12 @@ class Lamb(Uncompiled):
         self.share_steps()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a saved state, with moments in this optimizer's storage format."""
         super().load_state_dict(state_dict)
         load_moments(self, state_dict, self.moments)
 
     def share_steps(self) -> None:
-        """Make equal step counts, which were set one by one, one tensor again; the host waits for them."""
+        """Let equal step counts, which were set one by one, share one tensor again (a host sync)."""
         steps: dict[tuple[torch.device, float], Tensor] = {}
         for tensor, kept in self.state.items():
             if kept:
@@ -186,7 +187,7 @@ class Lamb(Uncompiled):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every tensor that has a gradient."""
+        """Update every tensor that has a gradient; return the loss of `closure` if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -195,7 +196,7 @@ class Lamb(Uncompiled):
         batches = self._batches()
         for batch in batches:
             self._update_moments(batch)
-        # a rank without a part of any tensor still meets the others
+        # a rank without a slice of any adapting tensor still takes part in `sum_norms`
         if any(group["adapt"] for group in self.param_groups):
             self._find_ratios([batch for batch in batches if batch.adapts])
         for batch in batches:
@@ -208,7 +209,7 @@ class Lamb(Uncompiled):
         return loss
 
     def _applied_on(self, device: torch.device) -> Tensor:
-        """0 if the step is to do nothing, otherwise 1."""
+        """Return 0 if the step is to be skipped, otherwise 1, as a device scalar."""
         if device not in self._applied:
             found_inf = self.found_inf
             self._applied[device] = torch.ones((), device=device) if found_inf is None else 1 - found_inf.to(device)
@@ -236,9 +237,9 @@ class Lamb(Uncompiled):
         return list(batches.values())
 
     def _split_steps(self) -> None:
-        """Give tensors that have a gradient a step count of their own, if others that share theirs have none.
+        """Give the tensors with a gradient their own step count if others that share it have no gradient.
 
-        Tensors with the same past share one tensor, so that one launch counts and corrects for all of them.
+        Tensors with equal history share one step tensor, so that one kernel launch counts and corrects for all of them.
         """
         sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
         for group in self.param_groups:
@@ -254,9 +255,9 @@ class Lamb(Uncompiled):
                     self.state[tensor]["step"] = step
 
     def _update_moments(self, batch: _Batch) -> None:
-        """Update the moments and compute u with the norms of w, d and u; where that is AdamW's, update the weights."""
-        # torch's fused AdamW divides the gradient by `grad_scale`, leaves all as it is at `found_inf`, and updates the
-        # moments in one pass; with a rate of 0 it does not change the weights (1: an epsilon that divides by no 0)
+        """Update the moments and compute u and the norms of w, d and u, or update the weights if that is AdamW."""
+        # torch's fused AdamW divides the gradient by `grad_scale`, changes nothing at `found_inf`, and updates the
+        # moments in one pass; with a learning rate of 0 it keeps the weights (epsilon 1 avoids a division by 0)
         group, device, is_adam = batch.group, batch.device, batch.is_adam
         found_inf, scale = (None if each is None else each.to(device) for each in (self.found_inf, self.grad_scale))
         rate, eps = (group["lr"], group["eps"]) if is_adam else (0.0, 1.0)
@@ -271,7 +272,7 @@ class Lamb(Uncompiled):
         for weights, updates, *moments in _pieces(batch.flats, device):
             first, second = ([moment.to(dtype) for moment in those] for those in moments)
             if updates_at_once(device):
-                steps = list(batch.step.repeat(len(weights)).unbind())  # it adds one to each
+                steps = list(batch.step.repeat(len(weights)).unbind())  # the kernel increments each
                 adamw(weights, updates, first, second, [], steps, fused=True, **values)
             else:
                 _add_to_moments(group["betas"], updates, first, second, found_inf, scale)
@@ -290,12 +291,12 @@ class Lamb(Uncompiled):
             batch.norms = torch.stack(directions + list(torch._foreach_norm(vectors))).view(3, -1)
 
     def _find_ratios(self, batches: list[_Batch]) -> None:
-        """Compute r of the tensors that adapt, as scalars on the device; 0 if the step is to do nothing."""
+        """Compute the trust ratio of each tensor that adapts, as device scalars; 0 if the step is to be skipped."""
         device = next((batch.device for batch in batches), next(iter(self.state), torch.empty(0)).device)
         tensors = [tensor for batch in batches for tensor in batch.tensors]
         parts = [batch.norms.to(device) for batch in batches if batch.norms is not None]
         norms = parts[0] if parts else torch.zeros(3, 0, device=device)
-        if len(parts) > 1:  # `sum_norms` knows the order of the groups
+        if len(parts) > 1:  # `sum_norms` expects the order of the groups
             columns = dict(zip(tensors, torch.cat(parts, 1).unbind(1), strict=True))
             tensors = [tensor for group in self.param_groups for tensor in group["params"] if tensor in columns]
             norms = torch.stack([columns[tensor] for tensor in tensors], 1)
@@ -329,7 +330,7 @@ def _num_pieces(tensor: Tensor) -> int:
 
 
 def _pieces(flats: list[_Flat], device: torch.device) -> Iterator[list[list[Tensor]]]:
-    """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""
+    """Yield weights, gradients and both moments in pieces, so that temporaries stay small."""
     most, size = _most(device), 0
     taken: list[tuple[Tensor, ...]] = []
     for flat in flats:
@@ -344,7 +345,7 @@ def _pieces(flats: list[_Flat], device: torch.device) -> Iterator[list[list[Tens
 
 
 def _joined(norms: list[Tensor], pieces: list[int]) -> list[Tensor]:
-    """Return norms of tensors from those of their pieces, which are `pieces` of each."""
+    """Return the norms of tensors from the norms of their pieces; `pieces` counts those of each tensor."""
     return norms if len(norms) == len(pieces) else list(torch._foreach_norm(list(torch.stack(norms).split(pieces))))
 
 
@@ -356,12 +357,12 @@ def _add_to_moments(
     found_inf: Tensor | None,
     scale: Tensor | None,
 ) -> None:
-    """Update gradients and moments as the fused AdamW does."""
+    """Update gradients and moments like the fused AdamW."""
     skipped = torch.zeros((), dtype=torch.bool, device=first[0].device) if found_inf is None else found_inf > 0
     if scale is not None:
         torch._foreach_div_(gradients, scale)
     for gradient in gradients:
-        gradient.masked_fill_(skipped, 0.0)  # what is not finite stays so when it is multiplied by 0
+        gradient.masked_fill_(skipped, 0.0)  # not `* 0`, which keeps non-finite values
     for beta, moments in zip(betas, (first, second), strict=True):
         decay = torch.full_like(skipped, beta, dtype=moments[0].dtype)
         torch._foreach_mul_(moments, decay.masked_fill_(skipped, 1.0))
@@ -370,7 +371,7 @@ def _add_to_moments(
 
 
 def _corrections(group: dict[str, Any], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what bias correction makes of the root's factor and of ε; finite before the first step too."""
+    """Return the bias-corrected factor of the root and the bias-corrected ε; finite even before the first step."""
     # m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
     exponent = step.double().clamp(min=1)
     c1, c2 = (1 - beta**exponent for beta in group["betas"])
@@ -385,7 +386,7 @@ def _write_direction(
     first: list[Tensor],
     second: list[Tensor],
 ) -> None:
-    """Write d in the place of the gradients."""
+    """Overwrite the gradients with the direction d."""
     scale, eps = corrections
     if eps_inside_root:
         root = torch._foreach_add(second, eps, alpha=1)
@@ -394,6 +395,6 @@ def _write_direction(
     else:
         root = torch._foreach_sqrt(second)
         torch._foreach_mul_(root, scale)
-        torch._foreach_add_(root, eps, alpha=1)  # without alpha the host waits for the value
+        torch._foreach_add_(root, eps, alpha=1)  # without alpha this is a host sync
     torch._foreach_copy_(gradients, first)
     torch._foreach_div_(gradients, root)

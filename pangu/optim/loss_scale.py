@@ -13,21 +13,24 @@ from pangu.config.optimizer import LossScaleConfig
 
 
 class LossScale:
-    """The factor on the loss that keeps small fp16 gradients from vanishing; 1 for every other format. A step unscales
-    with the scale that backward used, clips, updates the weights, then calls `update`: doubling earlier would halve the
-    gradient of that step. All of it lies on the device, where it is decided whether a step overflowed."""
+    """Loss factor that keeps small fp16 gradients from underflowing; 1 for every other format.
+
+    A step unscales with the scale of its backward pass, clips, updates the weights, then calls `update`. The state
+    lives on the device, which decides without a host sync whether a step overflowed.
+    """
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device | None = None) -> None:
+        """Start with the initial scale, or 1 if `config` is None."""
         self.config = config
         self.scale = torch.full((), config.initial if config else 1.0, dtype=torch.float64, device=device)
         self.clean_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def state(self) -> dict[str, float] | None:
+        """Return the state to save (a host sync), or None without a loss scale."""
         return None if self.config is None else {"scale": float(self.scale), "clean_steps": int(self.clean_steps)}
 
     def restore(self, state: Mapping[str, Any] | None) -> str | None:
-        """Continue with the scale of a checkpoint, if it has one; returns the scale in words, None without a loss
-        scale."""
+        """Restore the state of a checkpoint, if it has one; return the scale as text, None without a loss scale."""
         if self.config is None:
             return None
         if state is None:
@@ -38,7 +41,7 @@ class LossScale:
         return f"{scale:g} (of the checkpoint)"
 
     def update(self, overflow: Tensor) -> None:
-        """Halve after an overflow, double after `growth_interval` steps without one."""
+        """Halve the scale after an overflow, double it after `growth_interval` steps without one."""
         if self.config is None:
             return
         clean = self.clean_steps + 1
@@ -48,7 +51,7 @@ class LossScale:
         self.clean_steps = clean.masked_fill(overflow | grows, 0)
 
     def require_room(self, scale: float) -> None:
-        """Raise a UserError if a step overflowed with the smallest `scale`: the loss itself is not finite."""
+        """Raise `UserError` if a step overflowed at the minimum scale, as the loss itself is not finite then."""
         if self.config is not None and scale <= self.config.minimum:
             raise UserError(
                 f"precision.loss_scale.minimum = {self.config.minimum:g}: gradients still overflow at this scale, "

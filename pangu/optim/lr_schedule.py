@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the number of updates made so far."""
+"""Learning rate as a pure function of the number of updates so far."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pangu.config.optimizer import LrScheduleConfig
 
 
 def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: int) -> float:
-    """Rate of update `update`, counted from 0, of a run of `total` updates; `peak` is the rate after warm-up. A step
-    skipped for overflow is not an update, so it does not advance the rate."""
+    """Return the rate of update `update` (from 0, without skipped steps) of `total`; `peak`: rate after warm-up."""
     if update < schedule.warmup_steps:
         return peak * (update + 1) / schedule.warmup_steps
     if schedule.shape == "constant":
         return peak
     if schedule.shape == "wsd":
-        # warm-up, stable, decay (Hu et al. 2024, section 4.1), with a line for the decay
+        # warm-up, stable, decay (Hu et al. 2024, section 4.1), with linear decay
         length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
         progress = _progress(update, total - length, total)
         return schedule.min_lr + (peak - schedule.min_lr) * (1.0 - progress)
@@ -27,5 +26,4 @@ def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: i
 
 
 def _progress(update: int, start: int, end: int) -> float:
-    """Fraction of [start, end] before `update`, in [0, 1]."""
     return min(1.0, max(0.0, (update - start) / max(1, end - start)))

@@ -1,4 +1,4 @@
-"""The state that Adam and LAMB keep of each tensor, and what updates it at once."""
+"""Adam and LAMB state of a tensor, and device support for fused updates."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _FUSED = ("cpu", "cuda")
 
 
 def updates_at_once(device: torch.device) -> bool:
-    """Whether torch's fused AdamW does on a device all that a step needs: nothing at `found_inf`, otherwise divide by
-    `grad_scale`. torch_npu's (`_fused_adamw_`, up to 2.14) takes both, and looks at neither."""
+    """Return whether torch's fused AdamW honors `found_inf` and `grad_scale` on a device."""
+    # torch_npu's `_fused_adamw_` (up to 2.14) accepts both and ignores them.
     return device.type in _FUSED
 
 
 def start_moments(
     optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor], moments: torch.dtype | None, share_steps: bool = False
 ) -> None:
-    """Give tensors of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's). With
-    `share_steps` they have one step count for each device."""
+    """Give tensors a step count and two zero moments of dtype `moments` (None: the tensor's)."""
+    # With `share_steps` all tensors of a device share one step count.
     steps: dict[torch.device, Tensor] = {}
     for tensor in tensors:
         step = steps.get(tensor.device) if share_steps else None
@@ -34,10 +34,8 @@ def start_moments(
 
 
 def load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], moments: torch.dtype | None) -> None:
-    """Take the moments of a saved state as they are, in format `moments` (None: the tensor's).
-
-    torch has rounded them to the format of the tensors, which may be narrower.
-    """
+    """Copy the moments of a saved state in dtype `moments` (None: the tensor's)."""
+    # torch's own loading has rounded them to the dtype of the tensors, which may be narrower.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for number, tensor in zip(numbers, tensors, strict=True):
