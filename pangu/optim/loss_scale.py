@@ -13,12 +13,10 @@ from pangu.config.optimizer import LossScaleConfig
 
 
 class LossScale:
-    """Loss factor that keeps small fp16 gradients from underflowing; 1 for every other format.
+    """Loss factor that keeps small fp16 gradients from underflowing; 1 for every other format."""
 
-    A step unscales with the scale of its backward pass, clips, updates the weights, then calls `update`. The state
-    lives on the device, which decides without a host sync whether a step overflowed.
-    """
-
+    # A step unscales with the scale of its backward pass, clips, updates the weights, then calls `update`. The state
+    # lives on the device, which decides without a host sync whether a step overflowed.
     def __init__(self, config: LossScaleConfig | None, device: torch.device | None = None) -> None:
         """Start with the initial scale, or 1 if `config` is None."""
         self.config = config

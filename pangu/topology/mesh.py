@@ -48,7 +48,6 @@ class Mesh:
     hosts: list[str] = field(default_factory=list)
     """Host names of all ranks, in order; empty until they are known, and in runs on one node."""
     recorder: Recorder = field(default_factory=Recorder)
-    """Recorder of this rank's steps."""
 
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:

@@ -51,7 +51,6 @@ class Placement:
     name: str
     """Global name, equal in every layout, e.g. `layers.3.attention.query.weight`."""
     shape: tuple[int, ...]
-    """Global shape."""
     std: float | None = None
     """Standard deviation of the normal initialization; None: filled with `constant`."""
     constant: float = 0.0
@@ -72,9 +71,8 @@ class Placement:
     offset: int = 0
     """First element inside the flattened parameter, in which logical tensors are stacked along dimension 0."""
     start: int = 0
-    """First index along `cut_dim` on this rank."""
     stop: int = 0
-    """End index along `cut_dim` on this rank, exclusive."""
+    """End of this rank's indices [start, stop) along `cut_dim`."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ class Recorder:
 
     tape: Tape | None = None
     watches: bool = False
-    """True if to watch all asynchronous collectives, even without a tape: they may be waited for in a later step."""
+    """True to watch all asynchronous collectives, even without a tape: they may be waited for in a later step."""
 
     def span(self, what: Any) -> AbstractContextManager[object]:
         """Return a context that records its block as a span."""

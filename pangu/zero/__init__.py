@@ -1,0 +1,1 @@
+"""ZeRO: flat parameters, their sharding, gradient reduction and unsharding."""

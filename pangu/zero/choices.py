@@ -1,23 +1,23 @@
-"""ZeRO stages among which a layout is chosen."""
+"""ZeRO stages to consider in a search for a layout."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 STAGES = (0, 1, 2, 3)
-"""ZeRO stages (`Sharding.stage`)."""
+"""ZeRO stages, the values of `Sharding.stage`."""
 
 
 def worth_trying(
     shared: bool, groups: Collection[int], stage: int | None, offload: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Return stages among which a layout is chosen, each with the replicas that share states (0: all).
+    """Return the ZeRO stages to consider, each with the number of replicas that share the states (0: all).
 
     Args:
-        shared: several replicas could share them.
-        groups: fewer replicas than all that could.
-        stage: the only one that is wanted; None: any.
-        offload: what is in host memory.
+        shared: True if several replicas could share the states.
+        groups: Numbers of replicas to consider besides all that could share.
+        stage: The only stage to consider; None: any.
+        offload: Kinds of state in host memory.
     """
     if not shared:
         alone = 3 if "parameters" in offload else 0
@@ -28,5 +28,5 @@ def worth_trying(
 
 
 def can_offload(what: str, stage: int) -> bool:
-    """Return whether so much of the states can be in host memory: weights that last are needed all the time."""
+    """Return whether a kind of state can be in host memory at a stage; weights that stay gathered cannot."""
     return what == "optimizer" or (what == "parameters" and stage == 3)

@@ -1,4 +1,4 @@
-"""Hybrid sharding: groups of replicas hold the same shares, which are summed over the groups."""
+"""Hybrid sharding: groups of replicas hold copies of the same shard, whose gradients are summed over the groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pangu.topology.recorder import AxisGroup
 
 
 def start_sum(part: Tensor, scattered: Handle, copies: AxisGroup, beside: CopyStream) -> Handle:
-    """Sum `part` over the replicas that hold the same share, as soon as the reduce-scatter `scattered` has made it. On
-    a CPU only the host could wait for that: it does when the sum is waited for."""
-    # computing         B  B  B  B ...
-    # beside            waits for the scatter, in the place of what computes and of the host
-    # shard, copies     scatter -> sum
+    """Start to all-reduce `part` over the replicas of the same shard, after the reduce-scatter `scattered`."""
+    # computation       B  B  B  B ...
+    #  side stream       waits for the reduce-scatter, so that neither computation nor the host does
+    #  shard, copies     reduce-scatter -> all-reduce
+    # A CPU has no side stream: the host sums in the wait of the returned handle.
     if beside.device.type == "cpu":
         return Completion(lambda: (scattered.wait(), all_reduce(part, copies)))
     with beside.after_computation():

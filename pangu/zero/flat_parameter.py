@@ -1,14 +1,14 @@
 """Flat parameters: consecutive layers whose weights, gradients and main parameters each lie in one flat buffer.
 
 A flat parameter is communicated at once. Its buffer is padded and divided into equal local shards, one for each rank
-that the optimizer's state is sharded over. Its table of shards (logical tensor, first and last element) is what
-optimizer, clipping, LAMB, checkpoints and offload read. The ZeRO stages (Rajbhandari et al. 2020, section 5) are
-switches of it: without sharding the local shard is the whole buffer. Three parameters a, b, c on two ranks, in which b
-is cut:
+that the optimizer state is sharded over. Optimizer, clipping, LAMB, checkpoints and offload read its table of shards
+(logical tensor, first and last element). The ZeRO stages (Rajbhandari et al. 2020, section 5) are settings of its
+buffers: without sharding the local shard is the full buffer. For example, parameters a, b and c on two ranks, where b
+is split:
 
     buffer   | a a a a b b b b b b c c c c - - |     - padding
-    rank 0   | a a a a b b b b |                     shards: a whole, b from element 0
-    rank 1                     | b b c c c c - - |   shards: b from element 4, c whole
+    rank 0   | a a a a b b b b |                     shards: all of a, b from element 0
+    rank 1                     | b b c c c c - - |   shards: b from element 4, all of c
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from pangu.zero.grouping import Sharding, buffer_table
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one logical tensor that this rank stores and, unless it is frozen, updates."""
+    """Part of a logical tensor that this rank stores and, unless it is frozen, updates."""
 
     placement: Placement
     start: int
-    """First element, in this rank's slice of the tensor, flattened."""
+    """First element within this rank's slice of the tensor, flattened."""
     main: Tensor
-    """Main parameters in fp32 (fp64 in fp64), flat; of a frozen tensor the weights in the compute format."""
+    """Main parameters in fp32 (fp64 in fp64), flat; for a frozen tensor the weights in the compute dtype."""
     grad: Tensor | None
-    """The sum of the gradients, on the device; None: frozen."""
+    """Sum of the gradients, on the device; None: frozen."""
     host_grad: Tensor | None = None
-    """The gradient's copy for the update, if `main` lies on the host."""
+    """Host copy of the gradient for the update, if `main` is offloaded."""
 
     def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """`values`, flat and as long as `main`, as rectangles of the logical tensor: of a matrix at most three, the end
-        of a row, whole rows, the beginning of a row. Yields a view of each with the global index of its first
-        element."""
-        # checkpoints know rectangles only, and a shard may begin and end within a row; elements 2 to 9 of rows of 4:
+        """Yield flat `values` of this shard as views of rectangles, each with the global index of its first element."""
+        # Checkpoints store rectangles only, and a shard may begin and end within a row, which makes at most three of a
+        # matrix; elements 2 to 9 of rows of 4:
         #
-        #     . . a a
-        #     b b b b
-        #     c c . .
+        #    . . a a
+        #    b b b b
+        #    c c . .
         begin = 0
         for place, shape in _rectangles(self.placement.local_shape, self.start, self.start + values.numel()):
             end = begin + math.prod(shape)
@@ -58,13 +57,13 @@ class Shard:
 
 
 def _rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Place and shape of the rectangles that the elements from `start` to `stop` of a flattened tensor form."""
+    """Yield offset and shape of the rectangles that cover the elements [start, stop) of a flattened tensor."""
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
     width = math.prod(shape[1:])
     (row, begin), (last, end) = divmod(start, width), divmod(stop, width)
-    if begin:  # of one row, or the end of it
+    if begin:  # a part of one row, or the end of a row
         for place, rest in _rectangles(shape[1:], begin, end if row == last else width):
             yield (row, *place), (1, *rest)
         row += 1
@@ -76,6 +75,8 @@ def _rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[t
 
 
 class FlatParameter:
+    """Parameters of consecutive layers with their weights, gradients and main parameters in flat buffers."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -86,15 +87,15 @@ class FlatParameter:
         device: torch.device,
         sharding: Sharding,
     ) -> None:
-        """Allocate the buffers, fill in the initial values and make the parameters `names` of `model` views of them,
-        up to date once they are published. They are all trained or all frozen; frozen ones have no gradients and only
-        weights, in `dtype`. `seed` of the values; None: those that the model has."""
+        """Allocate and initialize the buffers, and turn the parameters `names` of `model` into views of them."""
+        # The weights are up to date after `publish`. All `names` are trained or all are frozen; frozen ones have only
+        # weights, in `dtype`. A `seed` of None keeps the values of the model.
         self.sharding, self.trained = sharding, table.is_trained(names[0])
         shapes = {name: model.get_parameter(name).shape for name in names}
         self.numel = sum(shape.numel() for shape in shapes.values())
         self.padded = sharding.padded(self.numel)
         self.span = sharding.span(self.padded)
-        """The local shard's place in the buffer."""
+        """Range of the local shard in the buffer."""
         wide = torch.promote_types(dtype, torch.float32)
         self.table = buffer_table(self.padded, wide != dtype, sharding, self.trained)
         on_host = {row.name: row.on_host for row in self.table}
@@ -102,9 +103,9 @@ class FlatParameter:
         self._allocate(dtype, wide, device)
         self.shards: list[Shard] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
-        """Each parameter of the model with its place in the buffer."""
+        """Parameters of the model with their ranges in the buffer."""
         self.tensors: list[tuple[str, slice]] = []
-        """Name of each logical tensor with the place of this rank's slice in the buffer."""
+        """Names of logical tensors with the ranges of this rank's slices in the buffer."""
 
         offset = 0
         for name, shape in shapes.items():
@@ -124,7 +125,7 @@ class FlatParameter:
             self.free()
 
     def fill(self, seed: int) -> None:
-        """Write the initial values of a seed into the main parameters; the weights follow when they are published."""
+        """Initialize the main parameters from a seed; `publish` then updates the weights."""
         for shard in self.shards:
             for rectangle, offsets in shard.rectangles(shard.main):
                 fill(rectangle, shard.placement, seed, offsets)
@@ -141,19 +142,19 @@ class FlatParameter:
             else:
                 buffers[row.name] = torch.zeros(row.numel, dtype=row_dtype, device=device)
         self.weights = buffers["weights"]
-        """What the model computes with; at stage 3 without storage while it is sharded."""
+        """Full weights that the model computes with; at stage 3 without storage while they are sharded."""
         self.local = buffers["local"]
-        """Local shard of the weights, in the compute format."""
+        """Local shard of the weights, in the compute dtype."""
         self.rounded = buffers["rounded"]
-        """The buffer that main parameters on the host are rounded into."""
+        """Main parameters rounded to the compute dtype, on the host if the main parameters are."""
         self.main = buffers["main"]
         """Local shard of the main parameters, which the optimizer updates."""
         self.total = buffers.get("total")
-        """Sum of this rank's gradients of the whole buffer; None if there is none."""
+        """Sum of this rank's gradients over micro-batches, for the full buffer; None if not allocated."""
         self.grad = buffers.get("grad", torch.empty(0, device=device))
         """Local shard of the gradients, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
         self.host_grad = buffers.get("host_grad")
-        """Its copy for the update, if the main parameters lie on the host."""
+        """Host copy of `grad` for the update, if the main parameters are offloaded."""
 
     def _add_shard(self, placement: Placement, begin: int, values: Tensor) -> None:
         low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
@@ -171,22 +172,22 @@ class FlatParameter:
         self.shards.append(shard)
 
     def publish(self) -> None:
-        """Round the main parameters into the weights."""
+        """Round the main parameters to the weights."""
         if self.rounded is not self.main:
             self.rounded.copy_(self.main, non_blocking=True)
         if self.local is not self.rounded:
             self.local.copy_(self.rounded, non_blocking=True)
 
     def lend_gradients(self, lend: bool) -> None:
-        """Let the optimizer see the gradients on the host, or none: it skips tensors without a gradient."""
+        """Give the host gradients to the optimizer, or take them back: it skips tensors without a gradient."""
         for shard in self.shards:
             shard.main.grad = shard.host_grad if lend else None
 
     def allocate(self) -> Tensor:
-        """Allocate all weights at stage 3, not filled, and return them."""
+        """Allocate the full weights at stage 3, uninitialized, and return them."""
         self.weights.untyped_storage().resize_(self.weights.nbytes)
         return self.weights
 
     def free(self) -> None:
-        """Free all weights at stage 3. The parameters stay views of the storage."""
+        """Free the full weights at stage 3; the parameters remain views of the storage."""
         self.weights.untyped_storage().resize_(0)

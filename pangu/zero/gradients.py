@@ -1,4 +1,4 @@
-"""Sums gradients over micro-batches in fp32, then over replicas while backward still runs."""
+"""Gradient accumulation in fp32 over micro-batches, and reduction over replicas that overlaps the backward pass."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation, ReduceRules
 
 Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
-"""Of flat parameters in the order in which they were sent: the tensors, and their norms."""
+"""Per flat parameter, in the order of reduction: the ranges of its tensors, and their gradient norms."""
 
 
 def layer_products_add(device: torch.device) -> bool:
-    """Whether products of layers add their gradients to the sums (`weight_products`), as that of the head and those
-    that are postponed do everywhere. If not, autograd makes them, which takes less of the host's time, and they are
-    added then."""
+    """Return whether layer matmuls add their weight gradients to the sums (`weight_products`) on this device."""
+    # Elsewhere autograd computes them, which takes less host time, and the hook adds them. The head's and postponed
+    # weight gradients are added by matmuls on every device.
     return device.type == "cuda"
 
 
 class GradientSum(ReduceRules[FlatParameter]):
-    """Adds each parameter's gradient to the buffer of its flat parameter during backward, and reduces what is
-    complete."""
+    """Gradient accumulation: adds each gradient to its flat buffer in the backward pass, and reduces complete ones."""
 
     def __init__(
         self,
@@ -37,8 +36,7 @@ class GradientSum(ReduceRules[FlatParameter]):
         overlap: bool,
         message: torch.dtype | None,
     ) -> None:
-        """See `ReduceRules`. `message`: format in which gradients are sent and summed over replicas; None: the format
-        of the buffers."""
+        """Register the hooks; `message`: dtype of the reduction (None: that of the buffers). See `ReduceRules`."""
         super().__init__(chunks, reduce_each, overlap)
         self.mesh, self._message = mesh, message
         self._all = [flat for flats in self.flat_parameters.values() for flat in flats]
@@ -48,7 +46,8 @@ class GradientSum(ReduceRules[FlatParameter]):
         axes = ((flat, {shard.placement.shared for shard in flat.shards}) for flat in self._all)
         self._shared = [(flat, mesh.group(name)) for flat, names in axes for name in names if name]
         for _, group in self._shared:
-            # few models need these groups; NCCL connects one at its first message, which is not to be in a step
+            # few models need these groups; NCCL connects one at its first message, which should not happen inside a
+            # step
             all_reduce(torch.zeros(1, device=mesh.device), group)
         self._places: dict[Tensor, tuple[int, int, slice]] = {
             parameter: (chunk, index, span)
@@ -57,17 +56,17 @@ class GradientSum(ReduceRules[FlatParameter]):
             for parameter, span in flat.parameters
         }
         self._empty: set[Tensor] = set()
-        """Those whose sum has not begun, whatever the buffer holds."""
+        """Parameters without a gradient in this step yet, whose buffer may hold old values."""
         self._handles: list[Handle] = []
-        """Reductions in flight, the oldest first."""
+        """Reductions in flight, oldest first."""
         self._stream = CopyStream(mesh.device)
         self.norms: Norms = []
-        """Of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
-        ranks. Nobody waits for them."""
+        """Norms of this rank's unreduced gradients in this step: a reduction spreads non-finite values to all ranks."""
         for parameter in self._places:
             parameter.register_post_accumulate_grad_hook(self._hook())
 
     def start_step(self) -> None:
+        """Reset the gradients for a new step."""
         for flat in self._all:
             if flat.total is None:
                 flat.grad.zero_()
@@ -77,14 +76,14 @@ class GradientSum(ReduceRules[FlatParameter]):
         self.norms = []
 
     def expect(self, chunk: int, parameters: Collection[Tensor] | None = None) -> None:
-        """The gradients of these parameters of a chunk (None: of all) follow, the last ones before `reduce`: send what
-        becomes complete."""
+        """Arm gradient reduction: the next backward pass is the last one to add to these parameters (None: all)."""
         flats = self.flat_parameters.get(chunk, ())
         self.expect_counts(
             chunk, [sum(parameters is None or one in parameters for one, _ in flat.parameters) for flat in flats]
         )
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
+        """Start or finish a reduction."""
         if self.note is not None:
             self.note(operation, flat)
         if operation is Operation.REDUCE:
@@ -93,8 +92,7 @@ class GradientSum(ReduceRules[FlatParameter]):
             self._handles.pop(0).wait()
 
     def finish(self) -> None:
-        """Send what several chunks use, wait for all sums, and all-reduce copies over stages and tensor-parallel
-        ranks."""
+        """Finish all reductions, then all-reduce copies over stages and partial gradients over tensor ranks."""
         self.finish_all()
         for flat, group in self._shared:
             all_reduce(flat.grad, group)
@@ -105,8 +103,8 @@ class GradientSum(ReduceRules[FlatParameter]):
             torch._foreach_copy_(self._partial, parts)
 
     def _hook(self) -> Callable[[nn.Parameter], None]:
-        # Python's collector does not see hooks: one that held this object, and so its parameter, would keep all weights
-        # and process groups for the life of the process
+        # Python's garbage collector does not see hooks: a hook that holds this object, and so its parameter, would keep
+        # all weights and process groups alive for the life of the process
         add = weakref.WeakMethod(self._add)
 
         def hook(parameter: nn.Parameter) -> None:
@@ -117,15 +115,14 @@ class GradientSum(ReduceRules[FlatParameter]):
 
     def _add(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
-            return  # backward left it to the weight-gradient store
+            return  # the weight-gradient store computes it
         total, begins = self.sum_of(parameter)
         (total.copy_ if begins else total.add_)(parameter.grad)
         parameter.grad = None
         self.complete(parameter)
 
     def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
-        """Return the buffer of a parameter's gradient, in its shape, and whether this is the first gradient of the
-        sum. `cleared`: fill the buffer with zeros first in that case."""
+        """Return the gradient buffer of a parameter (zeroed if `cleared` and new), and whether its sum is new."""
         chunk, index, span = self._places[parameter]
         total = self._total(self.flat_parameters[chunk][index])[span].view(parameter.shape)
         begins = parameter in self._empty
@@ -142,7 +139,7 @@ class GradientSum(ReduceRules[FlatParameter]):
         return flat.total
 
     def complete(self, parameter: Tensor) -> None:
-        """Its gradient of this backward has been added: send what that completes."""
+        """Count a gradient of this backward pass as added, and start the reductions that it completes."""
         chunk, index, _ = self._places[parameter]
         self.count(chunk, index)
 
@@ -150,7 +147,7 @@ class GradientSum(ReduceRules[FlatParameter]):
         mesh, sharding, total = self.mesh, flat.sharding, self._total(flat)
         message = self._message if sharding.replicas > 1 and self._message else flat.grad.dtype
         for parameter, span in flat.parameters:
-            if parameter in self._empty:  # backward did not reach it
+            if parameter in self._empty:  # the backward pass did not reach it
                 total[span].zero_()
                 self._empty.discard(parameter)
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
@@ -167,10 +164,10 @@ class GradientSum(ReduceRules[FlatParameter]):
 
                 handle = start_sum(part, handle, copies, self._stream)
             if sharding.stage >= 2:
-                flat.total = None  # the next micro-batch begins another one
+                flat.total = None  # the next micro-batch allocates a new one
 
         def finish(source: Tensor = total) -> None:
-            """The collective reads `source` until it is done."""
+            """Wait for the reduction; the default argument keeps `source` alive until then."""
             handle.wait()
             if self.reduce_each and sharding.size > 1:
                 flat.grad.add_(part)

@@ -1,4 +1,4 @@
-"""Which parameters form a flat parameter, and how it is sharded: numbers, without tensors."""
+"""Grouping of parameters into flat parameters, and their sharding, from sizes alone, without tensors."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pangu.topology.placement import PlacementTable
 
 F = TypeVar("F")
 ALIGNMENT = 32
-"""Local shards begin at multiples of this many elements, so that 128-byte loads of fp32 stay aligned."""
+"""Alignment of local shards, in elements, so that 128-byte loads of fp32 stay aligned."""
 IN_FLIGHT = 2
-"""Whole gradients of flat parameters that may exist at a time where they are reduced after each micro-batch."""
+"""Maximum number of full unreduced gradients of flat parameters at a time, if reduced after each micro-batch."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a flat parameter is sharded, and which shards are offloaded."""
+    """Sharding and offload of a flat parameter."""
 
     stage: int = 0
-    """ZeRO stage: 1 shards main parameters and moments, 2 also the gradients' sums, 3 also the weights."""
+    """ZeRO stage: 1 shards main parameters and moments, 2 also the gradient sums, 3 also the weights."""
     rank: int = 0
-    """This rank's index among the `size` that share it."""
+    """Index of this rank among the `size` ranks that share the flat parameter."""
     size: int = 1
-    """Ranks that share it; 1 at stage 0."""
+    """Number of ranks that share the flat parameter; 1 at stage 0."""
     replicas: int = 1
-    """Ranks that could share it: buffers have the same length at every stage."""
+    """Number of ranks that could share it, which makes buffers equally long at every stage."""
     offload: tuple[str, ...] = ()
-    """In host memory: `optimizer`, the main parameters (and hence the moments); `parameters`, at stage 3 the local
-    shard of the weights."""
+    """Host-memory states: `optimizer` (main parameters and moments), `parameters` (weight shards of stage 3)."""
     experts: bool = False
-    """Whether it is of experts that the layout splits, which other ranks share."""
+    """True if it holds experts that the layout splits, which are sharded over other ranks."""
 
     @classmethod
     def of(cls, layout: Layout, at: Coordinates, offload: Collection[str], experts: bool = False) -> Sharding:
+        """Return the sharding of the rank at these coordinates."""
         on_host = tuple(what for what in ("optimizer", "parameters") if what in offload)
-        # with its parameters on the host even a rank that shares with nobody has to fetch them
+        # a rank that shares with no other still has to fetch its parameters from the host
         shards, replicas, replica = layout.shards, layout.replicas, layout.replica(at)
         if experts:
             from pangu.topology.experts import ExpertLayout
@@ -49,50 +49,51 @@ class Sharding:
         return cls(stage, replica % shards, shards, replicas, on_host, experts)
 
     def axis(self, name: str) -> str:
-        """That of `Layout.peers` for its `replicas`, `shard`, `gather` or `copies`."""
+        """Return the axis of `Layout.peers` for its `replicas`, `shard`, `gather` or `copies`."""
         return f"expert_{name}" if self.experts else name
 
     def padded(self, numel: int) -> int:
+        """Return the padded length of a buffer with `numel` elements."""
         step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
         return -(-numel // step) * step
 
     def span(self, padded: int) -> slice:
+        """Return the range of the local shard in a buffer of `padded` elements."""
         length = padded // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A row of the table of a flat parameter's buffers."""
+    """Row of the buffer table of a flat parameter."""
 
     name: str
-    """Attribute of `FlatParameter`, where it is documented."""
     numel: int
     wide: bool = False
-    """fp32 (fp64 in fp64) rather than the compute format."""
+    """True for fp32 (fp64 in fp64) rather than the compute dtype."""
     on_host: bool = False
     alias: str | None = None
-    """The buffer that it is, or whose local shard it is; None: separate memory."""
+    """Name of the buffer that this is, or whose local shard it is; None: separate memory."""
     lasting: bool = True
-    """False: it is allocated and freed within a step."""
+    """False if it is allocated and freed within a step."""
 
 
 def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
-    """The buffers of a flat parameter of `padded` elements; `narrow`: the model computes in less than fp32."""
-    # Which of them are the same memory, for 8 elements on 2 ranks in bf16 (in fp32 main is local, unless offloaded),
-    # for the aliases are the sharding: no stage has separate code.
+    """Return the buffers of a flat parameter of `padded` elements; `narrow`: the compute dtype is below fp32."""
+    # Aliases are all there is to ZeRO: no stage has separate code. Elements per buffer for 8 elements on 2 ranks in
+    # bf16 (in fp32 main is local, unless offloaded); a transient buffer is allocated and freed within a step:
     #
-    #     stage   weights   local          total   grad         main
-    #     0       8         = weights      8       = total      8
-    #     1       8         4 of weights   8       4 of total   4
-    #     2       8         4 of weights   comes   4            4
-    #     3       comes     4              comes   4            4
+    #    stage   weights     local          total       grad         main
+    #    0       8           = weights      8           = total      8
+    #    1       8           4 of weights   8           4 of total   4
+    #    2       8           4 of weights   transient   4            4
+    #    3       transient   4              transient   4            4
     stage, share = sharding.stage, padded // sharding.size
     local_on_host = stage == 3 and "parameters" in sharding.offload
     main_on_host = trained and "optimizer" in sharding.offload
     rounded_on_host = local_on_host or main_on_host
     whole = stage < 2 or sharding.size == 1
-    # main parameters are no copy of what is computed with
+    # main parameters have memory of their own if they differ from the weights in dtype or device
     beside = trained and (narrow or main_on_host != rounded_on_host)
     rows = [
         Buffer("weights", padded, lasting=stage < 3),
@@ -107,14 +108,13 @@ def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -
 
 
 Uses = Mapping[int, Mapping[str, Sequence[str]]]
-"""Chunk -> module -> the parameters that it uses."""
+"""Chunk -> module -> names of the parameters that it uses."""
 
 
 def divide(
     table: PlacementTable, uses: Uses, bucket: float, make: Callable[[int, list[str]], F]
 ) -> tuple[list[F], dict[int, dict[str, list[F]]]]:
-    """A rank's flat parameters, made from chunk and parameters, in the order of forward, trained ones first; and chunk
-    -> module -> the flat parameters that it uses."""
+    """Return a rank's flat parameters in forward order, trained ones first, and chunk -> module -> flat parameters."""
     flats: list[F] = []
     flat_of: dict[str, F] = {}
     for trained in (True, False):
@@ -133,22 +133,22 @@ def divide(
 
 @dataclass(frozen=True)
 class Regions:
-    """What is unsharded one after the other: the modules of a model, such as its layers."""
+    """Modules of a model, such as its layers, that are unsharded one after the other."""
 
     uses: Uses
-    """Modules in the order of forward."""
+    """Modules by chunk, in the order of the forward pass, with their parameters."""
     lookups: Collection[str] = ()
-    """Tables: their input has no gradient, and backward needs no weights."""
+    """Embedding tables: their input has no gradient, and their backward pass needs no weights."""
     shared: str = ""
-    """The module whose output all others may use."""
+    """Name of the module whose output all others may use."""
     bottom: str = ""
-    """The module below which nothing has a gradient."""
+    """Name of the module below which nothing has a gradient."""
     last: str = ""
-    """The module whose backward follows its forward."""
+    """Name of the module whose backward pass directly follows its forward pass."""
 
 
 def trained_modules(table: PlacementTable, regions: Regions) -> set[str]:
-    """Modules whose output has a gradient even if their input has none, because they use something that is trained."""
+    """Return the modules whose output has a gradient even if their input has none, as they use trained parameters."""
     trained: set[str] = set()
     for of_chunk in regions.uses.values():
         reaches_all = any(map(table.is_trained, of_chunk.get(regions.shared, ())))
@@ -157,11 +157,11 @@ def trained_modules(table: PlacementTable, regions: Regions) -> set[str]:
 
 
 def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, list[str]]]:
-    """Chunk and parameters of each flat parameter, in the order of forward. Parameters of a module stay together, and
-    neighbouring modules of a chunk are joined until they fill the bucket, which must not straddle chunks, since they
-    are used at different times. Experts that the layout splits are joined with each other. A parameter that
-    another stage has a copy of stands alone, so that it is sharded alike there; so does one of several chunks, which
-    belongs to none (-1)."""
+    """Return chunk and parameters of each flat parameter, in the order of the forward pass."""
+    # Parameters of a module stay together. Neighboring modules of a chunk are joined until they fill the bucket, but
+    # not across chunks, which are used at different times. Split experts are joined with each other only. A parameter
+    # with a copy on another stage stays alone, so that both are sharded alike; so does one of several chunks (chunk
+    # -1).
     users: dict[str, set[int]] = {}
     for chunk, of_chunk in uses.items():
         for names in of_chunk.values():
@@ -170,7 +170,7 @@ def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, 
     groups: list[tuple[int, list[str]]] = []
     grouped: set[str] = set()
     for chunk, of_chunk in uses.items():
-        filling: dict[bool, list[str]] = {}  # of experts or not -> the flat parameter that has room
+        filling: dict[bool, list[str]] = {}  # is_expert -> the flat parameter being filled
         sizes = {False: 0.0, True: 0.0}
         for module in of_chunk.values():
             names = [name for name in module if name not in grouped]
@@ -191,8 +191,8 @@ def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, 
 
 
 def backward_order(names: Sequence[str], trained: Collection[str], regions: Regions) -> list[str]:
-    """The order in which backward enters a chunk's modules, given in the order of forward: the last first, without
-    lookup tables, which have no gradient of their input, and without the frozen bottom of the model."""
+    """Return the order in which the backward pass enters the modules of a chunk, which are given in forward order."""
+    # Lookup tables have no gradient of their input, and the frozen bottom of the model has none at all.
     order = [name for name in reversed(names) if name not in regions.lookups]
     while order and regions.bottom in names and regions.bottom not in trained and order[-1] not in trained:
         order.pop()

@@ -1,4 +1,4 @@
-"""Sums of squares over sharded logical tensors: each element counts once."""
+"""Sums of squares over sharded logical tensors, in which each element counts once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pangu.topology.placement import Placement
 
 
 class Squares:
-    """Adds up the sums of squares of the shards of a stage's logical tensors."""
+    """Sums of squares of a stage's logical tensors over the ranks that hold their shards."""
 
     def __init__(self, placements: Sequence[Placement], mesh: Mesh, dtype: torch.dtype) -> None:
-        """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums."""
+        """Prepare for the tensors of a stage, in the same order on all its ranks; `dtype` is that of the sums."""
         self._mesh = mesh
         self.dtype = dtype
-        # experts that the layout splits last: other ranks share them
+        # experts that the layout splits come last, as other ranks share them
         placements = sorted(placements, key=lambda placement: placement.expert)
         self._place = {placement.name: place for place, placement in enumerate(placements)}
         num_dense, num = sum(not placement.expert for placement in placements), len(placements)
@@ -30,8 +30,8 @@ class Squares:
         self._cut = torch.tensor(cut, dtype=torch.bool, device=mesh.device)
 
     def over(self, placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
-        """What takes squares of some tensors [..., shards] of this rank to those of the whole tensors: summed over the
-        replicas that share a tensor, and over the tensor-parallel ranks where it is sharded."""
+        """Return a function from squares [..., shards] of some of this rank's shards to those of the full tensors."""
+        # It sums over the replicas that share a tensor, and over the tensor-parallel ranks that split it.
         device = self._mesh.device
         tensor_group = self._mesh.group("tensor")
         if not self._sums and tensor_group is None:
@@ -55,12 +55,12 @@ class Squares:
 
 
 def is_cut(placement: Placement, layout: Layout) -> bool:
-    """Whether tensor-parallel ranks hold different slices of it."""
+    """Return whether tensor-parallel ranks hold different slices of a tensor."""
     return placement.cut_dim is not None and not (placement.expert and layout.expert_tensor == 1)
 
 
 def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
-    """Whether a rank's shard counts in a sum over all ranks: it does on the first rank that holds it."""
+    """Return whether a rank's shard counts in a sum over all ranks, as on the first rank that holds it."""
     if placement.shared is not None and at.pipeline != 0:
         return False
     if placement.expert:
@@ -71,10 +71,10 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
 
 
 def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, flags: Sequence[bool], mesh: Mesh) -> Tensor:
-    """fp64 [2 + flags] on the device, in one all-reduce: the Euclidean norm of the model's gradient (not finite if any
-    element is not), the sum of the losses, and how many ranks raise each flag. `gradients`: of the shards that count
-    (see `counts`). `loss`: fp64 scalar, the sum of this replica's token losses; None on other stages."""
+    """Return fp64 [2 + flags], in one all-reduce: gradient norm, summed loss, number of ranks that raise each flag."""
     sums = torch.zeros(2 + len(flags), dtype=torch.float64, device=mesh.device)
+    # Only shards that count (`counts`) are in `gradients`; a non-finite element makes the norm non-finite. `loss` is
+    # the fp64 sum of this replica's token losses, and None on stages other than the last.
     if gradients:
         sums[0] = torch.stack(torch._foreach_norm(gradients)).square().double().sum()
     if loss is not None and mesh.at.tensor == 0:

@@ -1,6 +1,6 @@
 """Rules that decide when flat parameters are unsharded and their gradients reduced.
 
-They turn the events of a step into operations and know no tensors. The runtime executes these operations, and
+They turn the events of a step into operations, without tensors. The runtime executes these operations, and
 `pipeline.expand` lists them; nothing else decides.
 """
 
@@ -16,20 +16,17 @@ from pangu.zero.grouping import IN_FLIGHT, Regions, Sharding, backward_order
 
 
 class Operation(StrEnum):
-    """Operation on a flat parameter."""
+    """Operation on a flat parameter; WAIT_UNSHARD also follows PUBLISH, and WAIT_REDUCE the oldest REDUCE."""
 
     UNSHARD = "UNSHARD"
-    """Begin to gather its weights, or to copy them from the host."""
+    """Start to all-gather the weights, or to copy them from the host."""
     PUBLISH = "PUBLISH"
-    """Begin to send every rank what the others have updated, or to copy it from the host."""
+    """Start to all-gather what the ranks have updated, or to copy it from the host."""
     WAIT_UNSHARD = "WAIT_UNSHARD"
-    """Wait for one of these two."""
     RESHARD = "RESHARD"
-    """Free the whole weights."""
     REDUCE = "REDUCE"
-    """Begin to sum its gradients over the replicas."""
+    """Start to sum the gradients over the replicas."""
     WAIT_REDUCE = "WAIT_REDUCE"
-    """Wait for the oldest of these sums."""
 
 
 class Shardable(Hashable, Protocol):
@@ -44,22 +41,22 @@ class Shardable(Hashable, Protocol):
 
 F = TypeVar("F", bound=Shardable)
 Following = Mapping[str, str]
-"""Module -> the one that is used next."""
+"""Module -> module that is used next."""
 
 
 class UnshardRules(ABC, Generic[F]):
-    """Decides when weights are unsharded; a subclass executes its operations in `do`.
+    """Decisions when weights are unsharded; a subclass executes the operations in `do`.
 
-    At stage 3 a flat parameter is gathered while the module before it computes and resharded after its use, so at most
-    two (and a tied word embedding) are whole at a time; backward gathers them again. A chunk that a schedule unshards
-    stays whole from its first use until `reshard`.
+    At stage 3 a flat parameter is gathered while the previous module computes and resharded after its use, so at most
+    two (and a tied token embedding) are gathered at a time; the backward pass gathers them again. A chunk that a
+    schedule unshards stays gathered from its first use until `reshard`.
     """
 
     def __init__(
         self, uses: Mapping[int, Mapping[str, Sequence[F]]], regions: Regions, trained: Collection[str], overlap: bool
     ) -> None:
-        """`uses`: chunk -> module, in the order of forward -> its flat parameters. `trained`: modules whose output has
-        a gradient whatever their input is. `overlap` false: gather when needed, not before."""
+        """Prepare for `uses`, chunk -> module in forward order -> flat parameters; `overlap`: prefetch the next."""
+        # `trained`: modules whose output has a gradient whatever their input
         self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
         self.regions, self.trained, self.overlap = regions, trained, overlap
         self.flat_parameters = list(dict.fromkeys(flat for flats in self.uses.values() for flat in flats))
@@ -68,23 +65,23 @@ class UnshardRules(ABC, Generic[F]):
         }
         alone = len(uses) == 1
         self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != regions.shared}
-        """Module -> the next one in forward; none after one that several chunks follow."""
+        """Module -> next one in the forward pass; none for a module that several chunks follow."""
         orders = [backward_order(list(names), trained, regions) for names in uses.values()]
         self.backward = {a: b for order in orders for a, b in pairwise(order)}
         self.in_flight: dict[F, None] = {}
-        """Flat parameters whose gather or copy has begun."""
+        """Flat parameters whose gather or copy is in flight."""
         self.whole: set[F] = set()
-        """Unsharded flat parameters of stage 3."""
+        """Flat parameters of stage 3 that are gathered."""
         self._users = dict.fromkeys(self.flat_parameters, 0)
         self._kept: set[F] = set()
-        """Flat parameters of chunks that a schedule has unsharded."""
+        """Flat parameters of chunks that a schedule keeps unsharded."""
 
     note: Callable[[Operation, F], None] | None = None
     """Callback that receives every operation before it is executed."""
 
     @property
     def state(self) -> Hashable:
-        """State between two actions, on which all later operations depend."""
+        """State between two actions, which determines all later operations."""
         users = tuple((flat, count) for flat, count in self._users.items() if count)
         return tuple(self.in_flight), frozenset(self.whole), users, frozenset(self._kept)
 
@@ -99,7 +96,7 @@ class UnshardRules(ABC, Generic[F]):
         """Execute an operation."""
 
     def publish(self, flats: Iterable[F]) -> None:
-        """Begin to send every rank what the others have updated; gathered weights are out of date."""
+        """Start to publish updated weights to all ranks; gathered weights are out of date."""
         for flat in flats:
             self.finish(flat)
             self.do(Operation.PUBLISH, flat)
@@ -112,7 +109,7 @@ class UnshardRules(ABC, Generic[F]):
                 self.finish(flat)
 
     def wait(self, flats: Iterable[F] | None = None) -> None:
-        """Wait for all that is on its way, or of it for these."""
+        """Wait for all gathers and copies in flight, or for those of `flats`."""
         for flat in list(self.in_flight if flats is None else flats):
             self.finish(flat)
 
@@ -121,23 +118,23 @@ class UnshardRules(ABC, Generic[F]):
         self._kept.update(self._of_chunk[chunk])
 
     def reshard(self, chunk: int) -> None:
-        """Reshard what `unshard` has kept."""
+        """Reshard the weights that `unshard` keeps."""
         self._kept.difference_update(self._of_chunk[chunk])
         for flat in self._of_chunk[chunk]:
             self.finish(flat)
             self.release(flat)
 
     def in_use(self, flat: F) -> bool:
-        """Return whether a module computes with it."""
+        """Return whether a module computes with a flat parameter."""
         return self._users[flat] > 0
 
     def begin(self, module: str, following: Following, goes_on: bool = False) -> None:
-        """Wait for the weights of a module, and begin to gather those of the next one. `goes_on`: its use has begun."""
-        # the gather of a module must be behind the computation of the one before it, or the device waits for it:
+        """Wait for the weights of a module and prefetch the next one's; `goes_on`: its use has already begun."""
+        # the gather of a module must overlap the computation of the previous one, or the device waits for it:
         #
-        #     computing   layers.0      layers.1      layers.2          head
-        #     gathering   layers.1      layers.2      head              -
-        #     whole       layers.0, 1   layers.1, 2   layers.2, head    head
+        #    computing   layers.0      layers.1      layers.2          head
+        #    gathering   layers.1      layers.2      head              -
+        #    gathered    layers.0, 1   layers.1, 2   layers.2, head    head
         for flat in [] if goes_on else self.uses.get(module, ()):
             self._users[flat] += 1
             self.start(flat)
@@ -146,7 +143,7 @@ class UnshardRules(ABC, Generic[F]):
             self.start(flat)
 
     def end(self, module: str, following: Following) -> None:
-        """Reshard what a module used, unless the next one needs it."""
+        """Reshard the weights of a module, except those that the next one needs."""
         next_uses = self.uses[following[module]] if module in following else []
         for flat in self.uses.get(module, ()):
             self._users[flat] -= 1
@@ -154,50 +151,49 @@ class UnshardRules(ABC, Generic[F]):
                 self.release(flat)
 
     def start(self, flat: F) -> None:
-        """Begin to gather weights that are sharded."""
+        """Start to gather sharded weights."""
         if flat.sharding.stage == 3 and flat not in self.whole and flat not in self.in_flight:
             self.do(Operation.UNSHARD, flat)
             self.in_flight[flat] = None
 
     def finish(self, flat: F) -> None:
-        """Wait for weights, if they are on their way."""
+        """Wait for weights in flight."""
         if flat in self.in_flight:
             del self.in_flight[flat]
             self.do(Operation.WAIT_UNSHARD, flat)
             self.whole.add(flat)
 
     def release(self, flat: F) -> None:
-        """Reshard weights that nobody needs."""
+        """Reshard weights that no module uses."""
         if flat.sharding.stage == 3 and flat in self.whole and not self._users[flat] and flat not in self._kept:
             self.whole.discard(flat)
             self.do(Operation.RESHARD, flat)
 
 
 class ReduceRules(ABC, Generic[F]):
-    """Decides when gradients are reduced; a subclass executes its operations in `do`.
+    """Decisions when gradients are reduced; a subclass executes the operations in `do`.
 
-    Flat parameters of a chunk are sent in the reverse of the forward order whatever order they complete in, so that
-    every replica issues the same collectives in the same order.
+    Flat parameters of a chunk are reduced in reverse forward order, whatever order they complete in, so that every
+    replica issues the same collectives in the same order.
     """
 
     def __init__(self, chunks: Mapping[int, Sequence[F]], reduce_each: bool, overlap: bool) -> None:
-        """`chunks`: chunk -> its flat parameters in the order of forward; -1: those of several chunks, sent at the end
-        of the step. `reduce_each`: `reduce` runs after each micro-batch, so that no whole gradients are stored (ZeRO-2
-        and 3). `overlap` false: wait for each reduction at once."""
+        """Prepare for `chunks`: chunk -> flat parameters in forward order; -1: of several chunks, reduced last."""
+        # With `reduce_each`, `reduce` runs after each micro-batch and no full gradients are stored (ZeRO-2 and 3);
+        # without `overlap`, each reduction is waited for at once.
         self.flat_parameters = {chunk: list(reversed(flats)) for chunk, flats in chunks.items()}
         self.reduce_each, self.overlap = reduce_each, overlap
         self._missing: dict[int, list[int]] = {}
-        """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
+        """Chunk being reduced -> number of gradients that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
         self._reducing: list[F] = []
-        """Oldest first."""
+        """Reductions in flight, oldest first."""
 
     note: Callable[[Operation, F], None] | None = None
-    """Callback that receives every operation before it is executed."""
 
     @property
     def state(self) -> Hashable:
-        """State between two actions, on which all later operations depend."""
+        """State between two actions, which determines all later operations."""
         return tuple(self._reducing)
 
     @state.setter
@@ -209,40 +205,38 @@ class ReduceRules(ABC, Generic[F]):
         """Execute an operation."""
 
     def restart(self) -> None:
-        """Forget the step before."""
+        """Forget the previous step."""
         self._missing.clear()
         self._num_sent.clear()
 
     def expect_counts(self, chunk: int, counts: Sequence[int]) -> None:
-        """So many gradients of each flat parameter of a chunk follow, the last ones before `reduce`: send what becomes
-        complete."""
+        """Expect so many gradients per flat parameter of a chunk before `reduce`, and reduce those that complete."""
         self._missing[chunk] = list(counts)
 
     def count(self, chunk: int, index: int) -> None:
-        """One of the gradients that a flat parameter waits for has been added: send what that completes."""
+        """Count one gradient of a flat parameter as added, and start the reductions that it completes."""
         if chunk in self._missing:
             missing = self._missing[chunk]
             missing[index] -= 1
             self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
 
     def reduce(self, chunk: int) -> None:
-        """Send the rest of a chunk, for which other replicas wait, including flat parameters with parameters that
-        backward did not reach."""
+        """Reduce the rest of a chunk, including parameters without a gradient: other replicas wait for them."""
         self._send(chunk, len(self.flat_parameters.get(chunk, ())))
         self._missing.pop(chunk, None)
         self._num_sent.pop(chunk, None)
 
     def finish_all(self) -> None:
-        """Send what several chunks use, and wait for all sums."""
+        """Reduce what several chunks use, and wait for all reductions."""
         self.reduce(-1)
         self._wait(0)
 
     def _send(self, chunk: int, stop: int) -> None:
-        # replicas may complete the gradients of a chunk in different orders, and collectives of one group must meet in
-        # one: only what is complete from the first on is sent. Of three that complete as 2, 0, 1:
+        # replicas may complete the gradients of a chunk in different orders, but collectives of a group must have one
+        # order: only a complete prefix is sent. If three complete as 2, 0, 1:
         #
-        #     completed    2        0        1
-        #     sent         2        -        1, 0
+        #    completed    2        0        1
+        #    sent         2        -        1, 0
         start = self._num_sent.get(chunk, 0)
         for flat in self.flat_parameters.get(chunk, [])[start:stop]:
             if self.reduce_each:

@@ -1,4 +1,4 @@
-"""The parameters of a rank's part of a model: flat, unsharded for use, with their gradients."""
+"""Parameters of a rank's part of a model: flat, sharded, unsharded for use, with their gradients."""
 
 from __future__ import annotations
 
@@ -25,35 +25,28 @@ from pangu.zero.unshard import Unsharder
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters are stored and sent."""
+    """Storage and communication options of parameters."""
 
     dtype: torch.dtype
-    """The compute format."""
     bucket_bytes: float
-    """Of fp32 gradients that are sent at once, about."""
+    """Approximate bytes of fp32 gradients per reduction."""
     seed: int | None = None
-    """Of the initial values; None: the model has them."""
+    """Seed of the initial values; None: keep those of the model."""
     offload: tuple[str, ...] = ()
-    """As `memory.offload`."""
+    """Host-memory states, as in `memory.offload`."""
     overlap: bool = True
-    """Communication runs while modules compute."""
     message: torch.dtype | None = None
-    """Format in which gradients are sent; None: that of their sums."""
+    """Dtype of gradient reductions; None: that of the gradient sums."""
 
 
 class ShardedParameters:
+    """Flat parameters of a rank with their gradients, unsharding and optimizer update."""
+
     def __init__(
-        self,
-        model: nn.Module,
-        table: PlacementTable,
-        regions: Regions,
-        mesh: Mesh,
-        storage: Storage,
-        reduce_each: bool,
+        self, model: nn.Module, table: PlacementTable, regions: Regions, mesh: Mesh, storage: Storage, reduce_each: bool
     ) -> None:
-        """The parameters of `table` get their storage and initial values. Whoever computes has `unsharder` called
-        around the modules of `regions`. `reduce_each`: gradients are reduced after every micro-batch (ZeRO-2 and 3)
-        rather than once per step."""
+        """Allocate and initialize the parameters of `table`; call `unsharder` around the modules of `regions`."""
+        # With `reduce_each`, gradients are reduced after every micro-batch (ZeRO-2 and 3) instead of once per step.
         kinds = (False, True) if mesh.layout.splits_experts else (False,)
         shardings = {apart: Sharding.of(mesh.layout, mesh.at, storage.offload, apart) for apart in kinds}
 
@@ -67,12 +60,12 @@ class ShardedParameters:
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = shardings[False].offload, mesh
         self.gradients = GradientSum(reduced, mesh, reduce_each, storage.overlap, storage.message)
-        # without offload there are no copies, and a CPU has no stream for them
+        # without offload there are no copies, and so no need for a stream
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
         trained = trained_modules(table, regions)
         self.unsharder = Unsharder(flats_of, regions, trained, mesh, self._stream, storage.overlap)
         self.unshards = bool(self.offload) or any(flat.sharding.size > 1 for flat in self.flat_parameters)
-        """Whether `unsharder` has anything to do."""
+        """True if `unsharder` has anything to do."""
         self.publish()
         self.squares = Squares(list(table), mesh, torch.promote_types(storage.dtype, torch.float32))
         self._counted = [
@@ -91,7 +84,7 @@ class ShardedParameters:
         config: RunConfig,
         reduce_each: bool,
     ) -> ShardedParameters:
-        """Those of `model`, which is on the meta device and consists of the parts `chunks`."""
+        """Return the parameters of `model`, which is on the meta device and consists of the parts `chunks`."""
         uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
         storage = Storage(
             DTYPES[config.precision.compute],
@@ -113,33 +106,29 @@ class ShardedParameters:
 
     @property
     def trained_shards(self) -> list[Shard]:
+        """Shards of this rank's trained tensors."""
         return [shard for flat in self.trained for shard in flat.shards]
 
     def fill(self, seed: int) -> None:
-        """Give all weights, frozen ones included, their initial values once more."""
+        """Reset all weights, frozen ones included, to their initial values."""
         for flat in self.flat_parameters:
             flat.fill(seed)
         self.publish()
 
     def publish(self) -> None:
-        """After main parameters were changed from outside: update all weights and wait for them."""
+        """Update all weights after an outside change of the main parameters, and wait for them."""
         self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
     def update(self, optimizer: torch.optim.Optimizer, scaling: Sequence[Tensor], one_by_one: bool) -> None:
-        """Let an optimizer change the main parameters, and bring the weights up to date.
+        """Let an optimizer update the main parameters, then publish the weights.
 
-        With the optimizer's state on the host, gradients arrive and weights leave while other flat parameters are
-        updated, and the host waits for the gradients.
-
-        Args:
-            optimizer: any optimizer of the main parameters.
-            scaling: whether it is to do nothing, and what the gradients are divided by, both on the device, as
-                GradScaler gives them to torch's fused optimizers; empty: the optimizer does not know these.
-            one_by_one: it may run for each flat parameter, otherwise once, when all gradients have arrived.
+        `scaling` has the device scalars `found_inf` and `grad_scale` of torch's fused optimizers; empty: not supported.
+        If the optimizer state is on the host, the host waits for the gradients; with `one_by_one` the optimizer runs
+        for each flat parameter, so that transfers overlap other updates.
         """
         if scaling and self.squares.dtype == torch.float64:
-            # fused optimizers take a divisor in fp32, which would round every fp64 gradient
+            # fused optimizers take an fp32 divisor, which would round every fp64 gradient
             for flat in self.trained:
                 flat.grad.div_(scaling[1])
             scaling = scaling[0], torch.ones_like(scaling[1])
@@ -174,4 +163,5 @@ class ShardedParameters:
             self.unsharder.publish(flats)
 
     def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool]) -> Tensor:
+        """Return gradient norm, summed loss and flag counts as in `norms.norm_and_loss`."""
         return norm_and_loss(self._counted, loss, flags, self._mesh)

@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage as numbers: their placement, and their grouping into flat parameters."""
+"""Parameters of a pipeline stage from sizes alone: their placement, and their grouping into flat parameters."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ F = TypeVar("F", bound=Shardable)
 
 
 def regions_of(uses: Uses) -> Regions:
-    """Return the regions of a model that is made of the modules of `ModuleHooks`."""
+    """Return the regions of a language model, which consists of the modules of `ModuleHooks`."""
     return Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
 
 
 @dataclass(frozen=True, eq=False)
 class FlatNumbers:
-    """A flat parameter without tensors."""
+    """Flat parameter without tensors."""
 
     index: int
-    """Position among the flat parameters of the rank, in the order of forward, trained ones first."""
+    """Index among the flat parameters of the rank, in the order of the forward pass but trained ones first."""
     chunk: int
-    """Chunk that it belongs to; -1: several chunks."""
+    """Chunk of its parameters; -1: several chunks."""
     names: tuple[str, ...]
-    """Its parameters."""
     numel: int
-    """Elements of these on this rank, without padding."""
+    """Number of elements on this rank, without padding."""
     padded: int
     sharding: Sharding
     trained: bool
@@ -44,6 +43,7 @@ class FlatNumbers:
         return self.trained and "optimizer" in self.sharding.offload
 
     def __str__(self) -> str:
+        """Return the name in messages."""
         return f"flat parameter {self.index} ({self.names[0]}{', ...' if len(self.names) > 1 else ''})"
 
 
@@ -54,22 +54,22 @@ class StageParameters:
     table: PlacementTable
     regions: Regions
     trained: frozenset[str]
-    """Modules whose output has a gradient whatever their input is."""
+    """Modules whose output has a gradient whatever their input."""
     flats: tuple[FlatNumbers, ...]
     uses: Mapping[int, Mapping[str, Sequence[FlatNumbers]]]
-    """Chunk -> module, in the order of forward -> its flat parameters."""
+    """Chunk -> module, in the order of the forward pass -> flat parameters."""
     reduced: Mapping[int, Sequence[FlatNumbers]]
-    """Chunk -> trained flat parameters in the order of forward, as `ReduceRules` takes them."""
+    """Chunk -> trained flat parameters in the order of the forward pass, as `ReduceRules` needs them."""
     reduce_each: bool
     overlap: bool
     loss_in_chunks: bool
-    """The loss is computed in chunks: the head computes the gradients of its matrix in forward."""
+    """True if the loss is computed in chunks: the head then computes its weight gradient in the forward pass."""
 
     @classmethod
     def of_run(
         cls, config: RunConfig, layout: Layout, at: Coordinates, chunks: Mapping[int, ModelPart], reduce_each: bool
     ) -> StageParameters:
-        """Return those of the rank at `at`, whose stage has these chunks. `reduce_each`: see `Schedule`."""
+        """Return the parameters of the rank at `at`, whose stage has these chunks; `reduce_each`: see `Schedule`."""
         table, uses, shardings = place_stage(config, layout, at, chunks)
         regions, numel = regions_of(uses), {name: math.prod(shape) for name, shape in table.shapes.items()}
         made: list[FlatNumbers] = []
@@ -92,8 +92,7 @@ class StageParameters:
 def place_stage(
     config: RunConfig, layout: Layout, at: Coordinates, chunks: Mapping[int, ModelPart]
 ) -> tuple[PlacementTable, Uses, dict[bool, Sharding]]:
-    """Return where the parameters of a stage lie, which modules use them, and how those of experts and others are
-    sharded."""
+    """Return the placement of a stage's parameters, their uses by modules, and shardings by is_expert."""
     share, shardings = None, {False: Sharding.of(layout, at, config.memory.offload)}
     if layout.splits_experts:
         from pangu.topology.experts import ExpertRank
@@ -106,20 +105,15 @@ def place_stage(
 
 
 def group(
-    table: PlacementTable,
-    regions: Regions,
-    bucket: float,
-    reduce_each: bool,
-    make: Callable[[int, list[str]], F],
+    table: PlacementTable, regions: Regions, bucket: float, reduce_each: bool, make: Callable[[int, list[str]], F]
 ) -> tuple[list[F], dict[int, dict[str, list[F]]], dict[int, list[F]]]:
-    """Return flat parameters and their uses as `divide` does, and chunk -> the trained ones in the order of forward, as
-    `ReduceRules` has them."""
+    """Return flat parameters and uses as in `divide`, and the trained ones by chunk as `ReduceRules` needs them."""
     reduced: dict[int, list[F]] = {}
 
     def make_and_sort(chunk: int, names: list[str]) -> F:
         flat = make(chunk, names)
         if table.is_trained(names[0]):
-            # a sum that lies where the gradients of the next micro-batch are added is not sent before the last
+            # a sum in the buffer that the next micro-batch adds to cannot be reduced before the last one
             late = reduce_each and flat.sharding.size == 1
             reduced.setdefault(-1 if late else chunk, []).append(flat)
         return flat

@@ -1,6 +1,7 @@
-"""What a rank keeps of parameters, gradients and optimizer state, to the byte, padding included: the very flat
-parameters and buffers that a run would allocate (Rajbhandari et al. 2020, section 5). A dry run tells what comes and
-goes.
+"""Bytes that a rank keeps for parameters, gradients and optimizer state, padding included.
+
+They follow from the flat parameters and buffers that a run allocates (Rajbhandari et al. 2020, section 5). Transient
+memory is left to a dry run.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import Sharding, buffer_table, divide
 
-if TYPE_CHECKING:  # a plan is made without torch
+if TYPE_CHECKING:  # planning does not need torch
     from torch import Tensor
     from torch.optim import Optimizer
 
     from pangu.zero.flat_parameter import FlatParameter
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number in each compute format."""
+"""Bytes per element of each compute format."""
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
 PURPOSES = {
     "weights": PARAMETERS,
@@ -36,35 +37,35 @@ PURPOSES = {
     "rounded": MASTERS,
     "main": MASTERS,
 }
-"""What each of a unit's buffers is for."""
+"""Purpose of each buffer of a flat parameter."""
 HOST = " on the host"
 
 
 def sum_bytes(config: RunConfig) -> int:
-    """Bytes of a number of the loss, of sums of gradients and of master weights: fp32, in fp64 fp64."""
+    """Return the bytes per element of losses, gradient sums and main parameters: fp32, or fp64 in fp64."""
     return max(4, BYTES[config.precision.compute])
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """What one rank keeps from step to step."""
+    """Memory that one rank keeps between steps."""
 
     bytes: dict[str, int]
-    """By what it is for, `HOST` behind what lies there."""
+    """Bytes by purpose; entries ending in `HOST` live in host memory."""
 
     @property
     def on_device(self) -> int:
-        """Bytes of all that lies on the device."""
+        """Bytes on the device."""
         return sum(count for name, count in self.bytes.items() if not name.endswith(HOST))
 
     def words(self) -> str:
-        """`24.0 MiB: parameters 8.0 MiB, gradients 8.0 MiB, ...`."""
+        """Format the plan like `24.0 MiB: parameters 8.0 MiB, gradients 8.0 MiB, ...`."""
         parts = ", ".join(f"{name} {size(count)}" for name, count in self.bytes.items())
         return f"{size(sum(self.bytes.values()))}: {parts}"
 
 
 def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int, ModelPart]) -> StatePlan:
-    """Return what a rank keeps of the parts of its stage, by chunk, from the configuration alone."""
+    """Return the memory that a rank keeps for the chunks `parts` of its stage, from the configuration alone."""
     at = layout.coordinates(rank)
     share = None
     shardings = {False: Sharding.of(layout, at, config.memory.offload)}
@@ -81,7 +82,6 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
     total: Counter[str] = Counter()
 
     def add(chunk: int, names: list[str]) -> None:
-        """A flat parameter of these parameters."""
         sharding = shardings[table.is_expert(names[0])]
         padded = sharding.padded(sum(numel[name] for name in names))
         trained = table.is_trained(names[0])
@@ -96,7 +96,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
 
 
 def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, int], shard: slice) -> int:
-    """Elements of logical tensors in a shard of a flat parameter, without padding of it or of a vocabulary."""
+    """Return the number of elements of logical tensors in a shard, without padding of the shard or the vocabulary."""
     begin = total = 0
     for name in names:
         for entry in table.stored_in(name):
@@ -107,11 +107,11 @@ def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, i
 
 
 def fullest_states(config: RunConfig, layout: Layout, parts_of: Callable[[int], Mapping[int, ModelPart]]) -> StatePlan:
-    """Return the plan of the rank that keeps most, given the parts of each stage. It is the first rank of a stage: the
-    others have more of the padding."""
+    """Return the plan of the rank that keeps most, given the parts of each stage."""
+    # This is the first rank of a stage: the others have more of the padding.
     firsts = [layout.rank(Coordinates(pipeline=stage, data=0, tensor=0)) for stage in range(layout.pipeline)]
     if not config.train.frozen:
-        # what lies between the first and the last stage is alike
+        # stages between the first and the last are alike
         has_experts = config.model.has_experts
         shapes = {
             rank: tuple(
@@ -126,7 +126,7 @@ def fullest_states(config: RunConfig, layout: Layout, parts_of: Callable[[int], 
 
 
 def held_bytes(units: Iterable[FlatParameter], optimizer: Optimizer) -> dict[str, int]:
-    """The same as `StatePlan.bytes`, of the buffers that are there."""
+    """Return `StatePlan.bytes` as measured from the buffers that exist."""
     total: dict[str, int] = {}
     seen: set[int] = set()
 

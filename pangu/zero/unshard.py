@@ -1,4 +1,4 @@
-"""Unshards flat parameters: after a step what others updated (stages 1 and 2), around each use at stage 3."""
+"""Execution of unsharding: around each use at stage 3, and after a step to publish updates (stages 1 and 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pangu.zero.rules import Operation, UnshardRules
 
 
 class _Passing(Function):
-    """Calls one function when forward passes here, and another when backward does."""
+    """Identity that calls one function in the forward pass and another in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
@@ -40,12 +40,12 @@ def _nothing() -> None:
 
 
 def passing(x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
-    """Call one function now, and another when the gradient of what is returned, `x`, has been made."""
+    """Return `x` after calling one function; the other is called when the gradient of the result is complete."""
     return _Passing.apply(x, in_forward, in_backward)
 
 
 class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
-    """Unshards the weights before a module uses them."""
+    """Module hooks that unshard the weights before a module uses them."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
         stream: CopyStream,
         overlap: bool,
     ) -> None:
-        """See `UnshardRules`. `stream`: of copies from the host."""
+        """Prepare as in `UnshardRules`; `stream` is the one of copies from the host."""
         super().__init__(uses, regions, trained, overlap)
         self._mesh, self._stream = mesh, stream
         self._handles: dict[FlatParameter, Handle] = {}
-        """Gathers and copies in flight."""
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
+        """Execute an operation."""
         if self.note is not None:
             self.note(operation, flat)
         match operation:
@@ -77,21 +77,22 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
 
     @contextmanager
     def gathered(self, flat: FlatParameter) -> Iterator[Tensor]:
-        """Yield the weights of a flat parameter as a step computes with them, outside of any step. The ranks that share
-        it call this together."""
+        """Yield the full weights of a flat parameter outside a step; all ranks that share it call this together."""
         self.start(flat)
         self.finish(flat)
         yield flat.weights
         self.release(flat)
 
     def before(self, module: str, x: Tensor) -> Tensor:
+        """Unshard around the module's passes: on its input, start its forward use and end its backward use."""
         trained = module in self.trained and module not in self.regions.lookups
         if torch.is_grad_enabled() and trained and not x.requires_grad:
-            # all below is frozen: backward ends here, but has to come as far as this to end the module's use
+            # everything below is frozen: the backward pass must still reach this point to end the use of the module
             x = x.detach().requires_grad_()
         return _Passing.apply(x, partial(self.begin, module, self.forward), partial(self.end, module, self.backward))
 
     def after(self, module: str, x: Tensor) -> Tensor:
+        """Unshard around the module's passes: on its output, end its forward use and start its backward use."""
         goes_on = module == self.regions.last and x.requires_grad  # its backward comes next
         end = partial(self.end, module, self.forward)
         begin = partial(self.begin, module, self.backward, goes_on)
@@ -107,7 +108,7 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
 
     def _unshard(self, flat: FlatParameter) -> None:
         with self._stream.after_computation():
-            # not through the tensor that autograd knows: what it saved of it is still the same weights
+            # bypass autograd's version counter: the tensors that it saved have the same values again
             whole, local = flat.allocate().data, flat.local
             if flat.local_on_host:
                 local = whole[flat.span].copy_(local, non_blocking=True)

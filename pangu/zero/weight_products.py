@@ -1,5 +1,4 @@
-"""Gradients of matrices that the product itself adds to the buffer of gradients: 12 bytes less to read and write for
-each weight and micro-batch, and no hook. Those of tables are added to the rows that were looked up."""
+"""Weight gradients added to their buffer by the matmul itself, without a hook: 12 bytes less traffic per weight."""
 
 from __future__ import annotations
 
@@ -16,49 +15,51 @@ if TYPE_CHECKING:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-    """Add [m, k] x [k, n] to a sum, or begin the sum, whatever it holds.
+    """Add the matmul [m, k] x [k, n] to a gradient sum, or overwrite the sum if this `begins` it.
 
-    To a sum in a wider format only cuBLAS adds; `tests/gpu` has what a device must show, none has run it. apex's
-    `wgrad_gemm_accum_fp32` is the same product, which cannot begin a sum: it would have to be filled with zeros first.
+    Only cuBLAS adds to a sum in a wider format, untested on devices so far: `tests/gpu` checks it. apex's
+    `wgrad_gemm_accum_fp32` is the same matmul but cannot begin a sum, which would have to be zeroed first.
     """
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=0 if begins else 1, out=total)
     elif total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
     else:
-        # what is added is converted to the sum's format first: some rows at a time, which stay in a cache
+        # convert to the dtype of the sum a few rows at a time, which stay in a cache
         for rows, factors in zip(total.split(1024), left.split(1024), strict=True):
             (rows.copy_ if begins else rows.add_)(factors @ right)
 
 
 class WeightProducts:
-    """Adds products to the sums of a rank's gradients."""
+    """Weight-gradient accumulator that adds matmuls to the gradient sums of a rank."""
 
     def __init__(self, gradients: GradientSum, model: LanguageModel) -> None:
+        """Add to `gradients` of the parameters of `model`."""
         self._gradients = gradients
-        # the gradient of their lookup is the last one where the head is tied
+        # with a tied head, the gradient of the lookup comes last
         self._looked_up = set() if model.embedding is None else set(model.embedding.parameters())
 
     def add(
         self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Products | None = None, completes: bool = True
     ) -> None:
-        """Add left x right, multiplied by `fp8` if given, to the gradient of a matrix. `completes`: that is all of it
-        for a micro-batch; otherwise `complete` says when it is."""
+        """Add left x right, multiplied by `fp8` if given, to the gradient of a weight."""
+        # Unless this `completes` the gradient of a micro-batch, the caller calls `complete` later.
         total, begins = self._gradients.sum_of(weight)
         (add_product if fp8 is None else fp8.add_product)(total, left, right, begins)
         if completes:
             self.complete(weight)
 
     def complete(self, weight: Tensor) -> None:
+        """Count the gradient of a weight as added, unless a lookup still follows."""
         if weight not in self._looked_up:
             self._gradients.complete(weight)
 
     def add_rows(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
-        """Add gradients [..., width] of rows [...] that were looked up, the last ones of a table in each backward: the
-        dense gradient would be written, read and added for all words."""
+        """Add gradients [..., width] to looked-up rows [...] of a table, its last gradient of each backward pass."""
+        # A dense gradient would be written, read and added for the whole vocabulary.
         total, _ = self._gradients.sum_of(table, cleared=True)
         grad = grad.to(total.dtype)
-        if total.device.type == "cpu":  # a CPU adds in one order by this one, a GPU by the other
+        if total.device.type == "cpu":  # this adds in a fixed order on a CPU, index_put_ on a GPU
             total.index_add_(0, rows.flatten(), grad.flatten(0, -2))
         else:
             total.index_put_((rows,), grad, accumulate=True)
