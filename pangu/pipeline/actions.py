@@ -1,4 +1,4 @@
-"""The actions of a pipeline stage, and how long they take."""
+"""Actions of a pipeline stage, and their durations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
+    """Kind of an action."""
+
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients of the chunk's input and of its weights."""
+    """Gradients of the chunk's input and weights."""
     BACKWARD_INPUT = "I"
-    """Gradient of the chunk's input alone; the weights' follow in BACKWARD_WEIGHT (Qi et al., arXiv 2401.10241)."""
+    """Gradient of the chunk's input alone; BACKWARD_WEIGHT computes the rest later (Qi et al., arXiv 2401.10241)."""
     BACKWARD_WEIGHT = "W"
     SEND_ACTIVATION = "SEND_ACTIVATION"
     RECV_ACTIVATION = "RECV_ACTIVATION"
@@ -22,7 +24,7 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
 
-    # that of enumerations is a call in Python, and plans look kinds up millions of times
+    # str's own hash: that of enumerations is a Python call, and planning looks kinds up millions of times
     __hash__ = str.__hash__
 
 
@@ -38,23 +40,24 @@ MESSAGES = frozenset(CONTENTS)
 
 
 class Action(NamedTuple):
-    """One action of a stage. SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT
-    the gradient of its input to the stage of the chunk before. RECV_ACTIVATION posts a receive of the input of `chunk`,
-    RECV_GRADIENT of the gradient of its output; the forward or backward that uses it waits for it. Sends never wait.
-    Sharded parameters of a chunk stay whole from their first use after UNSHARD to RESHARD; without these each is
-    resharded after its use."""
+    """Action of a stage on a chunk.
+
+    SEND_ACTIVATION sends the output of `chunk`, SEND_GRADIENT the gradient of its input; RECV_ACTIVATION and
+    RECV_GRADIENT post the receives. Sends never wait; the pass that uses a message waits for it. Sharded parameters
+    stay gathered from their first use after UNSHARD to RESHARD; without these they are resharded after each use.
+    """
 
     kind: Kind
     chunk: int
-    """In model order, 0 .. stages * virtual - 1."""
+    """Chunk in model order, 0 .. stages * virtual - 1."""
     micro: int | None = None
     peer: int | None = None
-    """The other stage of a message."""
+    """Stage at the other end of a message."""
     reduce: bool = False
-    """Whether the chunk's gradients are reduced over the replicas, as they become complete in this action."""
+    """True if the chunk's gradients become complete in this action and are reduced over the replicas."""
 
     def __str__(self) -> str:
-        """E.g. `B of chunk 3, micro-batch 7, reduce` or `RECV_GRADIENT of chunk 3, micro-batch 7, peer stage 1`."""
+        """Format the action, e.g. `B of chunk 3, micro-batch 7, reduce` or `RECV_GRADIENT of chunk 3, peer stage 1`."""
         micro = "" if self.micro is None else f", micro-batch {self.micro}"
         peer = "" if self.peer is None else f", peer stage {self.peer}"
         return f"{self.kind} of chunk {self.chunk}{micro}{peer}" + ", reduce" * self.reduce
@@ -62,17 +65,17 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds (or any one unit) per action; a sequence has one entry per chunk in model order."""
+    """Seconds (or any other unit) per action; a sequence has one entry per chunk in model order."""
 
     forward: float | Sequence[float] = 1.0
     backward_input: float | Sequence[float] = 1.0
     backward_weight: float | Sequence[float] = 1.0
-    """A BACKWARD takes backward_input + backward_weight."""
+    """Duration of BACKWARD_WEIGHT; a BACKWARD takes backward_input + backward_weight."""
     link: float = 0.0
-    """Of a message, once it is sent and awaited; messages do not slow each other, those of parameters take none."""
+    """Transfer time of a message once sent and awaited; messages do not slow each other, parameter traffic is free."""
 
     def per_chunk(self, num_chunks: int) -> dict[Kind, list[float]]:
-        """Duration of each kind of compute action, by chunk. Raises ValueError for a sequence of another length."""
+        """Return durations by kind of compute action and chunk; raise `ValueError` for a sequence of wrong length."""
 
         def spread(name: str, value: float | Sequence[float]) -> list[float]:
             values = list(value) if isinstance(value, Sequence) else [value] * num_chunks

@@ -1,4 +1,4 @@
-"""Advice about its pipeline that a run logs at the start."""
+"""Advice about the pipeline schedule, which a run logs at startup."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import makespan
 
 GOOD_BUBBLE = 0.1
+"""Fraction of idle time below which no advice is given."""
 MOST_COMPARED = 4096
-"""Forwards of a step, over all chunks, up to which other schedules are simulated: more take seconds."""
+"""Maximum forwards of a step, over all chunks, for which other schedules are simulated: more would take seconds."""
 WORTH_CHANGING = 0.03
-"""Share of the step's computing time that a change has to save to be named."""
+"""Minimum fraction of the compute time of a step that a suggested change saves."""
 
 
 class _Cost(NamedTuple):
-    """A schedule with the time of its step."""
+    """Schedule with its simulated step time, bubble and activations."""
 
     schedule: Schedule
     makespan: float
@@ -37,15 +38,17 @@ def _cost(schedule: Schedule, durations: Durations) -> _Cost:
 
 
 def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size: int) -> list[str]:
-    """Lines for the log: bubble and activations of the schedule, and warnings where another would pay, all simulated.
-    Schedules that need more than `num_layers` chunks are not named. `micro_size`: sequences of a micro-batch. Raises as
-    `simulate`."""
+    """Return log lines with the bubble and activations of a schedule, and warnings where another would pay off.
+
+    All numbers are simulated; errors are those of `simulate`. Schedules that need more than `num_layers` chunks are not
+    suggested; `micro_size` is the number of sequences of a micro-batch.
+    """
     check(schedule)
     now = _cost(schedule, durations)
     lines = [f"{'pipeline':<12} {_described(now)}"]
     if now.bubble > GOOD_BUBBLE:
         more = _more_micro_batches(now, durations)
-        # not where the stages are uneven
+        # more micro-batches do not help if the stages are uneven
         if more is not None and more.bubble <= now.bubble - WORTH_CHANGING:
             smaller = "smaller batch.micro_size or " if micro_size > 1 else ""
             lines.append(
@@ -75,9 +78,9 @@ def _described(cost: _Cost) -> str:
 
 
 def _more_micro_batches(now: _Cost, durations: Durations) -> _Cost | None:
-    """The same schedule with as many micro-batches, a multiple of the stages, as should make the bubble good; None if
-    that is too much to simulate. From as many micro-batches as stages on, more of them add work but no idle time,
-    unless stages are uneven or links slow."""
+    """Return the schedule with enough micro-batches for a good bubble; None if that is too much to simulate."""
+    # With at least as many micro-batches as stages, further ones (in multiples of the stages) add work but no idle
+    # time, unless stages are uneven or links slow.
     schedule = now.schedule
     if schedule.stages * len(schedule.stage_of) > MOST_COMPARED:
         return None
@@ -94,8 +97,8 @@ def _more_micro_batches(now: _Cost, durations: Durations) -> _Cost | None:
 
 
 def _better_schedules(now: _Cost, durations: Durations, num_layers: int) -> list[_Cost]:
-    """Of the other schedules, on the same work: the fastest; the fastest with no more activations; and the one with
-    fewest, if that is half as many or less, without being slower. The first two if they save enough."""
+    """Return other schedules that pay off: the fastest, the fastest without more activations, and a leaner one."""
+    # The first two must save WORTH_CHANGING; the third halves the activations at least, and is not slower.
     others = [_cost(*other) for other in _others(now.schedule, durations, num_layers)]
     others.sort(key=lambda other: (other.makespan, other.held))
     faster = [other for other in others if other.makespan <= (1 - WORTH_CHANGING) * now.makespan]
@@ -107,8 +110,7 @@ def _better_schedules(now: _Cost, durations: Durations, num_layers: int) -> list
 
 
 def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterator[tuple[Schedule, Durations]]:
-    """The other schedules that the layers suffice for, with a stage's time cut evenly over its chunks; none if that is
-    too much to simulate."""
+    """Yield the other schedules with enough layers, dividing each stage's time evenly over its chunks."""
     if schedule.micro_batches * len(schedule.stage_of) > MOST_COMPARED:
         return
     seconds = durations.per_chunk(len(schedule.stage_of))

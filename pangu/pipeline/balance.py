@@ -1,4 +1,4 @@
-"""Which layers each chunk of a pipelined model has."""
+"""Distribution of layers over the chunks of a pipelined model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from pangu.pipeline.orders import NumbersError
 def split_layers(
     num_layers: int, chunks: int, explicit: Sequence[int] | None = None, costs: Sequence[float] | None = None
 ) -> list[range]:
-    """The layers of each chunk, in model order; every chunk has at least one. PanGu's query layer is the last layer.
-    `explicit`: layers of each chunk. `costs`: time of each layer in any unit, with the embedding's in the first layer
-    and the head's in the last; None: all the same. Raises NumbersError if there are more chunks than layers, or
-    `explicit` does not add up.
+    """Return the layers of each chunk in model order, at least one per chunk, balanced by cost unless `explicit`.
 
-    Without `explicit`, the largest chunk costs as little as possible; among such cuts the sum of squares is smallest,
-    and then later chunks get more layers, since in most schedules early stages hold more activations.
+    The largest chunk costs as little as possible; among such splits the sum of squares is smallest, and then later
+    chunks get more layers, since in most schedules early stages hold more activations. PanGu's query layer is the last
+    layer. Raise `NumbersError` if there are more chunks than layers, or `explicit` does not add up.
+
+    Args:
+        num_layers: Number of layers.
+        chunks: Number of chunks.
+        explicit: Numbers of layers per chunk.
+        costs: Time per layer in any unit, including embedding (first layer) and head (last); None: all equal.
     """
     if chunks > num_layers:
         raise NumbersError(f"{chunks} chunks for {num_layers} layers", f"each needs a layer; at most {num_layers} work")
@@ -47,19 +51,19 @@ def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[ran
 
 
 def _best(cost: np.ndarray, chunks: int, join: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> list[range]:
-    """The cut of the layers into chunks with the smallest joined costs, by dynamic programming over (chunk, layer).
-    `cost`: [start, stop] of the layers from start to stop - 1; infinite where there are none. `join`: the cost of the
-    chunks so far and that of one more -> the cost of all."""
-    # best[j] of k chunks is the smallest join(best[i] of k - 1 chunks, cost[i, j]), for the best cut of the layers
-    # before i does not depend on those after it; walking back through the chosen i gives the cut
+    """Return the split of layers into chunks with the smallest joined cost, by dynamic programming."""
+    # `cost`: [start, stop] of the layers from start to stop - 1, infinite for none. `join`: costs of the chunks so far
+    # and of one more -> cost of all. best[j] of k chunks is the smallest join(best[i] of k - 1 chunks, cost[i, j]),
+    # since the best split of the layers before i does not depend on those after it; walking back through the chosen i
+    # gives the split.
     num_layers = len(cost) - 1
-    best = np.full(num_layers + 1, np.inf)  # by where the chunks so far end
+    best = np.full(num_layers + 1, np.inf)  # indexed by the end of the chunks so far
     best[0] = 0.0
-    starts = []  # of each chunk, by where it ends
+    starts = []  # of each chunk, indexed by its end
     for chunk in range(chunks):
-        last = num_layers - (chunks - chunk - 1)  # leaves one layer for each chunk to come
+        last = num_layers - (chunks - chunk - 1)  # leave one layer for each remaining chunk
         joined = join(best[chunk:last, None], cost[chunk:last, chunk + 1 : last + 1])
-        choice = joined.argmin(0)  # of equal ones the first
+        choice = joined.argmin(0)  # the first of equal ones
         start_of = np.zeros(num_layers + 1, dtype=np.int64)
         start_of[chunk + 1 : last + 1] = choice + chunk
         best = np.full(num_layers + 1, np.inf)

@@ -1,4 +1,4 @@
-"""Checks that the action lists of a schedule fit each other and do the whole work, without running them."""
+"""Static checks that the action lists of a schedule are consistent and do all of the work."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.pipeline.schedule import Schedule
 
 Message = tuple[Kind, int, int]
-"""RECV_ACTIVATION or RECV_GRADIENT, the chunk that uses it, its micro-batch."""
+"""Kind (RECV_ACTIVATION or RECV_GRADIENT), chunk that uses the message, micro-batch."""
 
 
 class ScheduleError(Exception):
-    """Action lists that cannot run, or would not do the work: stage, action and what is wrong."""
+    """Error for action lists that cannot run or do not do the work, with the stage, the action and the reason."""
 
 
 def message_of(action: Action) -> Message:
-    """The message of a SEND_* or RECV_*, the same for both ends."""
+    """Return the message of a SEND_* or RECV_* action, equal for both ends."""
     assert action.micro is not None
     if action.kind is Kind.SEND_ACTIVATION:
         return Kind.RECV_ACTIVATION, action.chunk + 1, action.micro
@@ -27,14 +27,14 @@ def message_of(action: Action) -> Message:
 
 
 def source_of(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> int | None:
-    """The chunk of another stage whose output a forward or backward needs; None if it needs none."""
+    """Return the chunk on another stage whose output a forward or backward pass needs, or None."""
     source = chunk - 1 if kind is Kind.FORWARD else chunk + 1
     alone = kind is Kind.BACKWARD_WEIGHT or not 0 <= source < len(stage_of)
     return None if alone or stage_of[source] == stage_of[chunk] else source
 
 
 def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
-    """The message that a forward or backward waits for; None if it needs none."""
+    """Return the message that a forward or backward pass waits for, or None."""
     assert action.micro is not None
     if source_of(action.kind, action.chunk, stage_of) is None:
         return None
@@ -43,10 +43,12 @@ def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every stage does all of its work once and in a possible order, each chunk's gradients
-    are reduced when they are complete (or after every micro-batch), in two phases each chunk is used only between its
-    UNSHARD and RESHARD, and both ends of every channel (kind of message, from stage, to stage) name the same messages
-    in the same order. Stages that wait for each other in a circle are found by `simulate` only."""
+    """Raise `ScheduleError` unless every stage does all of its work once, in a valid order.
+
+    Also checked: each chunk's gradients are reduced when complete (or after every micro-batch); in two phases each
+    chunk is used only between UNSHARD and RESHARD; both ends of every channel (kind of message, source, target) list
+    the same messages in the same order. Only `simulate` finds stages that wait for each other in a circle.
+    """
     sent: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     received: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     for stage, actions in enumerate(schedule.actions):
@@ -75,21 +77,21 @@ def _check_channel(kind: Kind, source: int, target: int, sent: list[Message], re
 
 
 class _Stage:
-    # An action is possible once these are done, of the same micro-batch; `before` and `after` are the neighbouring
-    # chunks, on this stage or, if on another, their message posted:
+    # An action is valid once these are done for its micro-batch; `prev` and `next` are the neighboring chunks, on this
+    # stage or, if on another, their message posted:
     #
-    #     F   F of before                 send of an activation   F
-    #     B   F, and B or I of after      send of a gradient      B or I
-    #     I   the same                    W                       I
+    #    F   F of prev                   send of an activation   F
+    #    B   F, and B or I of next       send of a gradient      B or I
+    #    I   like B                      W                       I
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
         self.schedule, self.stage, self.stage_of = schedule, stage, schedule.stage_of
         self.chunks = [chunk for chunk, owner in enumerate(schedule.stage_of) if owner == stage]
         self.done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
-        """(chunk, micro-batch) by kind of action."""
+        """Chunk and micro-batch of the actions done so far, by kind."""
         self.unsharded: set[int] = set()
         self.gradients: Counter[int] = Counter()
-        """Chunk -> micro-batches that its gradients have."""
+        """Chunk -> number of micro-batches in its gradients so far."""
 
     def check(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
@@ -98,7 +100,7 @@ class _Stage:
                 raise ScheduleError(f"stage {self.stage}: {action}: {problem}")
             if action.micro is not None:
                 self.done[action.kind].add((action.chunk, action.micro))
-        # sends are left to the comparison of channels: each is received by a step that is checked to be there
+        # sends are left to the comparison of channels: each is received by a step whose presence is checked
         for chunk in self.chunks:
             if (missing := self._missing(chunk)) is not None:
                 raise ScheduleError(f"stage {self.stage}: {missing}: missing")

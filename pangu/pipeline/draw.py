@@ -1,4 +1,4 @@
-"""Pictures of a pipeline's timeline, simulated or measured."""
+"""Plots of a pipeline timeline, simulated or measured."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ LOOKS = {
     Kind.BACKWARD_INPUT: ("backward for the input", 0.95, ""),
     Kind.BACKWARD_WEIGHT: ("backward for the weights", 0.55, "////"),
 }
-"""Name, strength of the micro-batch's colour, and hatch of each kind of computation."""
+"""Label, strength of the micro-batch color, and hatch per kind of computation."""
 OTHER = "other work"
+# Other work is that on parameters and sends in a measured step, and the time between actions. Hatches are made of
+# lines: an SVG spells out each dot of a dotted one.
 GAPS: dict[str | None, tuple[str, str, str]] = {
     Kind.RECV_ACTIVATION: ("waiting for an activation", "white", "----"),
     Kind.RECV_GRADIENT: ("waiting for a gradient", "white", "xxxx"),
     OTHER: (OTHER, "0.65", ""),
     None: ("no work left", "0.9", ""),
 }
-"""Name, colour and hatch of the times in which a stage does not compute, by the message that it waits for. Other work
-is that on parameters and sends in a measured step, and the time between actions. Hatches are of lines: an SVG spells
-each dot of one of dots."""
+"""Label, color and hatch of idle times by the kind of message that the stage waits for."""
 MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
-"""Marks of messages, which point to the receiving stage: their meaning, and their height in a stage's row."""
+"""Markers of messages, which point to the receiving stage: their meaning, and their height in a stage's row."""
 PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
 INCHES_PER_ACTION = 0.17
-"""Room for three digits at FONT_SIZE."""
+"""Width of an action, which has room for three digits at FONT_SIZE."""
 FONT_SIZE = 5
 SVG: dict[Any, Any] = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "hatch.linewidth": 0.4}
-"""Texts stay texts, and each names one font rather than all that may stand in for it."""
+"""Matplotlib settings that keep text as text in SVG files, with one font name rather than all fallbacks."""
 TOP, BOTTOM = 0.04, 0.74
 """Edges of the boxes in a stage's row, which is 1 high."""
 
 
 def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> None:
-    """Draw a timeline to `stem`.svg and `stem`.png: a row per stage, with a box per forward and backward.
+    """Draw a timeline to `stem`.svg and `stem`.png: a row per stage, with a box per forward and backward pass.
 
-    A box has the colour and the number of its micro-batch and, where stages have several chunks, a letter: a for the
-    stage's first chunk. Between boxes stands what the stage waits for (the micro-batch, and the stage that sends it),
-    below them a mark for each message that it sends. The title has the bubble, and the formula's for equal times
-    (`bubble_by_formula`), and `says` where the times come from. The unit is milliseconds if the times are `measured`
-    (in seconds), otherwise a hundredth of the step. Raises UserError if a file cannot be written.
+    A box has the color and the number of its micro-batch and, if stages have several chunks, a letter (a for the first
+    chunk of the stage). Gaps between boxes show what the stage waits for (micro-batch and sending stage), markers below
+    them each message that it sends. The title has the bubble, that of `bubble_by_formula`, and the source of the times,
+    `says`. Units are milliseconds if `measured` (times in seconds), else percent of the step. Raise `UserError` if a
+    file cannot be written.
     """
     unit = "ms" if measured else "% of the step"
     timeline = _scaled(timeline, 1000.0 if measured else 100 / timeline.makespan)
@@ -68,7 +68,7 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     width = min(100.0, max(9.0, INCHES_PER_ACTION * timeline.makespan / short))  # inches of the rows
     whole, height = width + 1.0, 0.4 * timeline.schedule.stages + 1.7
     figure = Figure(figsize=(whole, height), dpi=150)
-    # laid out by hand: an automatic layout draws the thousands of numbers twice
+    # manual layout: an automatic one would draw the thousands of numbers twice
     figure.subplots_adjust(left=0.8 / whole, right=1 - 0.2 / whole, bottom=1.1 / height, top=1 - 0.6 / height)
     axes = figure.add_subplot()
     inches = width / timeline.makespan

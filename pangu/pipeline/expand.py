@@ -1,6 +1,6 @@
-"""The step of one rank as a list: its schedule's actions module by module, and the operations on its parameters.
+"""Expansion of a schedule into the step of one rank: actions module by module, and operations on parameters.
 
-The list is made by the same rules that the trainer follows (`zero.rules`); no tensor is involved.
+The trainer follows the same rules (`zero.rules`); no tensor is involved here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 
 
 class StepOp(NamedTuple):
-    """One operation of a step."""
+    """Operation of a step."""
 
     kind: str
-    """A `Kind` of action, of a module for those that compute; or an `Operation` on a flat parameter; or `UPDATE`."""
+    """Kind of an action (of a module if it computes), an `Operation` on a flat parameter, or `UPDATE`."""
     module: str = ""
     flat: FlatNumbers | None = None
     chunk: int | None = None
     micro: int | None = None
     peer: int | None = None
-    """The other stage of a message."""
+    """Stage at the other end of a message."""
 
     def __str__(self) -> str:
-        """E.g. `F layers.3, micro-batch 7` or `UNSHARD flat parameter 2 (layers.3.norm.weight, ...)`."""
+        """Format it like `F layers.3, micro-batch 7` or `UNSHARD flat parameter 2 (layers.3.norm.weight, ...)`."""
         words = [self.kind, self.module, "" if self.flat is None else str(self.flat)]
         where = [("chunk", None if self.module or self.flat else self.chunk), ("micro-batch", self.micro)]
         said = " ".join(filter(None, words))
@@ -36,11 +36,11 @@ class StepOp(NamedTuple):
 
 
 UPDATE = "UPDATE"
-"""The optimizer's step for a flat parameter, or for all of them (None)."""
+"""Kind of the optimizer's update of one flat parameter, or of all (None)."""
 
 
 class _Unsharding(UnshardRules[FlatNumbers]):
-    """Lists operations on weights."""
+    """Rules that list the operations on weights."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
         super().__init__(parameters.uses, parameters.regions, parameters.trained, parameters.overlap)
@@ -51,7 +51,7 @@ class _Unsharding(UnshardRules[FlatNumbers]):
 
 
 class _Reducing(ReduceRules[FlatNumbers]):
-    """Lists operations on gradients."""
+    """Rules that list the operations on gradients."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
         super().__init__(parameters.reduced, parameters.reduce_each, parameters.overlap)
@@ -70,19 +70,20 @@ def expand(
     """Return the step of one rank.
 
     Args:
-        actions: of its stage, from the schedule.
-        parameters: of its stage.
-        in_flight: indices of the flat parameters whose weights are on their way when the step begins; None: those that
-            the update of the step before has published.
-        one_by_one: with the optimizer's state on the host, it updates one flat parameter at a time.
+        actions: Actions of its stage, from the schedule.
+        parameters: Parameters of its stage.
+        in_flight: Indices of flat parameters whose weights are in flight at the start of the step; None: those that
+            the update of the previous step published.
+        one_by_one: True if an optimizer with its state on the host updates one flat parameter at a time.
     """
     return Expansion(parameters, in_flight).step(actions, one_by_one)
 
 
 class Expansion:
-    """Builds the list."""
+    """Builder of the list of operations."""
 
     def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
+        """Start as after the previous step, or with the flat parameters of these indices in flight."""
         self.parameters, self.ops = parameters, list[StepOp]()
         self.unsharding, self.reducing = _Unsharding(parameters, self.ops), _Reducing(parameters, self.ops)
         self.trained = [flat for flat in parameters.flats if flat.trained]
@@ -94,7 +95,7 @@ class Expansion:
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """State between two actions, on which all later operations depend."""
+        """State between two actions, which determines all later operations."""
         return self.unsharding.state, self.reducing.state
 
     @state.setter
@@ -103,7 +104,7 @@ class Expansion:
         self.ops.clear()
 
     def add(self, action: Action) -> None:
-        """Add the operations of an action."""
+        """Append the operations of an action."""
         if action.kind in COMPUTE:
             self._compute(action)
         elif action.kind is Kind.UNSHARD:
@@ -114,7 +115,7 @@ class Expansion:
             self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
 
     def step(self, actions: Iterable[Action], one_by_one: bool) -> list[StepOp]:
-        """Return the operations of a whole step."""
+        """Return the operations of a full step."""
         for action in actions:
             self.add(action)
         self.reducing.finish_all()
@@ -133,7 +134,7 @@ class Expansion:
             for module in modules:
                 self.unsharding.begin(module, self.unsharding.forward)
                 self.ops.append(StepOp(action.kind.value, module, None, chunk, action.micro))
-                if module != regions.last or module not in backward:  # its backward comes next
+                if module != regions.last or module not in backward:  # its backward pass follows directly
                     self.unsharding.end(module, self.unsharding.forward)
             return
         order = [*backward, *(module for module in reversed(list(modules)) if module in regions.lookups)]
@@ -149,7 +150,7 @@ class Expansion:
             self.reducing.reduce(chunk)
 
     def _backward(self, action: Action, module: str, flats: Sequence[FlatNumbers], reads_weights: bool) -> None:
-        """One module of a backward, or of its part for inputs or for weights."""
+        """Append one module of a backward pass, or of its input or weight part."""
         reads_weights = reads_weights and action.kind is not Kind.BACKWARD_WEIGHT
         if reads_weights:
             goes_on = module == self.parameters.regions.last

@@ -1,4 +1,4 @@
-"""Micro-batches that a pipeline stage holds at the fullest moments of a schedule."""
+"""Micro-batches that a pipeline stage holds at the memory peaks of a schedule."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from pangu.pipeline.actions import Kind
 from pangu.pipeline.orders import SCHEDULES, Order, reduces_each
 
 _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
-"""As `Held.part`."""
+"""Kind -> `Held.part`."""
 
 
 class Held(NamedTuple):
-    """Micro-batches that a stage holds at a time, of each of its chunks."""
+    """Micro-batches that a stage holds at one time, for each of its chunks."""
 
     forwards: tuple[int, ...]
-    """Whose gradient of the input is to come."""
+    """Micro-batches whose input gradient is pending, per chunk."""
     inputs: tuple[int, ...]
-    """Whose gradients of weights alone are to come."""
+    """Micro-batches whose weight gradients alone are pending, per chunk."""
     summed: tuple[int, ...]
-    """1 of chunks of which there are gradients of some before; () where they are reduced after each."""
+    """1 per chunk with gradients of earlier micro-batches, else 0; () if they are reduced after each one."""
     chunk: int
-    """Which of them computes."""
+    """Index of the chunk that computes."""
     part: int
-    """0 while a forward computes, 1 a backward or its part for the input, 2 that for the weights."""
+    """Part that computes: 0 forward, 1 backward or its input part, 2 weight part."""
 
     @property
     def begins(self) -> bool:
-        """Whether this is the first backward of a chunk."""
+        """True if this is the first backward pass of a chunk."""
         return self.part == 1 and bool(self.summed) and not self.summed[self.chunk]
 
     @property
     def has_sums_ahead(self) -> bool:
-        """Whether a head may have made gradients in forward, in the last chunk, to which backward has not come."""
+        """True if the head may have computed gradients in a forward pass while no backward pass of it has run yet."""
         came = self.part == 1 and self.chunk == len(self.forwards) - 1
         return self.forwards[-1] > 0 and bool(self.summed) and not (self.summed[-1] or came)
 
 
 @lru_cache(maxsize=10_000)
 def most_held(name: str, stages: int, virtual: int, micro_batches: int) -> list[tuple[int, int]]:
-    """Return the most micro-batches of each stage whose backward, and whose gradients of weights, are to come."""
+    """Return each stage's peak number of micro-batches with pending backward pass and with pending weight gradients."""
     return [_most(order) for order in SCHEDULES[name].order(stages, virtual, micro_batches)]
 
 
@@ -57,15 +57,14 @@ def _most(order: Order) -> tuple[int, int]:
 
 
 def held_in(order: Order, schedule: str) -> list[Held]:
-    """What a stage holds at moments that no other moment covers, from the very order of its work in a schedule."""
+    """Return the states of a stage that no other state dominates, from the order of its work in a schedule."""
     chunks = sorted({chunk for _, chunk, _ in order})
     sums = len(chunks) * (not reduces_each(schedule))
     return _fullest(set(_moments(order, chunks, sums)), len(chunks))
 
 
 def _moments(order: Order, chunks: Sequence[int], sums: int) -> Iterator[tuple[int, ...]]:
-    """What is held while each step computes, forwards of each chunk, then inputs, then, of so many chunks, whether
-    gradients are; and the chunk and the part that the step is."""
+    """Yield the state at each step: forwards per chunk, inputs per chunk, `summed`, chunk index and part."""
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held, summed = [0] * (2 * count), [0] * sums
     for kind, chunk, _ in order:
@@ -82,7 +81,7 @@ def _moments(order: Order, chunks: Sequence[int], sums: int) -> Iterator[tuple[i
 
 
 def _fullest(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
-    """Those that no other of the same chunk and part is at least as much as in everything."""
+    """Return the states without another one of the same chunk and part that holds at least as much of everything."""
     fullest: list[tuple[int, ...]] = []
     for one in sorted(moments, key=sum, reverse=True):
         if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in fullest):

@@ -1,4 +1,4 @@
-"""From what a configuration allows and the number of processes to the layout of a run."""
+"""Choice of the layout of a run, from the configuration and the number of processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from pangu.topology.layout import Layout
 
 
 class Chosen(NamedTuple):
-    """What a configuration comes to on some processes."""
+    """Configuration with its layout and stages on a number of processes."""
 
     config: RunConfig
-    """With the chosen layout in the place of `parallel.allowed`."""
+    """Configuration with the chosen layout in place of `parallel.allowed`."""
     layout: Layout
     stages: Stages
 
 
 def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
-    """Build and check a configuration, and take the layout for `world` processes.
+    """Build and check a configuration, and choose the layout for `world` processes.
 
     Args:
-        values: the composed configuration as plain dictionaries.
-        world: number of processes.
+        values: Composed configuration as plain dictionaries.
+        world: Number of processes.
 
     Raises:
-        ConfigError: with all that is wrong with the configuration, or with what stands against each of the allowed
-            layouts.
+        ConfigError: With all problems of the configuration, or with those of each allowed layout.
     """
     config, problems = find_problems(values)
     try:

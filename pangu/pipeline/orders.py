@@ -1,7 +1,7 @@
-"""In which order each stage computes: one short function per pipeline schedule.
+"""Order of computations on each stage: one short function per pipeline schedule.
 
-A function takes (stages p, chunks per stage v, micro-batches m) and gives, for every stage, its forwards and backwards
-in order. Messages and parameter actions are added by schedule.py, the same way for all.
+A function takes (stages p, chunks per stage v, micro-batches m) and returns each stage's forward and backward passes in
+order. schedule.py adds messages and parameter actions, in the same way for all.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 
 class NumbersError(ValueError):
-    """Numbers that a schedule, or the cut into chunks, does not allow: the value, and the rule with what works."""
+    """Error for numbers that a schedule or the split into chunks does not allow: the value, and the rule."""
 
     def __init__(self, value: str, rule: str) -> None:
+        """Store the rule, which names values that work."""
         super().__init__(f"{value}: {rule}")
         self.rule = rule
 
@@ -32,26 +33,26 @@ Order = list[Step]
 
 @dataclass(frozen=True)
 class Family:
-    """A schedule for any number of stages."""
+    """Schedule for any number of stages."""
 
     order: Callable[[int, int, int], list[Order]]
-    """(stages, virtual, micro_batches) -> the order of each stage."""
+    """Function (stages, virtual, micro_batches) -> order of each stage."""
     virtual: tuple[int, int | None]
-    """Fewest and most chunks per stage (None: no limit)."""
+    """Minimum and maximum chunks per stage (None: no limit)."""
     v_shape: bool = False
-    """Chunks run down the stages and up again (stage 0 has the first and the last) instead of round and round."""
+    """True if chunks run down the stages and up again (stage 0 has first and last) rather than round and round."""
     two_phases: bool = False
-    """A chunk stays unsharded through its forwards, and again through its backwards."""
+    """True if a chunk stays unsharded through its forward passes, and again through its backward passes."""
 
 
 SCHEDULES: dict[str, Family] = {}
-"""All schedules by name; `@register(...)` adds one."""
+"""Schedules by name; `@register(...)` adds one."""
 
 
 def register(
     name: str, virtual: tuple[int, int | None] = (1, 1), v_shape: bool = False, two_phases: bool = False
 ) -> Callable[[Callable[[int, int, int], list[Order]]], Callable[[int, int, int], list[Order]]]:
-    """Decorator that registers an order function as schedule `name`; the rest as in Family."""
+    """Return a decorator that registers an order function as schedule `name`; other arguments as in `Family`."""
 
     def add(order: Callable[[int, int, int], list[Order]]) -> Callable[[int, int, int], list[Order]]:
         SCHEDULES[name] = Family(order, virtual, v_shape, two_phases)
@@ -65,33 +66,33 @@ SIMPLEST = "1f1b"
 
 
 def worth_trying() -> list[str]:
-    """Return the schedules among which a layout is chosen: those in two phases need more memory for the same time."""
+    """Return the schedules to consider for a layout; two-phase ones need more memory for the same time."""
     return [name for name, family in SCHEDULES.items() if not family.two_phases]
 
 
 def allows(name: str, virtual: int) -> bool:
-    """Return whether a schedule works with so many chunks per stage."""
+    """Return whether a schedule supports this number of chunks per stage."""
     least, most = SCHEDULES[name].virtual
     return least <= virtual and (most is None or virtual <= most)
 
 
 @cache
 def splits_backward(name: str) -> bool:
-    """Return whether a schedule computes the gradients of weights apart from those of inputs."""
+    """Return whether a schedule computes weight gradients apart from input gradients."""
     family = SCHEDULES[name]
     return any(kind is W for kind, _, _ in family.order(1, family.virtual[0], 1)[0])
 
 
 def reduces_each(name: str) -> bool:
-    """Return whether ZeRO-2 and 3 reduce gradients after each micro-batch of a schedule, so that no full ones are kept:
-    not if it exists to reduce them once (two phases), or computes weight gradients too late for it."""
+    """Return whether ZeRO-2 and 3 reduce gradients after each micro-batch of a schedule, keeping no full ones."""
+    # Two phases exist to reduce them once, and split backward passes compute weight gradients too late.
     return not (SCHEDULES[name].two_phases or splits_backward(name))
 
 
 @register("breadth_first", virtual=(1, None), two_phases=True)
 def breadth_first(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """All micro-batches through a chunk before the next chunk, so that a chunk's parameters are gathered twice and its
-    gradients reduced once per step (Lamy-Poirier, arXiv 2211.05953)."""
+    """Run all micro-batches through a chunk before the next chunk (Lamy-Poirier, arXiv 2211.05953)."""
+    # Per step, a chunk's parameters are gathered twice and its gradients reduced once.
     micros = range(micro_batches)
     return [
         [(F, loop * stages + stage, micro) for loop in range(virtual) for micro in micros]
@@ -102,13 +103,13 @@ def breadth_first(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 @register("gpipe", two_phases=True)
 def gpipe(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965). A stage's parameters are gathered at most
-    twice per step and its gradients reduced once."""
+    """Run all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
+    # Per step, a stage's parameters are gathered at most twice and its gradients reduced once.
     return breadth_first(stages, virtual, micro_batches)
 
 
 def _alternate(warm_up: int, forwards: Order, backwards: Order) -> Order:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    # Warm-up, then steady state (one forward, one backward), then cool-down.
     warm_up = min(warm_up, len(forwards))
     steady = [step for pair in zip(forwards[warm_up:], backwards, strict=False) for step in pair]
     return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]
@@ -116,13 +117,13 @@ def _alternate(warm_up: int, forwards: Order, backwards: Order) -> Order:
 
 @register("1f1b")
 def one_f_one_b(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """One forward, one backward: stage r never holds more than p - r micro-batches (PipeDream-flush, Narayanan et al.,
-    arXiv 2006.09503)."""
-    # 3 stages and 4 micro-batches: a backward frees the activation that the next forward needs
+    """Alternate one forward, one backward (PipeDream-flush, Narayanan et al., arXiv 2006.09503)."""
+    # Stage r never holds more than p - r micro-batches. 3 stages and 4 micro-batches: a backward pass frees the
+    # activation that the next forward pass needs.
     #
-    #     stage 0   F0 F1 F2 B0 F3 B1 B2 B3
-    #     stage 1   F0 F1 B0 F2 B1 F3 B2 B3
-    #     stage 2   F0 B0 F1 B1 F2 B2 F3 B3
+    #    stage 0   F0 F1 F2 B0 F3 B1 B2 B3
+    #    stage 1   F0 F1 B0 F2 B1 F3 B2 B3
+    #    stage 2   F0 B0 F1 B1 F2 B2 F3 B3
     return [
         _alternate(
             stages - stage - 1,
@@ -135,10 +136,10 @@ def one_f_one_b(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 @register("interleaved", virtual=(2, None))
 def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """1F1B over `virtual` chunks per stage, which take turns group by group (Narayanan et al., arXiv 2104.04473, 2.2).
+    """Run 1F1B over `virtual` chunks per stage, in turns by group (Narayanan et al., arXiv 2104.04473, 2.2).
 
-    A group is p micro-batches there, so m must be a multiple of p. Here m is cut into m // p groups as even as can be
-    (one group if m < p): a group of at least p leaves no stage waiting for the chunk before to come round, and the
+    There, a group is p micro-batches, so m must be a multiple of p. Here m is split into m // p groups as even as
+    possible (one if m < p): with groups of at least p no stage waits for the previous chunk to come round, and the
     warm-up grows with the largest group, so even groups hold the fewest activations.
     """
     # stage 0 of 2 with chunks a and b, 4 micro-batches in groups of 2:
@@ -162,12 +163,13 @@ def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 @register("zb_h1")
 def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """1F1B with the backward split: stage r computes weight gradients r micro-batches late, so that the gradient of the
-    input leaves at once and the weight gradients fill the end (ZB-H1, Qi et al., arXiv 2401.10241, 2.1)."""
-    # 3 stages and 4 micro-batches: the later a stage, the sooner its last I and the more W are left to fill the end
+    """Run 1F1B with a split backward pass (ZB-H1, Qi et al., arXiv 2401.10241, 2.1)."""
+    # Stage r computes weight gradients r micro-batches late: the input gradient leaves at once, and weight gradients
+    # fill the end. 3 stages and 4 micro-batches: the later a stage, the sooner its last I and the more W remain for the
+    # end.
     #
-    #     stage 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
-    #     stage 2   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    #    stage 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+    #    stage 2   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     orders = []
     for stage, one_f_one_b_order in enumerate(one_f_one_b(stages, virtual, micro_batches)):
         order: Order = []
@@ -182,10 +184,9 @@ def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 @register("zb_v", virtual=(2, 2), v_shape=True)
 def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """Two chunks per stage in a V, backward split, at most 2p chunk activations on any stage, as on 1F1B's first stage
-    (ZB-V, Qi et al., arXiv 2401.10241; V-ZB of arXiv 2405.15362). Forwards and backwards for the input are in ZB-V's
-    order; `_fill` places the weight gradients."""
-    # fewer than 2p - 1 micro-batches are the first of 2p - 1, the others left out
+    """Run two chunks per stage in a V with a split backward pass (ZB-V, Qi et al., arXiv 2401.10241)."""
+    # V-ZB of arXiv 2405.15362: at most 2p chunk activations on any stage, as on the first stage of 1F1B. F and I are in
+    # the order of ZB-V; `_fill` places W. Fewer than 2p - 1 micro-batches are the first of 2p - 1.
     rounds = max(2 * stages - 1, micro_batches)
     orders = []
     for stage in range(stages):
@@ -204,18 +205,15 @@ def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 
 def _fill(orders: list[Order], num_chunks: int, places: int) -> list[Order]:
-    """Put the weight gradients where a stage would wait for another, or where it needs the memory of an activation.
+    """Insert weight gradients where a stage would wait for another, or needs the memory of an activation.
 
-    They are found by running the orders in ticks of equal length. This always ends: the orders themselves can be run,
-    and a weight gradient delays a stage by one tick only.
-
-    `orders`: forwards and backwards for the input, micro-batches of a chunk in ascending order. `places`: most
-    activations of a stage from forward to weight gradient; the orders alone, counted to the backward for the input,
-    must need no more.
+    `orders` has F and I, with micro-batches of a chunk in ascending order; it must need at most `places` activations
+    per stage from F to I, and the result needs no more from F to W. Simulated in ticks of equal length, this always
+    ends: the orders themselves can run, and a weight gradient delays a stage by one tick only.
     """
     done = {(kind, chunk): 0 for kind in (F, I) for chunk in range(num_chunks)}  # micro-batches
     remaining = [deque(order) for order in orders]
-    owed: list[deque[Step]] = [deque() for _ in orders]  # weight gradients that could be computed
+    owed: list[deque[Step]] = [deque() for _ in orders]  # pending weight gradients
     held = [0 for _ in orders]
     filled: list[Order] = [[] for _ in orders]
 
@@ -223,7 +221,7 @@ def _fill(orders: list[Order], num_chunks: int, places: int) -> list[Order]:
         if not remaining[stage] or (remaining[stage][0][0] is F and held[stage] == places):
             return False
         kind, chunk, micro = remaining[stage][0]
-        turn = kind is I and chunk == num_chunks - 1  # the loss: backward follows the chunk's own forward
+        turn = kind is I and chunk == num_chunks - 1  # at the loss, backward follows the same chunk's forward
         source = (F, chunk) if turn else (kind, chunk - 1 if kind is F else chunk + 1)
         return source not in done or done[source] > micro
 

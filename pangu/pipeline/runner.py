@@ -1,4 +1,4 @@
-"""Runs a schedule: one stage's list of actions, with autograd inside each chunk and messages between them."""
+"""Execution of a schedule: one stage's list of actions, with autograd inside each chunk and messages in between."""
 
 from __future__ import annotations
 
@@ -31,96 +31,93 @@ Key = tuple[int, int]
 
 
 class Carried(Protocol):
-    """What one part hands to the next: tensors, None where there is none."""
+    """Tensors that one part of a model passes to the next; None for an absent one."""
 
     @property
     def hidden(self) -> Any:
-        """What a result is made of, behind the last part."""
+        """Iterate over the tensors."""
+        """Hidden states from which a result is made, after the last part."""
 
     def __iter__(self) -> Iterator[Tensor | None]: ...
 
 
 class StageModel(Protocol):
-    """What a stage computes with, such as `LanguageModel`."""
+    """Model that a stage computes with, such as `LanguageModel`."""
 
     def __call__(
         self, part: ModelPart, received: Any, batch: Any, keys: DropoutKeys | None, cache: KVCache | None
     ) -> Carried:
-        """A part's output for a micro-batch; `received`: that of the part before, None for the first."""
+        """Return a part's output for a micro-batch; `received`: output of the previous part, None for the first."""
 
     def carry(self, tensors: Sequence[Tensor]) -> Carried:
-        """The tensors of a message, as `received`."""
+        """Wrap the tensors of a message for use as `received`."""
 
     def shapes_behind(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
-        """Shapes of the tensors that a chunk hands to the next for a micro-batch."""
+        """Return the shapes of the tensors that a chunk sends to the next one for a micro-batch."""
 
 
 M = TypeVar("M", bound=StageModel)
 
 
 class StageError(LostError):
-    """A message between stages failed."""
+    """Error for a failed message between stages."""
 
 
 @dataclass
 class _Live:
     received: Carried | None
-    """The chunk's input, leaves."""
+    """Input of the chunk, as leaves of the graph."""
     root: Tensor
     gradients: list[Tensor]
-    """Where backward finds the gradients of the chunk's output; empty for the last chunk."""
+    """Gradients of the chunk's output, filled in before its backward pass; empty for the last chunk."""
 
 
 @dataclass
 class ParameterHooks:
-    """Called when the schedule says so, all but `begin` with a chunk."""
+    """Callbacks of a schedule's actions; all but `begin` get a chunk."""
 
     unshard: Callable[[int], None] = lambda chunk: None
-    """Its parameters, once gathered, are needed until `reshard`."""
+    """Keep the chunk's parameters, once gathered, until `reshard`."""
     reshard: Callable[[int], None] = lambda chunk: None
     expect: Callable[[int, Collection[Tensor] | None], None] = lambda chunk, parameters: None
-    """The gradients of these parameters (None: of all) are about to be made, with `reduce` behind them: what becomes
-    complete may be reduced at once."""
+    """Arm gradient reduction: the next backward pass is the last one to add to these parameters (None: all)."""
     reduce: Callable[[int], None] = lambda chunk: None
     begin: Callable[[Action], None] = lambda action: None
-    """An action begins."""
 
 
+# Messages start where the schedule says, and are waited for where their tensors are used; sent tensors are freed as
+# soon as they have left. At most the schedule's number of micro-batches is alive at a time.
 @dataclass
 class Runner(Generic[M]):
-    """One stage of a pipeline; with one stage, the whole model. At most the schedule's number of micro-batches is alive
-    at a time. Messages begin where the schedule says and are waited for where their tensors are used; what is sent is
-    freed once it has left."""
+    """Runner of one pipeline stage, or of the full model if there is only one."""
 
     model: M
     parts: Mapping[int, ModelPart]
-    """Chunk -> its part of the model, for the chunks of this stage."""
+    """Chunks of this stage with their parts of the model."""
     stage: int
     name: str
-    """Of this process, for messages."""
+    """Name of this process in messages."""
     channels: Channels | None
-    """None with one stage."""
+    """Message channels; None with one stage."""
     dtype: torch.dtype
-    """Of the hidden states between chunks."""
+    """Dtype of the hidden states between chunks."""
     region: TensorRank
     store: WeightGradientStore | None = None
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
     recorder: Recorder = field(default_factory=Recorder)
-    """Of actions, and of the times that messages are waited for."""
     action: Action | None = field(default=None, init=False)
-    """What is carried out, for messages."""
     began: float = field(default=0.0, init=False)
-    """When it began to compute."""
+    """Start time of the current action's computation, as of `time.perf_counter`."""
     _live: dict[Key, _Live] = field(default_factory=dict, init=False, repr=False)
     _made: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """Outputs and input gradients not yet sent or used: kind, chunk that made it, micro-batch."""
+    """Outputs and input gradients not yet sent or used, by kind, chunk that computed them and micro-batch."""
     _arriving: dict[tuple[str, int, int], tuple[Action, Transfer]] = field(default_factory=dict, init=False, repr=False)
-    """By the chunk that will use it."""
+    """Receives in flight, by kind, chunk that uses them and micro-batch."""
     _leaving: list[tuple[Action, Transfer]] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def on(cls, mesh: Mesh, model: M, parts: Mapping[int, ModelPart], schedule: Schedule, **fields: Any) -> Runner[M]:
-        """The stage of a rank of `mesh`, with the channels that a schedule's messages need; `fields` as above."""
+        """Return the runner of this rank's stage, with the channels of a schedule and further `fields`."""
         name = f"{mesh.name}, stage {mesh.at.pipeline}"
         channels = None
         if mesh.layout.pipeline > 1:
@@ -138,21 +135,21 @@ class Runner(Generic[M]):
         scale: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> list[Tensor]:
-        """Run this stage's actions; returns, on the stage of the last chunk, what `end` returned for each micro-batch.
+        """Run this stage's actions; return what `end` returned per micro-batch, on the stage of the last chunk only.
+
+        Raise `StageError`, which names stage, action, micro-batch and peer, if another stage is gone or hangs.
 
         Args:
-            schedule: for as many micro-batches.
-            batches: inputs and labels, e.g. `Batch`, on the device; every stage has all of them.
-            end: makes a result of the last part's hidden states and its batch, e.g. `model.loss_of`.
-            keys: of the dropout masks of each; None: no dropout.
-            scale: gradients are those of the sum of the results times this.
-            cache: of the only micro-batch, if its tokens continue others or others will continue them.
-
-        Raises StageError, naming stage, action, micro-batch and peer, if another stage is gone or stuck.
+            schedule: Schedule for this number of micro-batches.
+            batches: Inputs and labels (e.g. `Batch`) of all micro-batches, on the device, on every stage.
+            end: Function from the hidden states of the last part and its batch to a result, e.g. `model.loss_of`.
+            keys: Dropout keys of each micro-batch; None: no dropout.
+            scale: Factor on the gradients of the sum of the results.
+            cache: Keys and values of the only micro-batch, if its tokens continue others or will be continued.
         """
         assert schedule.micro_batches == len(batches)
         for pending in (self._live, self._made, self._arriving, self._leaving):
-            pending.clear()  # of a run that failed
+            pending.clear()  # left by a failed run
         results: list[Tensor] = []
 
         def root(hidden: Any, batch: Any) -> Tensor:
@@ -191,7 +188,7 @@ class Runner(Generic[M]):
         end: Callable[[Any, Any], Tensor],
         cache: KVCache | None = None,
     ) -> list[Tensor]:
-        """`run` a schedule of forwards only, without dropout and backward."""
+        """Run a schedule of forward passes only, without dropout."""
         assert cache is None or len(batches) == 1
         return self.run(schedule, batches, end, cache=cache)
 
@@ -215,7 +212,7 @@ class Runner(Generic[M]):
             root = end(states.hidden, batch)
         else:
             outputs = [tensor for tensor in states if tensor is not None]
-            # `gradients` stays empty until the next chunk's backward has sent them; what is sent is freed at once
+            # `gradients` stays empty until the next chunk's backward pass has sent them; sent tensors are freed early
             root = Root.apply(gradients, *outputs) if training else outputs[0]
             self._made["activation", chunk, micro] = [tensor.detach() for tensor in outputs]
         if training:
@@ -244,7 +241,7 @@ class Runner(Generic[M]):
         live = self._live.pop((chunk, micro))
         if not self.parts[chunk].last:
             live.gradients += self._take("gradient", chunk, chunk + 1, micro)
-        if live.root.requires_grad:  # not if all that was computed is frozen
+        if live.root.requires_grad:  # False if all of it is frozen
             live.root.backward()
         if live.received is not None:
             received = [tensor for tensor in live.received if tensor is not None]

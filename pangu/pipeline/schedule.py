@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for every stage the actions of one step. Needs no process and no torch."""
+"""Pipeline schedules as data: the actions of one step for every stage, without processes or torch."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from pangu.pipeline.orders import SCHEDULES, NumbersError, Order, Step, reduces_
 
 @dataclass(frozen=True)
 class Schedule:
+    """Actions of all stages in one step."""
+
     name: str
     stages: int
     virtual: int
     micro_batches: int
     stage_of: tuple[int, ...]
     """Stage of each chunk, in model order."""
-    actions: tuple[tuple[Action, ...], ...] = field(hash=False)  # the other fields tell schedules apart, and are short
+    actions: tuple[tuple[Action, ...], ...] = field(hash=False)  # identified by the other fields, which are short
     two_phases: bool = False
-    """A chunk stays unsharded through all its forwards, then through all its backwards."""
+    """True if a chunk stays unsharded through all its forward passes, then through all its backward passes."""
     reduce_each: bool = False
-    """Gradients are reduced after every micro-batch, so that no whole ones are stored, rather than once per step."""
+    """True if gradients are reduced after every micro-batch, keeping no full ones, rather than once per step."""
 
     def __hash__(self) -> int:
-        return hash((self.name, self.stages, self.virtual, self.micro_batches))  # of all actions it would take long
+        """Hash the identifying numbers: hashing all actions would be slow."""
+        return hash((self.name, self.stages, self.virtual, self.micro_batches))
 
     @cached_property
     def splits_backward(self) -> bool:
+        """True if weight gradients are computed apart from input gradients."""
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
 
     @property
     def channels(self) -> list[tuple[str, int, int]]:
-        """Kind, source and target stage of all messages of a step, each once."""
+        """Kind, source and target stage of each channel of a step."""
         channels = {
             (CONTENTS[action.kind], stage, action.peer)
             for stage, actions in enumerate(self.actions)
@@ -44,11 +48,11 @@ class Schedule:
         return sorted(channels)
 
     def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
-        """Return the most activations at once on each stage, in activations of one chunk for one micro-batch.
+        """Return the peak number of activations on each stage, in activations of one chunk for one micro-batch.
 
-        One lives from the start of its forward to the end of its backward. Where the backward is split, the share
-        `kept_for_weight` of it (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B
-        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
+        An activation lives from the start of its forward to the end of its backward pass. If the latter is split, the
+        fraction `kept_for_weight` of it (with the output gradient) stays until the end of BACKWARD_WEIGHT: M_W / M_B of
+        arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
         """
         added = {
             Kind.FORWARD: 1.0,
@@ -69,8 +73,8 @@ def chunk_stages(name: str, stages: int, virtual: int) -> tuple[int, ...]:
 def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
     """Return schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
 
-    `reduce_each` applies where the schedule allows it (`orders.reduces_each`). Raises NumbersError, with values that
-    would work, if there is no such schedule or it does not allow these numbers.
+    `reduce_each` applies if the schedule allows it (`orders.reduces_each`). Raise `NumbersError`, with values that
+    work, if there is no such schedule or it does not allow these numbers.
     """
     if name not in SCHEDULES:
         raise NumbersError(f"schedule {name}", f"there is none of that name; {', '.join(sorted(SCHEDULES))} work")
@@ -92,9 +96,9 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, redu
 
 
 def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_each: bool) -> Iterator[Action]:
-    """A stage's steps with its messages and parameter actions. A receive is posted one step before the step that waits
-    for it, so that it overlaps with that step and no more than one step's worth of buffers is waiting. Sends follow the
-    step that makes the tensors."""
+    """Yield a stage's steps with their messages and parameter actions."""
+    # A receive is posted one step before the step that waits for it: it overlaps with one step, and no more than one
+    # step's worth of buffers waits. Sends follow the step that makes the tensors.
     last = {step[1]: step for step in order}
     kinds = {step[:2] for step in order}
     receives = {(kind, chunk): _receive(kind, chunk, stage_of) for kind, chunk in kinds}
@@ -114,8 +118,7 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
 
 
 End = tuple[Kind, int] | None
-"""One end of a message: its kind and the other stage. None: the neighbouring chunk is on the same stage, or there is
-none."""
+"""End of a message: its kind and the other stage; None if no message is needed."""
 
 
 def _message(step: Step, ends: Mapping[tuple[Kind, int], End]) -> tuple[Action, ...]:
@@ -143,7 +146,7 @@ def _peer(kind: Kind, chunk: int, neighbour: int, stage_of: tuple[int, ...]) -> 
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Forwards of `micro_batches` micro-batches through the stages of `schedule`, chunk by chunk."""
+    """Return a schedule of the forward passes of `micro_batches` micro-batches, chunk by chunk."""
     chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
     orders = [[(Kind.FORWARD, c, micro) for c in of_stage for micro in range(micro_batches)] for of_stage in chunks]
     actions = tuple(tuple(_complete(order, schedule.stage_of, schedule.two_phases, False)) for order in orders)

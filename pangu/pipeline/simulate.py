@@ -1,4 +1,4 @@
-"""Simulates a schedule: when each stage does what, given how long each action takes."""
+"""Simulation of a schedule: the time of each stage's actions, given their durations."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from pangu.pipeline.timeline import Event, Timeline
 
 
 class Gap(NamedTuple):
+    """Interval in which a stage does not compute."""
+
     stage: int
     start: float
     stop: float
     then: Action | None
-    """The forward or backward that ends it; None: the stage has no work left."""
+    """Forward or backward pass that ends the gap; None: the stage has no work left."""
     awaited: Message | None
-    """The message that it waits for."""
+    """Message that the stage waits for."""
 
 
 def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
-    """The gaps of all stages between the first computation of any stage and the last. A stage waits for a message from
-    the end of its last action on; posting messages and parameter actions count as such if the times are `measured`, and
-    otherwise take no time."""
+    """Return the gaps of all stages between the first and last computation of any stage."""
+    # A stage waits for a message from the end of its last action on; messages and parameter actions count as actions
+    # only if the times are `measured`, and otherwise take no time.
     stage_gaps: list[Gap] = []
     end = timeline.start + timeline.makespan
     for stage in range(timeline.schedule.stages):
@@ -44,18 +46,17 @@ def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
     return tuple(gap for gap in stage_gaps if gap.stop > gap.start)
 
 
+# These are the previous one on its stage, the one after which its input is sent (0: no message), and the one after
+# which its stage posts the receive. Offsets count back in the list of all computations: -1 is the one before.
 Computation = tuple[int, int, int, int]
-"""A computation of any stage: index of its duration (see `_seconds`), and the computations on which its start depends:
-the one before it on its stage, the one after which its input is sent (0: it awaits no message), and the one after which
-its stage posts the receive. They are counted back from it in the list of all, -1 is the one before it there."""
+"""Computation of any stage: index of its duration (`_seconds`), and offsets of three computations it depends on."""
 
 
 @lru_cache(maxsize=100)
 def _computations(schedule: Schedule) -> tuple[list[Action], list[Computation]]:
-    """Return the computations of all stages in an order in which they can be carried out. Raises ScheduleError if there
-    is none."""
-    # Stages take turns, and pass while the message that they need is not sent yet, so where the schedule repeats itself
-    # this list does, too.
+    """Return the computations of all stages in a valid order; raise `ScheduleError` if there is none."""
+    # Stages take turns, and pass while the message that they need is not sent yet, so the list repeats where the
+    # schedule does.
     stage_of, chunks = schedule.stage_of, len(schedule.stage_of)
     slots = {kind: place * chunks for place, kind in enumerate(sorted(COMPUTE))}
     computations: list[Action] = []
@@ -95,8 +96,8 @@ def _seconds(schedule: Schedule, durations: Durations) -> list[float]:
 
 
 def _run(steps: Iterable[Computation], stops: list[float], seconds: Sequence[float], link: float) -> None:
-    """Append when each computation stops. It starts as soon as its stage is free and its input is there; a transfer
-    begins when the message is sent and its receive is posted."""
+    """Append the stop time of each computation, which starts when its stage is free and its input has arrived."""
+    # A transfer starts when the message is sent and its receive is posted.
     for slot, before, sent, posted in steps:
         start = stops[before]
         if sent:
@@ -113,10 +114,10 @@ def makespan(schedule: Schedule, durations: Durations, more: int = 0) -> float:
     """Return the time from the first computation of a step to the last, as `simulate` finds it.
 
     Args:
-        schedule: a valid one, see `check`.
-        durations: as for `simulate`.
-        more: further micro-batches of the step, in the same kind of schedule. Where it repeats itself it is neither
-            made nor, once all stages keep the same pace, run for them.
+        schedule: Valid schedule, see `check`.
+        durations: Durations as in `simulate`.
+        more: Number of additional micro-batches in the same kind of schedule. If it repeats itself, they are neither
+            constructed nor, once all stages keep the same pace, simulated.
     """
     steps, seconds, stops = _computations(schedule)[1], _seconds(schedule, durations), [0.0]
     place, length = _round(schedule) if more else (0, 0)
@@ -135,13 +136,13 @@ def makespan(schedule: Schedule, durations: Durations, more: int = 0) -> float:
 
 
 STEADY = 1e-12
-"""Relative difference between durations of a round that is due to rounding."""
+"""Relative difference between the durations of equal rounds that counts as rounding."""
 
 
 @lru_cache(maxsize=100)
 def _round(schedule: Schedule) -> tuple[int, int]:
-    """Return the place and length, in its computations, of a round that a schedule repeats: that of as many
-    micro-batches as there are stages. (0, 0): it repeats none."""
+    """Return offset and length, in computations, of a round that a schedule repeats; (0, 0): none."""
+    # A round has as many micro-batches as there are stages.
     steps = _computations(schedule)[1]
     length, rest = divmod(len(steps) * schedule.stages, schedule.micro_batches)
     same = 0
@@ -162,10 +163,11 @@ def _longer(schedule: Schedule, more: int) -> list[Computation]:
 
 
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:
-    """Run all action lists from time 0 on, each action as soon as its inputs are there; a message's transfer begins
-    when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit (see check; not if they are
-    `checked` already) or stages wait for each other in a circle, ValueError if the durations are not for this many
-    chunks."""
+    """Run all action lists from time 0, each action as soon as its inputs have arrived.
+
+    Raise `ScheduleError` if the lists are inconsistent (unless already `checked`, see `check`) or stages wait for each
+    other in a circle, `ValueError` if the durations are not for this number of chunks.
+    """
     if not checked:
         check(schedule)
     computations, steps = _computations(schedule)
@@ -205,9 +207,9 @@ def bubble_by_formula(
     backward_input: float = 1.0,
     backward_weight: float = 1.0,
 ) -> float | None:
-    """Bubble of a step, idle / (idle + busy), by formula; None where there is none for these numbers.
+    """Return the bubble of a step, idle / (idle + busy), by formula, or None if none applies to these numbers.
 
-    The times are those of one chunk and one micro-batch, the same for all chunks; messages take no time. With m >= p:
+    Times are those of one chunk and one micro-batch, equal for all chunks; messages take no time. With m >= p:
 
     - gpipe, 1f1b: (p-1) / (m+p-1) (arXiv 2104.04473, 2.2, which gives idle / busy, (p-1)/m)
     - interleaved, breadth_first: (p-1) / (v m + p-1) (the same; arXiv 2211.05953)

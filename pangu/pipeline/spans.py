@@ -1,6 +1,6 @@
-"""Work and memory between entering and leaving each module, as plain data that a ledger folds over a step.
+"""Spans: work and memory between entering and leaving each module, as plain data that a ledger folds over a step.
 
-`pangu.dryrun` measures spans in dry runs of small models that have the same kinds of modules.
+`pangu.dryrun` measures spans in dry runs of small models with the same kinds of modules.
 """
 
 from __future__ import annotations
@@ -14,50 +14,42 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.topology.placement import PlacementTable
 
+# `expert_`: with the same experts, in layouts that split them.
 Replicas = Literal[
-    "replicas",
-    "shard",
-    "gather",
-    "copies",
-    "expert_replicas",
-    "expert_shard",
-    "expert_gather",
-    "expert_copies",
+    "replicas", "shard", "gather", "copies", "expert_replicas", "expert_shard", "expert_gather", "expert_copies"
 ]
-"""Ranks with the same weights: all; those that share states; those that hold the same share. `expert_`: with the same
-experts, in a layout that splits them."""
+"""Groups of ranks with equal weights: all; those that share states; those with the same shard."""
 Axis = Literal["tensor", "context", "expert", "pipeline", "ends", "world"] | Replicas
-"""Along which axis of the mesh a group's ranks lie. `expert`: those that have all experts together; `ends`: the first
-and the last stage."""
+"""Mesh axis of a group; `expert`: ranks that hold all experts together; `ends`: first and last stage."""
 
 
 class Matmul(NamedTuple):
-    """Equal matrix products: [rows, depth] x [depth, columns]."""
+    """Equal matmuls [rows, depth] x [depth, columns]."""
 
     rows: int
     columns: int
     depth: int
     batch: int = 1
-    """Products in one kernel."""
+    """Number of matmuls per kernel."""
     calls: float = 1
-    """Kernels."""
+    """Number of kernel launches."""
     fused: bool = False
-    """Part of a fused attention kernel, which writes no scores."""
+    """True if it is part of a fused attention kernel, which writes no scores."""
     fp8: bool = False
-    """The operands are fp8."""
+    """True if the operands are fp8."""
     grouped: Literal["", "rows", "depth"] = ""
-    """Of experts, each product with another one's matrix: the dimension that its tokens lie along."""
+    """Dimension along which the tokens of a grouped matmul over experts lie; "": not grouped."""
 
     @property
     def flops(self) -> float:
-        """Of all of them, a multiplication and an addition each."""
+        """FLOPs of all these matmuls, counting multiplications and additions."""
         return 2.0 * self.rows * self.columns * self.depth * self.batch * self.calls
 
 
 def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float) -> list[Matmul]:
-    """Return the products of one kernel; a fused attention kernel, forward or backward, has several."""
+    """Return the matmuls of one kernel; a fused attention kernel, forward or backward, has several."""
     if "attention" in operator:
-        # shapes of the gradient, then of query, key and value; or of the latter
+        # backward: shapes of the gradient, then of query, key and value; forward: of these three
         backward = "backward" in operator
         (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
 
@@ -68,15 +60,15 @@ def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float) 
         if not backward:
             return [scores, mixed]
         grad_query = fused(queries, width, keys)
-        # the scores again, the gradients of probabilities, values, queries and keys
+        # recomputed scores, then gradients of probabilities, values, queries and keys
         return [scores, fused(queries, keys, columns), mixed, grad_query, grad_query]
-    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
+    if operator.startswith("grouped"):  # assume equal groups; the last operand has their ends
         (rows, depth), other, (groups,) = shapes
         of_each = math.ceil(rows / groups)
-        if len(other) == 2:  # gradients of matrices: the rows are summed over
+        if len(other) == 2:  # weight gradients sum over rows
             return [Matmul(depth, other[1], of_each, groups, grouped="depth")]
         return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
-    fp8 = operator == "_scaled_mm"  # its scales follow
+    fp8 = operator == "_scaled_mm"  # the scales follow
     first, second = shapes[:2] if fp8 else shapes[-2:]
     return [Matmul(first[-2], second[-1], first[-1], first[0] if len(first) == 3 else 1, fp8=fp8)]
 
@@ -87,124 +79,122 @@ class Collective(NamedTuple):
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
     axis: Axis
     bytes: float
-    """Of the whole buffer: what the group holds together after an all-gather, each rank before a reduction."""
+    """Bytes of the full buffer, as in the output of an all-gather or the input of a reduction."""
     calls: float = 1
     hidden: float = 0.0
-    """Share that can run beside computing."""
+    """Fraction that overlaps computation."""
     joined: float = 0.0
-    """The share that is hidden where gradients of weights are computed at once behind those of inputs."""
+    """Fraction that overlaps if weight gradients are computed directly after input gradients."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A unit of work, e.g. the forward of one layer for one micro-batch."""
+    """Work of a unit such as the forward pass of one layer for one micro-batch."""
 
     matmuls: tuple[Matmul, ...] = ()
     bytes: float = 0.0
-    """Read and written by operations that are no matrix products."""
+    """Bytes that non-matmul operations read and write."""
     launches: float = 0.0
-    """Kernels, those of the products included."""
+    """Number of kernel launches, including those of matmuls."""
     collectives: tuple[Collective, ...] = ()
     host_bytes: float = 0.0
-    """Sent to or from host memory, beside computing."""
+    """Bytes copied to or from the host, overlapping computation."""
     waits: float = 0.0
-    """Times that the host waits for a value of the device."""
+    """Number of host syncs."""
 
 
 class Mark(NamedTuple):
     """Event of a parameter's gradient, which ends a segment."""
 
+    # `add` allocates the sum if the flat parameter has none; `update` concerns all parameters.
     event: Literal["add", "complete", "update"]
-    """`add`: its sum is needed, and is allocated if its flat parameter has none. `complete`: all of its gradient for
-    this micro-batch has been added. `update`: the optimizer works, on all parameters."""
+    """`add` (gradient added to its sum), `complete` (last gradient of a micro-batch), or `update` (optimizer)."""
     parameter: str = ""
-    """Name; of a parameter of the layer itself without `layers.NUMBER.`, see `full_name`."""
+    """Name of the parameter, without `layers.NUMBER.` for one of the layer itself (see `full_name`)."""
     grad_bytes: int = 0
-    """Bytes that adding the gradient reads besides the sum, of `add`; 0: a matrix product adds it."""
+    """Bytes that adding the gradient reads besides the sum, for `add`; 0: a matmul adds it."""
 
 
 class Segment(NamedTuple):
-    """Live bytes that no buffer of a flat parameter owns, relative to those at the span's beginning."""
+    """Live bytes outside the buffers of flat parameters, relative to the start of the span."""
 
     peak: int
-    """Most of them; at least the levels at the segment's beginning and end."""
+    """Peak, not below the levels at both ends of the segment."""
     end: int
-    """At its end."""
+    """Level at the end of the segment."""
     mark: Mark | None = None
-    """Event that ends it; None: the end of the span."""
+    """Event that ends the segment; None: end of the span."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Work and memory from the end of the module before to the end of this one, for one micro-batch.
+    """Work and memory from the end of the previous module to the end of this one, for one micro-batch.
 
-    Gathering, resharding and reducing flat parameters are no part of it, nor are the sums of gradients.
+    Gathering, resharding and reducing flat parameters are excluded, as are gradient sums.
     """
 
     segments: tuple[Segment, ...] = (Segment(0, 0),)
     work: Work = field(default_factory=Work)
+    # The span of that action excludes them: a chunk frees what its own modules keep (`Trace.of_action`).
     until: tuple[tuple[str, int], ...] = ()
-    """Kinds of actions on the chunk, with bytes of what it leaves behind that their `END` frees, whose own span leaves
-    this out: a chunk frees as much as its modules keep (`Trace.of_action`)."""
+    """Later kinds of action -> bytes left behind here that the `END` of the action frees."""
 
     @property
     def peak(self) -> int:
-        """Highest level, relative to the beginning."""
+        """Peak bytes relative to the start."""
         return max(segment.peak for segment in self.segments)
 
     @property
     def end(self) -> int:
-        """Bytes that it leaves behind; negative: that it frees."""
+        """Bytes that the span leaves behind; negative: frees."""
         return self.segments[-1].end
 
 
 class SpanKey(NamedTuple):
-    """Name of a span: an action, a kind of module (see `module_kinds`) and its neighbours in the chunk.
+    """Name of a span: action, kind of module (see `module_kinds`) and neighbors in the chunk.
 
-    An action passes through `START`, the modules, `END`, in forward from the first module to the last and in backward
-    the other way round; `before` and `after` are neighbours in this order, and outside of `START` and `END` what the
-    chunk has of embedding and head: others receive and send. A module that an action does not reach, as frozen ones in
-    backward, has no span. A message's span has its action's kind as `module`, between the first and the last module of
-    its chunk.
+    An action passes `START`, the modules (in forward order, or reversed in the backward pass) and `END`; `before` and
+    `after` are neighbors in this order, and outside of `START` and `END` the chunk's embedding and head: other chunks
+    receive and send. A module that an action does not reach, such as a frozen one in the backward pass, has no span.
+    The span of a message has the action's kind as `module`, between first and last module of its chunk.
     """
 
     action: str
-    """`F`, `B`, `I` or `W`, as `actions.Kind`; "" for a message."""
+    """Kind of action, `F`, `B`, `I` or `W` as in `actions.Kind`; "" for a message."""
     before: str
     module: str
     after: str
 
 
 START, END = "start", "end"
-"""Spans of an action before it enters its first module, and after it leaves its last one."""
+"""Modules of the spans before an action enters its first module, and after it leaves its last one."""
 
 
 def keys_of(action: str, modules: Sequence[str]) -> list[SpanKey]:
-    """The spans of an action on a chunk in the order in which they are carried out: `START`, the chunk's modules
-    (`modules` are their kinds, in the order of forward), `END`."""
+    """Return the spans of an action on a chunk, in order: `START`, its `modules` (kinds in forward order), `END`."""
     order = [START, *(modules if action == "F" else reversed(modules)), END]
     ends = " ".join(name for name in ("embedding", "head") if any(kind.startswith(name) for kind in modules))
     return [SpanKey(action, *key) for key in zip([ends, *order], order, [*order[1:], ends], strict=False)]
 
 
 class UpdateTrace(NamedTuple):
-    """Work and memory of an optimizer's step, as a function of the shards that it updates."""
+    """Work and memory of an optimizer update, as a function of the shards that it updates."""
 
     bytes_per_element: float
-    """Bytes that it reads and writes for each element."""
+    """Bytes read and written per element."""
     launches: float
     launches_per_tensor: float
     launches_per_pass: float
-    """Kernel launches: of any step; for each tensor; of each further pass over `UPDATED_AT_ONCE` elements."""
+    """Kernel launches: per step; per tensor; per further pass over `UPDATED_AT_ONCE` elements."""
     working: float
     working_per_tensor: float
     working_per_element: float
-    """Transient bytes: of any step; for each tensor; for each element of the first pass."""
+    """Transient bytes: per step; per tensor; per element of the first pass."""
     working_per_more: float
-    """Transient bytes for each element of a second pass, beside those of the first."""
+    """Additional transient bytes per element of a second pass."""
 
     def at(self, elements: int, tensors: int, at_once: int) -> tuple[float, float, float]:
-        """Bytes moved, launches and transient bytes of an update of so many elements, `at_once` of them in a pass."""
+        """Return bytes moved, launches and transient bytes of an update of `elements`, `at_once` of them per pass."""
         first, second = min(elements, at_once), min(max(elements - at_once, 0), at_once)
         passes = max(0, -(-elements // at_once) - 1)
         working = self.working + self.working_per_tensor * tensors
@@ -218,19 +208,19 @@ class Trace:
     """Spans of all modules of a model in one way of computing it, for micro-batches of one size."""
 
     spans: Mapping[SpanKey, Span | None]
-    """None: the action does not reach the module, which is frozen."""
+    """Spans by key; None: the action does not reach the module, which is frozen."""
     begin: Span
-    """What a step does before its first micro-batch is computed, moving the micro-batches to the device aside."""
+    """Work of a step before its first micro-batch, except moving the micro-batches to the device."""
     move: Span
-    """Moving one micro-batch to the device."""
+    """Copy of one micro-batch to the device."""
     finish: Span
-    """From the last action to the end of the step; the mark `update` is where the optimizer works."""
+    """Work from the last action to the end of the step; the mark `update` is the optimizer's."""
     update: UpdateTrace
     lasting_bytes: int = 0
-    """Live bytes that no buffer owns and that stay from step to step, such as masks that all micro-batches share."""
+    """Live bytes outside buffers that stay between steps, such as masks shared by all micro-batches."""
 
     def of_action(self, action: str, modules: Sequence[str]) -> list[tuple[str, Span | None]]:
-        """The spans of an action on a chunk, each with its kind of module, in the order of `keys_of`."""
+        """Return the spans of an action on a chunk, each with its kind of module, in the order of `keys_of`."""
         spans = [(key.module, self.spans[key]) for key in keys_of(action, modules)]
         kept = 0
         for other in {"F", action, "I" if action == "W" else action}:
@@ -242,22 +232,22 @@ class Trace:
         return spans
 
     def message(self, kind: str, modules: Sequence[str]) -> Span:
-        """The span of a message of a chunk, or of another one's that was measured."""
+        """Return the span of a message of a chunk, or of any chunk whose message was measured."""
         span = self.spans.get(SpanKey("", modules[0], kind, modules[-1]))
         return span or next(span for key, span in self.spans.items() if key.module == kind and span is not None)
 
 
 def full_name(module: str, parameter: str) -> str:
-    """The name of a mark's parameter in the span of a module, such as `layers.3`."""
+    """Return the full name of a mark's parameter in the span of a module such as `layers.3`."""
     return f"{module}{parameter}" if module.startswith("layers.") and parameter[0] == "." else parameter
 
 
 def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> dict[str, str]:
-    """Each module of a chunk, in the order of forward, with its kind: modules of a kind, with neighbours of the same
-    kinds, have equal spans.
+    """Return the modules of a chunk in forward order, each with its kind.
 
-    Layers are told apart by what is in them (experts, the query layer), by what of them is frozen, and by what is kept
-    of them: whether they are recomputed, and with `memory.offload=[activations]` whether what they save stays.
+    Modules with equal kinds, and neighbors of equal kinds, have equal spans. The kind of a layer names its contents
+    (experts, query layer), its frozen parameters, and what is kept of it: whether it is recomputed, and with
+    `memory.offload=[activations]` whether its saved tensors stay on the device.
     """
     model, kinds, reached = config.model, dict[str, str](), not part.first
     recomputed = config.memory.recomputed_layers
@@ -272,7 +262,7 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
             words += ["recomputed"] * (layer < stop)
             words += ["resident"] * ("activations" in config.memory.offload and layer == part.layers[-1])
         frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]
-        # a tied head has a matrix of its own where the embedding is on another stage
+        # a tied head has its own copy of the matrix if the embedding is on another stage
         frozen = [name.removeprefix("embedding.word.") for name in frozen]
         reached = reached or len(frozen) < len(parameters)
         if frozen:

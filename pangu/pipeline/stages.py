@@ -1,4 +1,4 @@
-"""The chunks and the schedule of each pipeline stage, from the configuration."""
+"""Chunks and schedule of the pipeline stages, from the configuration."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from pangu.topology.layout import Layout
 
 @dataclass(frozen=True)
 class Stages:
+    """Parts of a model with the schedule that computes them."""
+
     parts: tuple[ModelPart, ...]
-    """Chunk -> its part of the model."""
     schedule: Schedule
     durations: Durations
-    """Expected times of the chunks' forwards and backwards, in FLOPs for one token."""
+    """Expected durations of the chunks' passes, in FLOPs per token."""
 
     def of(self, stage: int) -> dict[int, ModelPart]:
+        """Return the chunks of a stage with their parts."""
         return {chunk: self.parts[chunk] for chunk, at in enumerate(self.schedule.stage_of) if at == stage}
 
 
 def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[ModelPart, ...]:
-    """The model in `chunks` parts that take equal time, or with the numbers of layers in `explicit`. Raises
-    NumbersError if the layers do not fit."""
+    """Split the model into `chunks` parts of equal time, or as in `explicit`; raise `NumbersError` if impossible."""
     spans = [range(model.layers)]
     if chunks > 1 or explicit is not None:
         from pangu.pipeline.balance import split_layers
@@ -43,7 +44,7 @@ def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) 
 
 
 def _costs(model: ModelConfig) -> list[float]:
-    """FLOPs of each layer's forward for one token, the head's with the last; the embedding takes next to no time."""
+    """Return each layer's forward FLOPs per token, the last one's with the head; the embedding takes no time."""
     costs = [layer_flops(model, layer) for layer in range(model.layers)]
     costs[-1] += head_flops(model)
     return costs
@@ -63,8 +64,8 @@ def shards_sums(layout: Layout) -> bool:
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:
-    """Cut the model into chunks that take equal time, or as `parallel.layers` says, and make the schedule. Raises
-    ConfigError, naming the keys, if the schedule does not allow these numbers or the layers do not fit."""
+    """Split the model into chunks of equal time, or as in `parallel.layers`, and make the schedule."""
+    # Raises ConfigError, which names the keys, if the schedule does not allow these numbers or the layers do not fit.
     parallel, chunks = config.parallel, layout.pipeline * layout.virtual
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []

@@ -1,4 +1,4 @@
-"""When every stage did what in one step, simulated or measured."""
+"""Timeline of all stages in one step, simulated or measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pangu.pipeline.schedule import Schedule
 
 
 class Event(NamedTuple):
-    """An action and its time; a send's is that of its transfer."""
+    """Action with its time; for a send, the time of its transfer."""
 
     stage: int
     action: Action
@@ -21,12 +21,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
+    """Events of all stages in one step."""
+
     schedule: Schedule
     events: tuple[Event, ...]
-    """In any order. Simulated: compute actions and sends."""
+    """Events in any order; a simulation has compute actions and sends."""
 
     @cached_property
     def computing(self) -> tuple[tuple[Event, ...], ...]:
+        """Compute events of each stage, in order of time."""
         stages: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
         for event in self.events:
             if event.action.kind in COMPUTE:
@@ -35,19 +38,20 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
+        """Start of the first computation of any stage."""
         return min(events[0].start for events in self.computing)
 
     @cached_property
     def makespan(self) -> float:
-        """From the first computation of any stage to the last."""
+        """Time from the first computation of any stage to the last."""
         return max(events[-1].stop for events in self.computing) - self.start
 
     @cached_property
     def stage_bubbles(self) -> tuple[float, ...]:
-        """Share of the makespan in which each stage is idle."""
+        """Idle fraction of the makespan, per stage."""
         return tuple(1 - sum(event.stop - event.start for event in events) / self.makespan for events in self.computing)
 
     @cached_property
     def bubble(self) -> float:
-        """Share of all stages' time that is idle, the (p-1)/(m+p-1) form, not idle over busy, (p-1)/m."""
+        """Idle fraction of all stages' time, as in (p-1)/(m+p-1), not idle over busy, (p-1)/m."""
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
