@@ -1,0 +1,1 @@
+"""GPT and PanGu-α: modules, parameter tables and sizes."""

@@ -1,4 +1,4 @@
-"""The Transformer layer that GPT and PanGu-α share."""
+"""Transformer layer of GPT and PanGu-α."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is computed; none of it changes what it computes."""
+    """Options of a forward and backward pass that do not change its results."""
 
     kernel: str = "reference"
     recompute: int | None = 0
-    """Number of layers, from the first on, that backward recomputes; None: all."""
+    """Number of layers, from the first on, that the backward pass recomputes; None: all."""
     recompute_parts: tuple[str, ...] = ()
-    """Parts of every layer that are recomputed: `attention` (scores, probabilities and their dropout), `activation`
-    (the output of the feed-forward layer's non-linearity) and `norm` (the outputs of norms that a matrix takes in)."""
+    """Parts of layers to recompute: `attention` (scores to dropout), `activation` (MLP), `norm` (read by a matrix)."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None: all."""
+    """Number of tokens whose logits exist at a time; None: all."""
     offload: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, kernel: str) -> Options:
+        """Return the options of a run with this attention kernel."""
         memory = config.memory
         offload = "activations" in memory.offload
         return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk, offload)
@@ -47,43 +47,44 @@ class Options:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers share in one forward over a micro-batch."""
+    """Inputs that all layers share in one forward pass of a micro-batch."""
 
     kernel: Kernel
-    """The attention kernel, with mask and bias of this micro-batch."""
+    """Attention kernel with the mask and bias of this micro-batch."""
     positions: Tensor
-    """int64 [batch, sequence], position of each token in its document."""
+    """Position of each token in its document, int64 [batch, sequence]."""
     keys: DropoutKeys | None
-    """Keys of the dropout masks; None in evaluation."""
+    """Dropout keys; None in evaluation."""
     saved: SavedTensors
     rotary: Callable[[Tensor], Tensor] | None = None
     cache: KVCache | None = None
-    """None if a forward has all tokens."""
+    """KV cache; None if the forward pass has all tokens."""
     first: int = 0
     """Number of cached tokens before these."""
     routes: Routes | None = None
-    """What routers of experts decided, which a recompute takes again; None: there are none."""
+    """Decisions of expert routers, which a recompute reuses; None: no experts."""
 
 
 class HiddenStates(NamedTuple):
+    """Output of a layer."""
+
     hidden: Tensor
-    """[sequence (/ ranks with sequence parallelism), batch, hidden]."""
+    """Hidden states [sequence (/ ranks with sequence parallelism), batch, hidden]."""
+    # He et al. 2021, section 3; None in the first layer, and without `model.residual_scores`
     scores: Tensor | None = None
-    """[batch, heads / ranks, queries, keys], attention scores that the next layer adds before bias and mask (He et al.
-    2021, section 3); None in the first layer, and without `model.residual_scores`."""
+    """Attention scores [batch, heads / ranks, queries, keys] without bias and mask, which the next layer adds."""
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """Torch's kernel; for a compiler, which makes one loop of it, by (1 + tanh u) / 2 = sigmoid(2u): a CPU
-    takes less time for the exponential function than for tanh."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
+    # For compilers, which fuse it into one loop: (1 + tanh u) / 2 = sigmoid(2u), as exp is faster than tanh on a CPU.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    """SiLU of the first half times the second (Shazeer 2020, equation 6)."""
+    """Return SiLU of the first half times the second half (Shazeer 2020, equation 6)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -94,14 +95,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "swiglu": _swiglu,
 }
-"""GELU with its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2) and the gated SwiGLU."""
+"""Activations: GELU, its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2), and gated SwiGLU."""
 
 
 class Attention(nn.Module):
-    """Projections, norms of the heads, rotary embedding, kernel, output matmul. In PanGu-α's query layer (report,
-    section 2.2.2) the queries come from position vectors."""
+    """Attention with projections; PanGu-α's query layer (report, section 2.2.2) has queries from position vectors."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
+        """Build the projections, and norms of heads if configured."""
         super().__init__()
         self.head_size = config.head_size
         if query_layer:
@@ -119,8 +120,8 @@ class Attention(nn.Module):
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
 
     def forward(self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
-        """x: [sequence, batch, hidden]; below: scores of the layer below; queries: position vectors (of all positions)
-        [sequence, batch, hidden], for the query layer."""
+        """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
+        # `below`: scores of the layer below; `queries`: position vectors [sequence, batch, hidden], for the query layer
         if queries is None:
             projected = self.qkv(x).split(self.qkv.widths, dim=-1)
         else:
@@ -138,9 +139,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A dense one, which knows no `routes`."""
+    """Dense feed-forward layer, which ignores `routes`."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
+        """Build both matrices."""
         super().__init__()
         self.recompute = "activation" in options.recompute_parts
         self.up = ColumnParallelLinear(build, "up")
@@ -148,6 +150,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, routes: Routes | None) -> Tensor:
+        """Map x [sequence, batch, hidden] to an output of the same shape."""
         return checkpointed(lambda inner: self.down(self.activation(inner)), self.up(x), on=self.recompute)
 
 
@@ -162,15 +165,16 @@ def _feed_forward(config: ModelConfig, build: Builder, options: Options, number:
 
 
 class Block(nn.Module):
-    """Pre-norm (Radford et al. 2019): x + Attention(LN(x)), then x + FFN(LN(x)). Post-norm (Vaswani et al. 2017):
-    LN(x + Attention(x)), then LN(x + FFN(x)).
+    """Transformer layer, pre-norm (Radford et al. 2019) or post-norm (Vaswani et al. 2017).
 
-    In PanGu-α's query layer the queries are position vectors, neither normed nor dropped; the residual stream is still
-    the layer's input (PanGu-α's released code). Position bias, mask and residual scores are those of the other layers
-    (ours: the released models have none of the three options).
+    Pre-norm: x + Attention(LN(x)), then x + FFN(LN(x)); post-norm: LN(x + Attention(x)), then LN(x + FFN(x)). In
+    PanGu-α's query layer the queries are position vectors, neither normed nor dropped; the residual stream is still the
+    layer's input (PanGu-α's released code). It shares position bias, mask and residual scores with the other layers
+    (our choice: the released models have none of the three).
     """
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options, number: int) -> None:
+        """Build layer `number` below the path of `build`."""
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
         self.attention = Attention(config, build.at("attention"), options, number == config.query_layer)
@@ -181,11 +185,12 @@ class Block(nn.Module):
         self.post_norm, self.recompute_norm = config.norm_placement == "post", "norm" in options.recompute_parts
 
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
+        """Return the hidden states after this layer; `queries`: position vectors, for the query layer."""
         x, scores = below
         if self.post_norm:
             attended, scores = self.attention(x, context, scores, queries)
             x = self.attention_dropout.hidden(attended, context.keys, x)
-            # the other norm's output is the layer's, which full recompute keeps as well
+            # full recompute keeps the output of the other norm anyway, as it is that of the layer
             with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
                 change = self.mlp(normed, context.routes)
             return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)

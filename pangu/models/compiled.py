@@ -1,4 +1,4 @@
-"""Layers compiled whole by torch.compile: each is one graph without a break, and layers of a kind share one code."""
+"""Whole layers compiled by torch.compile: one graph without breaks each, and shared code for layers of a kind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger("pangu")
 
 BACKEND = "inductor"
 ALIGNMENT = 16
-"""Bytes that a kernel of a GPU reads at once."""
+"""Bytes that a GPU kernel reads at once."""
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a device here; None: nothing speaks against it."""
+    """Return why nothing can be compiled for a device here, or None if it can."""
     if device.type != "cpu":
         return None if has_triton() else f"torch has no Triton for {device.type} here"
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -44,8 +44,8 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def ways(asked: bool | str, device: torch.device) -> list[str]:
-    """The candidates for a value of `compile` but false, "true" if layers are compiled. Raises ConfigError if they have
-    to be, and nothing can be compiled for the device here."""
+    """Return the candidates for a `compile` option other than false; "true" compiles layers."""
+    # Raises ConfigError if compilation is required but impossible here.
     reason = obstacle(device)
     if asked == "auto":
         if reason:
@@ -57,13 +57,13 @@ def ways(asked: bool | str, device: torch.device) -> list[str]:
 
 
 class CompiledBlocks:
-    """Computes the blocks of a model, in training by compiled code. Evaluation, whose lengths vary, is not compiled."""
+    """Blocks computed by compiled code in training; evaluation, whose lengths vary, is not compiled."""
 
     def __init__(self, model: LanguageModel, splits_backward: bool) -> None:
-        """`splits_backward`: the schedule has weight gradients computed later."""
+        """Prepare the blocks; `splits_backward`: the schedule postpones weight gradients."""
         self._heads = model.config.heads
         self._last: tuple[DropoutKeys, TensorKeys] | None = None
-        """Of the last micro-batch."""
+        """Keys of the last micro-batch."""
         for block in model.layers.values():
             assert isinstance(block, Block)
             if not isinstance(block.mlp, FeedForward):
@@ -80,8 +80,8 @@ class CompiledBlocks:
     def __call__(
         self, block: Block, below: HiddenStates, context: ForwardContext, queries: Tensor | None, on: bool
     ) -> HiddenStates:
-        """`checkpointed(block, below, context, queries, on=on)`. Raises LocalError if that cannot be compiled."""
-        # the rows of experts are as many as their tokens: no graph of fixed shapes
+        """Return `checkpointed(block, below, context, queries, on=on)`; raise `LocalError` if it cannot be compiled."""
+        # the number of rows of an expert varies: no graph of fixed shapes
         if not torch.is_grad_enabled() or not isinstance(block.mlp, FeedForward):
             return checkpointed(block, below, context, queries, on=on)
         keys, kernel = context.keys, context.kernel
@@ -107,9 +107,9 @@ class CompiledBlocks:
 def _compiled(splits_backward: bool) -> Callable[..., HiddenStates]:
     options: dict[str, Any] | None = None
     if BACKEND == "inductor":
-        options = {"fallback_random": True}  # a kernel drops what it does without a graph
+        options = {"fallback_random": True}  # the same dropout in a kernel as without a graph
         if splits_backward:
-            # postponed gradients keep tensors of backward: their memory is not to be used again
+            # postponed gradients keep tensors of the backward pass: their memory must not be reused
             options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
     return torch.compile(_compute, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
 
@@ -121,6 +121,7 @@ def _compute(
 
 
 def _require_alignment(block: Block) -> None:
+    # Compiled code assumes the alignment of the first layer's weights for all layers that share it, without a check.
     """The weights of the layers that share a code must all lie as the first one's: the code does not look."""
     for parameter in block.parameters():
         if parameter.device.type != "cpu" and parameter.storage_offset() * parameter.itemsize % ALIGNMENT:

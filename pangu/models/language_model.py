@@ -1,4 +1,4 @@
-"""GPT and PanGu-α as functions from tokens to logits and loss, whole or in parts. They know no rank."""
+"""GPT and PanGu-α as functions from tokens to logits and loss, in one or several parts, without knowledge of ranks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ if TYPE_CHECKING:
 
 
 class ModuleHooks:
-    """Called around every module of a model, in this order: `position_bias`, `embedding`, `layers.NUMBER`, and `head`
-    for all after the layers. These do nothing."""
+    """Hooks around the modules `position_bias`, `embedding`, `layers.NUMBER` and `head`, in this order; no-ops here."""
 
     def before(self, module: str, x: Tensor) -> Tensor:
-        """The input of a module; in backward, its gradient ends the module's use."""
+        """Return the input of a module; in the backward pass, its gradient ends the use of the module."""
         return x
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        """The output of a module; in backward, its gradient begins the module's use."""
+        """Return the output of a module; in the backward pass, its gradient starts the use of the module."""
         return x
 
 
 class TokenEmbedding(nn.Module):
+    """Sum of token and learned position embeddings, with dropout."""
+
     def __init__(self, config: ModelConfig, build: Builder) -> None:
+        """Build the embedding tables."""
         super().__init__()
         self.word = VocabParallelEmbedding(build, "word")
         self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
         self.dropout = Dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
-        """int64 [batch, sequence] -> [sequence, batch, hidden]."""
+        """Map tokens int64 [batch, sequence] to [sequence, batch, hidden]."""
         words = self.word(tokens.t())
         if self.position is not None:
             words = words + self.position(context.positions)
@@ -58,16 +60,16 @@ class TokenEmbedding(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, layers and head, or those of them that some parts need.
+    """Language model: embedding, layers and head, or those of them that some parts need.
 
     GPT is the decoder of GPT-2 (Radford et al. 2019, section 2.3) and GPT-3 (Brown et al. 2020, section 2.1). The last
-    layer of PanGu-α (Zeng et al. 2021, section 2.2) is a query layer, whose queries are position vectors. As the
-    released 2.6B and 13B weights were trained, the final norm stands before it and nothing is normed after it;
+    layer of PanGu-α (Zeng et al. 2021, section 2.2) is a query layer, whose queries are position vectors. As in the
+    released 2.6B and 13B weights, the final norm precedes it and nothing is normed after it;
     `model.final_norm=after_query` is the order of the pipelined MindSpore build.
     """
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options, parts: Sequence[ModelPart]) -> None:
-        """`build` stands at the root of the table of `parts` (`place_tensors`), which are built."""
+        """Build `parts`, with `build` at the root of their placement table (`place_tensors`)."""
         super().__init__()
         self.config = config
         self.hooks = ModuleHooks()
@@ -114,11 +116,11 @@ class LanguageModel(nn.Module):
         keys: DropoutKeys | None = None,
         cache: KVCache | None = None,
     ) -> HiddenStates:
-        """Hidden states of one part for a micro-batch; those of the last part are ready for the head.
+        """Return the hidden states of one part for a micro-batch; those of the last part are ready for the head.
 
-        `received`: hidden states of the part before; None for the first. Of `batch` only the inputs are read; its
-        `documents` may be longer than its tokens, which are then the last ones, with those before them in `cache`.
-        `keys`: of the dropout masks; None: no dropout.
+        `received` has the hidden states of the previous part, None for the first. Only the inputs of `batch` are read;
+        its `documents` may be longer than its tokens, which then come last, after those in `cache`. `keys` of None: no
+        dropout.
         """
         context, hooks = self._context(batch, keys, cache), self.hooks
         if part.first:
@@ -134,10 +136,10 @@ class LanguageModel(nn.Module):
                 hidden = hooks.before(f"layers.{layer}", hidden)
                 if layer == self.config.query_layer:
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
-                    # the query at a token's position is for the token after it; the index is not shifted
+                    # the query at a token's position predicts the next token; the index is not shifted
                     queries = self.query_embedding(batch.positions)
                 block, on = self.layers[str(layer)], layer < part.layers.start + recomputed
-                # what is below has no other name here, which would keep it while the next layer computes
+                # no other name refers to the input here, which would keep it alive while the next layer computes
                 hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
                 hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
@@ -146,14 +148,13 @@ class LanguageModel(nn.Module):
         return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch, scale: Tensor | None = None) -> Tensor:
-        """Sum of a micro-batch's weighted token losses; the caller divides by the global number of targets, and knows
-        the `scale` of `Head.loss`."""
+        """Return the sum of weighted token losses (see `Head.loss`); the caller divides by the number of targets."""
         assert self.head is not None
         loss = self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights, scale)
         return self.hooks.after("head", loss)
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Losses and misses [2, batch, sequence], see `scores.token_losses`."""
+        """Return losses and misses [2, batch, sequence], see `scores.token_losses`."""
         from pangu.layers.scores import token_losses
 
         assert self.head is not None
@@ -161,17 +162,18 @@ class LanguageModel(nn.Module):
         return self.hooks.after("head", losses)
 
     def logits_of(self, hidden: Tensor, places: slice = slice(None)) -> Tensor:
-        """Logits [places, batch, vocab] of the tokens after these places."""
+        """Return the logits [places, batch, vocab] of the tokens after these places."""
         from pangu.layers.scores import logits
 
         assert self.head is not None
         return self.hooks.after("head", logits(self.head, hidden, self._output_matrix, places))
 
     def carry(self, tensors: Sequence[Tensor]) -> HiddenStates:
+        """Return the hidden states from the tensors of a message."""
         return HiddenStates(*tensors)
 
     def shapes_behind(self, chunk: int, batch: Batch, region: TensorRank) -> list[tuple[int, ...]]:
-        """Shapes of the tensors that a part hands to the next for a micro-batch; all do the same."""
+        """Return the shapes of the tensors that a part sends to the next for a micro-batch, equal for all parts."""
         (rows, length), part, context = batch.tokens.shape, batch.part, self.context
         documents = batch.documents
         seen = length * (1 if part is None else part.size) if documents is None else documents.shape[1]
@@ -179,7 +181,7 @@ class LanguageModel(nn.Module):
         return hidden_state_shapes(self.config, region, rows, length, seen, shared)
 
     def balance_on(self, device: torch.device) -> ExpertBalance | None:
-        """What is known of the loads of experts, if there are any, sent to a device."""
+        """Return the load statistics of the experts, moved to a device; None without experts."""
         return None if self._balance is None else self._balance.to(device)
 
     @property
@@ -241,10 +243,10 @@ def build_model(
     parts: Sequence[ModelPart] | None = None,
     frozen: Collection[str] = (),
 ) -> tuple[LanguageModel, PlacementTable]:
-    """A model on the meta device (without memory) and the table of its logical tensors.
+    """Return a model on the meta device, without memory, and the table of its logical tensors.
 
-    `build`: an empty builder; with several ranks this is one rank's shard. `parts`: those of this rank; None: the whole
-    model in one. `frozen`: patterns of the names of tensors that are not trained.
+    `build` is an empty builder, which has the shard of one of several ranks; `parts` are those of this rank (None: all
+    in one); `frozen` has patterns of tensor names that are not trained.
     """
     build, parts = build or Builder(), parts or [ModelPart.whole(config)]
     build = replace(build, table=place_tensors(config, parts, build.region, frozen, build.experts))

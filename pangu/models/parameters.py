@@ -1,5 +1,4 @@
-"""Every parameter of a model, or of a part of it, by name and shape, before any exists. Modules take their parameters
-from this table, and so do plans, without torch."""
+"""Names and shapes of all parameters of a model, without torch: modules and planning read the same table."""
 
 from __future__ import annotations
 
@@ -17,22 +16,23 @@ if TYPE_CHECKING:
     from pangu.topology.experts import ExpertRank
 
 Parameters = Iterator[tuple[str, list[Placement]]]
-"""Names of module parameters, and the logical tensors that each holds."""
+"""Names of module parameters, with the logical tensors that each holds."""
 VOCABULARY_MULTIPLE = 128
-"""Of rows that a rank stores of the words' vectors."""
+"""Alignment of the vocabulary rows that a rank stores."""
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Consecutive layers, computed at once; a pipeline stage holds one or more of such parts."""
+    """Consecutive layers, computed at once; a pipeline stage holds one or more parts."""
 
     layers: range
     first: bool = False
     last: bool = False
-    """With the final norm, PanGu-α's query table and the head."""
+    """True if it includes the final norm, PanGu-α's query table and the head."""
 
     @classmethod
     def whole(cls, config: ModelConfig) -> ModelPart:
+        """Return the full model as one part."""
         return cls(range(config.layers), first=True, last=True)
 
 
@@ -43,9 +43,8 @@ def place_tensors(
     frozen: Collection[str] = (),
     experts: ExpertRank | None = None,
 ) -> PlacementTable:
-    """The tensors of some parts of a model, in the order of its modules, as one tensor-parallel rank holds them, and
-    of its experts those of a share; None: all, like other tensors. A parameter is frozen if a name of its tensors
-    matches one of the patterns `frozen`."""
+    """Return the tensors of parts of a model as one tensor-parallel rank holds them, in the order of modules."""
+    # `experts`: this rank's share of them; None: all. A parameter is frozen if one of its tensors matches `frozen`.
     table = PlacementTable()
     for parameter, tensors in _tensors(config, parts):
         trained = not any(_fits(tensor.name, frozen) for tensor in tensors)
@@ -61,8 +60,8 @@ def _fits(name: str, patterns: Collection[str]) -> bool:
 
 
 def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
-    """Number of frozen weights of a whole model. Raises ConfigError if a pattern fits no tensor, a module parameter
-    would be frozen in part, or nothing is left to train."""
+    """Return the number of frozen weights of a full model; raise `ConfigError` for a pattern that makes no sense."""
+    # Errors: a pattern fits no tensor, a parameter would be frozen in part, or nothing is left to train.
     table = place_tensors(config, [ModelPart.whole(config)], TensorRank(), patterns)
     problems: list[Problem] = []
     names = [placement.name for placement in table]
@@ -84,15 +83,14 @@ def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Global shape of every logical tensor of a model."""
+    """Return the global shape of every logical tensor of a model."""
     return {
         placement.name: placement.shape for placement in place_tensors(config, [ModelPart.whole(config)], TensorRank())
     }
 
 
 def parameters_by_module(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
-    """Modules of a part (see `ModuleHooks`) in the order of forward, and the module parameters that each uses; `table`
-    may hold other parts too."""
+    """Return modules of a part (`ModuleHooks`) -> their parameters, in forward order; `table` may hold other parts."""
     layers = [f"layers.{number}" for number in part.layers]
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
     uses: dict[str, list[str]] = {name: [] for name in names}
@@ -111,7 +109,7 @@ def parameters_by_module(config: ModelConfig, table: PlacementTable, part: Model
 def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     std, width = config.init_std, config.hidden
     begins, ends = any(part.first for part in parts), any(part.last for part in parts)
-    # where the head is tied and the embedding is elsewhere, the head holds a copy of it
+    # a tied head on another stage than the embedding holds a copy of it
     shared = "ends" if config.tied_head and begins != ends else None
     words: dict[str, Any] = {"cut_dim": 0, "multiple": VOCABULARY_MULTIPLE, "shared": shared}
     if begins:
@@ -131,7 +129,7 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
             name = "embedding.word.weight" if config.tied_head else "head.weight"
             yield "head.weight", [Placement(name, (config.vocab, width), std, **words)]
         if config.query_layer is not None:
-            # every rank looks up all positions, for its heads
+            # every rank looks up all positions, for its own heads
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
 
 
@@ -151,7 +149,7 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
     if not config.has_experts(number):
         yield from _feed_forward(config, mlp, config.ffn_size)
         return
-    # from every rank comes what its part of the experts makes of a token
+    # each rank's gradient covers only its part of the experts
     yield from _one(f"{mlp}.router.weight", (config.experts or 0, config.hidden), config.init_std, partial=True)
     yield from _experts(config, f"{mlp}.experts")
     if config.shared_experts:
@@ -179,7 +177,7 @@ def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) ->
 
 
 def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False) -> Parameters:
-    """Gain 1 and, in a layer norm, bias 0. Each rank norms its heads: gradients are parts of the sum."""
+    # Each rank norms only its own heads, so gradients are partial sums.
     yield from _one(f"{name}.weight", (width,), None, constant=1.0, partial=of_heads)
     if config.norm == "layernorm":
         yield from _one(f"{name}.bias", (width,), None, partial=of_heads)
@@ -195,7 +193,7 @@ def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, in
 
 
 def _rows(config: ModelConfig, name: str, inputs: int, biases: bool) -> Parameters:
-    """Of a `RowParallelLinear`, which writes into the residual stream (Radford et al. 2019, section 2.3)."""
+    # scaled as it writes to the residual stream (Radford et al. 2019, section 2.3)
     std = config.init_std / math.sqrt(2 * config.layers)
     yield from _one(f"{name}.weight", (config.hidden, inputs), std, cut_dim=1)
     if biases:

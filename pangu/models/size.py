@@ -1,4 +1,4 @@
-"""Sizes in closed form: parameters and floating-point operations."""
+"""Closed-form numbers of parameters and floating-point operations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ Matrices = list[tuple[int, int]]
 
 
 def _num_up(config: ModelConfig) -> int:
-    """Input matrices of the feed-forward layer: a gated one has two."""
     return 2 if config.activation == "swiglu" else 1
 
 
 def layer_matrices(config: ModelConfig, ranks: int = 1, layer: int = 0) -> Matrices:
-    """[inputs, outputs] of the matmuls that a token passes in a layer on one of `ranks` tensor-parallel ranks: QKV,
-    output, up, down; with experts the router's behind them, and up and down of each expert of the token."""
+    """Return [inputs, outputs] of the matmuls per token in a layer on one of `ranks` tensor-parallel ranks."""
+    # QKV, output, up, down; or with experts: router, then up and down of each expert of the token.
     d, query = config.hidden, config.query_size // ranks
     attention = [(d, query + 2 * config.kv_size // ranks), (query, d)]
     if not config.has_experts(layer):
@@ -38,8 +37,8 @@ def _feed_forward_biases(config: ModelConfig, inner: int) -> int:
 
 
 def num_parameters(config: ModelConfig, active: bool = False) -> int:
-    """Number of weights, a tied head counted once; `active`: without the experts that compute another token. PanGu-α
-    with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d."""
+    """Return the number of weights, a tied head counted once; `active`: without experts that a token does not use."""
+    # PanGu-α with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d.
     d = config.hidden
     biases = (config.query_size + 2 * config.kv_size) * config.has_biases("qkv") + d * config.has_biases("output")
     of_norm = 2 if config.norm == "layernorm" else 1
@@ -52,24 +51,25 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
 
 
 def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
-    """Weights of a layer's matrices, and biases of its feed-forward part."""
     matrices = _numel(layer_matrices(config, layer=layer))
     if not config.has_experts(layer):
         return matrices + _feed_forward_biases(config, config.ffn_size)
     assert config.experts is not None
     unused = 0 if active else config.experts - config.num_chosen
     expert, biases = _numel(_feed_forward(config, config.expert_size)), _feed_forward_biases(config, config.expert_size)
-    # the shared ones are one layer with one bias of its sum
+    # shared experts are one layer, whose sum has one bias
     shared = biases + (config.shared_experts - 1) * (biases - config.hidden * config.has_biases("mlp"))
     routed = (config.num_chosen + unused) * biases
     return matrices + unused * expert + routed + (shared if config.shared_experts else 0)
 
 
 def layer_flops(config: ModelConfig, layer: int = 0) -> float:
-    """FLOPs of one layer's forward for one token: 2 for each weight of its matrices, 4·S·d of attention, counted in
-    full although half of it is masked, and more by a window (Narayanan et al. 2021, section 5.1); of block-sparse
-    attention the share of the causal blocks that is seen. Grouped heads have smaller projections, but every query head
-    still meets every key."""
+    """Return the forward FLOPs of one layer per token (Narayanan et al. 2021, section 5.1).
+
+    2 per weight of its matrices, plus 4·S·d for attention: masked scores are counted in full (with windows as well),
+    except for the blocks that sparse attention leaves out. Grouped heads have smaller projections, but every query head
+    still meets every key.
+    """
     seen = 1.0
     if config.sparse is not None:
         from pangu.layers.sparse import computed_share
@@ -79,12 +79,13 @@ def layer_flops(config: ModelConfig, layer: int = 0) -> float:
 
 
 def head_flops(config: ModelConfig) -> float:
+    """Return the forward FLOPs of the head per token."""
     return 2.0 * config.vocab * config.hidden
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
-    """FLOPs of forward and backward (twice the forward) for one token, without recompute: 72·L·d²·(1 + S/(6d) +
-    V/(12·L·d)) for ffn = 4 x hidden."""
+    """Return the FLOPs of forward and backward (twice the forward) per token, without recompute."""
+    # 72·L·d²·(1 + S/(6d) + V/(12·L·d)) for ffn = 4 x hidden
     layers = sum(layer_flops(config, layer) for layer in range(config.layers))
     return 3.0 * (layers + head_flops(config))
 
@@ -92,8 +93,8 @@ def training_flops_per_token(config: ModelConfig) -> float:
 def hidden_state_shapes(
     config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int, heads_shared: int = 1
 ) -> list[tuple[int, ...]]:
-    """Shapes of the tensors between two parts, for the last `length` of `seen` tokens of `batch` sequences;
-    `heads_shared`: ranks with parts of the sequence that share the heads in attention."""
+    """Return the shapes of the tensors between two parts, for the last `length` of `seen` tokens per sequence."""
+    # `heads_shared`: number of context-parallel ranks that split the heads in attention
     hidden = (length // rank.num_slices, batch, config.hidden)
     scores = (batch, config.heads // rank.size // heads_shared, length * heads_shared, seen)
     return [hidden, scores] if config.residual_scores else [hidden]
