@@ -1,0 +1,1 @@
+"""Building blocks of models: parallel linear layers, attention, experts, losses, dropout and recompute."""

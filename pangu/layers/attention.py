@@ -11,14 +11,14 @@ from pangu.layers.recompute import checkpointed
 
 
 class AttentionCore(nn.Module):
-    """softmax(q kᵀ / sqrt(head size) + bias) v, by the kernel of a forward. Has no parameters. Heads are independent: a
-    tensor-parallel rank computes its share and nothing is communicated."""
+    """Attention without parameters, by a given kernel: softmax(q kᵀ / sqrt(head size) + bias) v."""
 
+    # Heads are independent: a tensor-parallel rank computes its share of them without communication.
     def __init__(
         self, build: Builder, dropout_probability: float, recompute: bool = False, residual_scores: bool = False
     ) -> None:
-        """`recompute`: save queries, keys and values only (Korthikanti et al. 2022, section 5). `residual_scores`:
-        return the scores, for the layer above."""
+        """Prepare attention; `recompute`: save queries, keys and values only (Korthikanti et al. 2022, section 5)."""
+        # `residual_scores`: return the scores, for the layer above
         super().__init__()
         self.recompute, self.residual_scores = recompute, residual_scores
         self.dropout = Dropout(build, dropout_probability, "probabilities")
@@ -26,19 +26,19 @@ class AttentionCore(nn.Module):
     def forward(
         self, qkv: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `Kernel`; scores are returned only if the next layer adds them."""
+        """Return the output of the kernel, and the scores if the next layer adds them; see `Kernel`."""
         output, scores = checkpointed(kernel, qkv, self.dropout, keys, below, on=self.recompute)
         assert scores is not None or not self.residual_scores
         return output, scores if self.residual_scores else None
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:
-    """[sequence, batch, heads x size] -> [batch, heads, sequence, size]; a head is a contiguous slice of the width."""
+    """Split [sequence, batch, heads x size] into [batch, heads, sequence, size]; heads are contiguous in the width."""
     return x.unflatten(-1, (-1, size)).permute(1, 2, 0, 3)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[batch, heads, sequence, size] -> [sequence, batch, heads x size]."""
+    """Merge [batch, heads, sequence, size] to [sequence, batch, heads x size]."""
     return x.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -46,14 +46,13 @@ class KVCache:
     """Keys and values of the tokens of one micro-batch so far, by attention layer."""
 
     def __init__(self, room: int) -> None:
-        """`room`: maximum number of tokens."""
+        """Create an empty cache of at most `room` tokens."""
         self._room = room
         self._layers: dict[nn.Module, list[Tensor]] = {}
-        """Keys and values [batch, heads, room, head size]."""
+        """Keys and values [batch, heads, room, head size] by layer."""
 
     def append(self, layer: nn.Module, qkv: QKV, first: int) -> QKV:
-        """Store the keys and values of tokens `first`, `first` + 1, ..., replacing later ones; returns their queries
-        with the keys and values of all tokens up to the last of them."""
+        """Store the keys and values of tokens from `first` on; return those of all tokens up to the last of them."""
         batch, heads, length, size = qkv.key.shape
         if layer not in self._layers:
             self._layers[layer] = [x.new_empty(batch, heads, self._room, size) for x in (qkv.key, qkv.value)]

@@ -1,5 +1,4 @@
-"""Makes parameters of the shapes in the placement table, on the meta device, without memory; the flat parameters of
-`pangu.zero` give them storage and initial values."""
+"""Parameters on the meta device with the shapes of the placement table; `pangu.zero` adds storage and values."""
 
 from __future__ import annotations
 
@@ -26,27 +25,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Builder:
-    """The placement table, the path of a module, e.g. `layers.3.attention`, and the tensor-parallel group."""
+    """Placement table, path of a module such as `layers.3.attention`, and parallel groups, to build layers from."""
 
     table: PlacementTable = field(default_factory=PlacementTable)
     path: str = ""
     region: TensorRegion = field(default_factory=TensorRegion)
-    """Layers read it; models only pass it on."""
+    """Tensor-parallel region, which only layers read."""
     context: ContextRegion | None = None
-    """Those that share a sequence; None: nobody does."""
+    """Context-parallel region; None: sequences are not split."""
     store: WeightGradientStore | None = None
-    """Takes the gradients of the words' table and of the head; None: they are autograd's."""
+    """Store for the gradients of token embedding and head; None: autograd's."""
     layers_store: WeightGradientStore | None = None
-    """The same for the matrices of layers."""
+    """Store for the gradients of the matrices of layers; None: autograd's."""
     scales: Fp8Scales | None = None
     balance: ExpertBalance | None = None
-    """Of a model with experts."""
     experts: ExpertRegion | None = None
-    """Of a layout that splits the experts."""
 
     @classmethod
     def on(cls, mesh: Mesh, config: RunConfig, **fields: Any) -> Builder:
-        """An empty one, for training on a rank of `mesh`."""
+        """Return an empty builder for training on a rank of `mesh`."""
         region, context, experts = TensorRegion.of(mesh, config.parallel.overlap_chunks), None, None
         if mesh.layout.context > 1:
             from pangu.collectives.context import ContextRegion
@@ -59,19 +56,23 @@ class Builder:
         return cls(region=region, context=context, experts=experts, **fields)
 
     def at(self, name: object) -> Builder:
+        """Return the builder of a child module."""
         return replace(self, path=self._below(str(name)))
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of this name below the path, as `named_parameters` will give it."""
+        """Return the parameter of this name below the path, as in `named_parameters`."""
         return nn.Parameter(torch.empty(self.table.shapes[self._below(name)], device="meta"))
 
     def optional(self, name: str) -> nn.Parameter | None:
+        """Return the parameter of this name, or None if the table has none."""
         return self.parameter(name) if self._below(name) in self.table.shapes else None
 
     def placements(self, name: str) -> list[Placement]:
+        """Return the logical tensors that are stored in a parameter."""
         return self.table.stored_in(self._below(name))
 
     def fp8_products(self, name: str) -> Fp8Products | None:
+        """Return the fp8 matmuls of a parameter, or None without fp8."""
         return None if self.scales is None else self.scales.of(self.placements(name)[0].name)
 
     def _below(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Dropout whose masks neither layout nor device, format, recompute or resume changes: nothing of them is kept."""
+"""Dropout without state, whose masks depend on neither layout, device, format, recompute nor resume."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """Keys of the masks of one micro-batch."""
+    """Keys of the dropout masks of one micro-batch."""
 
     seed: int
     step: int
     samples: tuple[int, ...]
-    """Global indices of the rows of the micro-batch, each one more than the one before."""
+    """Global indices of the rows of the micro-batch, consecutive and ascending."""
     rows: Tensor | None = None
-    """int64 [sequence, batch], keys of sample and position; None: not made yet."""
+    """Keys of sample and position, int64 [sequence, batch]; None: not computed yet."""
     of_heads: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """First head and number of heads -> what `Dropout.rows_of` made of `rows` for them, for all layers."""
+    """First head and number of heads -> keys that `Dropout.rows_of` derives from `rows`, shared by all layers."""
 
     def on(self, tokens: Tensor, part: ContextRank | None = None) -> DropoutKeys:
-        """With `rows` for tokens [batch, sequence], on their device; `part`: they are that part of a sequence."""
+        """Return the keys with `rows` for tokens [batch, sequence], on their device; `part`: part of the sequences."""
         from pangu.layers.dropout_masks import row_keys
 
         assert self.samples == tuple(range(self.samples[0], self.samples[0] + tokens.shape[0])), self.samples
@@ -40,18 +40,17 @@ class DropoutKeys:
 
 
 class Masks(NamedTuple):
-    """What the masks of attention probabilities are made from."""
+    """Keys from which the masks of attention probabilities are made."""
 
     rows: Tensor
-    """int64 [batch, heads / ranks, queries], row keys."""
+    """Row keys, int64 [batch, heads / ranks, queries]."""
     place: Tensor
-    """int64 without dimensions, on the host: the key of the place and the step."""
+    """Key of the place and the step, int64 scalar on the host."""
     probability: float
 
 
 def keys_of_heads(rows: Tensor, like: Tensor, first: int) -> Tensor:
-    """int64 [batch, heads, sequence], of row keys [sequence, batch] and the heads from number `first` on; `like`:
-    [1, heads]."""
+    """Return int64 [batch, heads, sequence] from row keys [sequence, batch], for heads from `first` on (`like`)."""
     from pangu.layers.dropout_masks import row_keys
 
     # -1 is no sample; contiguous once, where every layer's kernel would make it so
@@ -59,18 +58,18 @@ def keys_of_heads(rows: Tensor, like: Tensor, first: int) -> Tensor:
 
 
 class Dropout:
-    """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014).
-    A rank with a shard of a tensor has its part of the mask of the whole."""
+    """Dropout, which scales kept elements by 1 / (1 - probability) (Srivastava et al. 2014)."""
 
+    # A rank with a shard of a tensor applies its part of the mask of the full tensor.
     def __init__(self, build: Builder, probability: float, name: str) -> None:
-        """`name` is unique below the path of `build`."""
+        """Create a dropout, whose `name` is unique below the path of `build`."""
         self.probability = probability
         self.place = build.at(name).path
         self.region = build.region
 
     def hidden(self, x: Tensor, keys: DropoutKeys | None, residual: Tensor | None = None) -> Tensor:
-        """Of hidden states [sequence (/ ranks with sequence parallelism), batch, hidden]; `residual` is added, in the
-        same kernel. `keys` is None in evaluation: no dropout."""
+        """Drop from hidden states [sequence (/ ranks with sequence parallelism), batch, hidden], and add `residual`."""
+        # One kernel for both; `keys` is None in evaluation: no dropout.
         if keys is None or self.probability == 0.0:
             return x if residual is None else residual + x
         from pangu.layers.dropout_masks import DropAndAdd
@@ -80,7 +79,7 @@ class Dropout:
         return DropAndAdd.apply(x, residual, rows, self.key(keys), self.probability)
 
     def probabilities(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
-        """Of attention probabilities [batch, heads / ranks, queries, keys]."""
+        """Drop from attention probabilities [batch, heads / ranks, queries, keys]."""
         if keys is None or self.probability == 0.0:
             return x
         from pangu.layers.dropout_masks import DropAndAdd
@@ -88,8 +87,7 @@ class Dropout:
         return DropAndAdd.apply(x, None, self.rows_of(x, keys), self.key(keys), self.probability)
 
     def rows_of(self, x: Tensor, keys: DropoutKeys) -> Tensor:
-        """int64 [batch, heads / ranks, queries], row keys of probabilities [batch, heads / ranks, queries, keys] or of
-        queries [batch, heads / ranks, queries, head size]."""
+        """Return row keys int64 [batch, heads / ranks, queries] of probabilities [..., keys] or queries [..., size]."""
         assert keys.rows is not None
         heads = self.region.rank * x.shape[1], x.shape[1]
         if heads not in keys.of_heads:
@@ -97,15 +95,15 @@ class Dropout:
         return keys.of_heads[heads]
 
     def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:
-        """Those of `probabilities`, for a kernel that makes them itself; None: nothing is dropped."""
+        """Return the masks of `probabilities` for a kernel that applies them itself; None: no dropout."""
         if keys is None or self.probability == 0.0:
             return None
         return Masks(self.rows_of(query, keys), torch.tensor(self.key(keys)), self.probability)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
-        """The probability for a fused kernel; 0 without keys. Seeds the generator of the device, from which the kernel
-        draws one mask for all its rows: recompute and resume repeat it, but it depends on the micro-batch size and on
-        how heads are sharded."""
+        """Return the probability for a fused kernel, or 0 without keys, and seed the device's generator."""
+        # The kernel draws one mask for all its rows: recompute and resume repeat it, but it depends on the micro-batch
+        # size and on the sharding of heads.
         if keys is None or self.probability == 0.0:
             return 0.0
         assert keys.rows is not None
@@ -116,5 +114,5 @@ class Dropout:
         return self.probability
 
     def key(self, keys: DropoutKeys) -> int:
-        """Of the place and the step, as a signed integer."""
+        """Return the key of the place and the step, as a signed integer."""
         return random_key(keys.seed, keys.step, self.place) - 2**63

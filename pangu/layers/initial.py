@@ -13,15 +13,15 @@ from pangu.topology.placement import Placement
 from pangu.topology.random import generator, random_key
 
 TILE = 128
-"""Edge of the square tiles that are drawn one by one, so that any slice of a matrix can be drawn without the rest."""
+"""Edge of the square tiles that are drawn independently, so that any slice of a matrix can be drawn by itself."""
 BAND = 2**22
-"""Elements drawn at a time for a device, or one row of tiles: bounds the host memory beside the tensor."""
+"""Number of elements drawn at a time for a device (at least a row of tiles), which bounds host memory."""
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ...] | None = None) -> None:
-    """Write initial values into `tensor`, a rectangle of a logical tensor on any device and in any float format, whose
-    first element has the global index `offsets` (None: this rank's slice). A vector is a matrix of one column."""
+    """Initialize `tensor`, a rectangle of a logical tensor at the global index `offsets` (None: this rank's slice)."""
+    # A vector is a matrix of one column; any device and float format will do.
     if placement.std is None:
         tensor.fill_(placement.constant)
         return
@@ -33,28 +33,27 @@ def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ..
     stop, band = row + matrix.shape[0], max(1, BAND // (TILE * matrix.shape[1])) * TILE
     for top in range(row // TILE * TILE, stop, band):
         low, high = max(top, row), min(top + band, stop)
-        # the next band is drawn while this one is copied: page-locked memory is not given out again before that is done
+        # draw the next band while this one is copied: pinned memory is not reused before the copy is done
         values = host_memory((high - low) * matrix.shape[1], torch.float32, tensor.device).view(high - low, -1)
         draw(values, placement, seed, low, column)
         matrix[low - row : high - row].copy_(values, non_blocking=True)
 
 
 def draw(values: Tensor, placement: Placement, seed: int, row: int, column: int) -> None:
-    """Write the normal values from the global index (row, column) on into `values`, a matrix in fp32 on the CPU, by as
-    many threads as torch uses."""
+    """Fill the fp32 CPU matrix `values` with normal values from the global index (row, column) on, in parallel."""
     block, std = values.numpy(), np.float32(placement.std)
     stop, end = row + block.shape[0], column + block.shape[1]
     tops, lefts = range(row // TILE * TILE, stop, TILE), range(column // TILE * TILE, end, TILE)
-    tiles = iter([(top, left) for top in tops for left in lefts])  # shared: each thread takes the next one
+    tiles = iter([(top, left) for top in tops for left in lefts])  # shared by the threads
 
     def draw_tiles() -> None:
         tile, source = np.empty((TILE, TILE), np.float32), generator()
-        # a new key in the first state makes a new generator, in a tenth of the time, in which no other thread runs
+        # resetting the key is ten times faster than a new generator, whose construction also blocks other threads
         state = source.bit_generator.state
         for top, left in tiles:
             state["state"]["key"][0] = random_key(seed, placement.name, top // TILE, left // TILE)
             source.bit_generator.state = state
-            # whole tiles are drawn even at the border, so that a tile's numbers do not depend on the tensor's size
+            # draw full tiles even at the border, so that a tile's values do not depend on the tensor's size
             source.standard_normal(out=tile, dtype=np.float32)
             low, high, near, far = max(top, row), min(top + TILE, stop), max(left, column), min(left + TILE, end)
             part = tile[low - top : high - top, near - left : far - left]

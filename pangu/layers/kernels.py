@@ -1,4 +1,4 @@
-"""The attention kernels."""
+"""Attention kernels that run everywhere, and their interface."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 
 class QKV(NamedTuple):
+    """Queries, keys and values of attention."""
+
     query: Tensor
-    """[batch, heads, sequence, head size]."""
+    """Queries [batch, heads, sequence, head size]."""
     key: Tensor
-    """The same, or fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023), or a longer
-    sequence, which ends with the queries; `value` likewise."""
+    """Keys and values as `query`, or with fewer heads (Ainslie et al. 2023), or for more tokens up to the queries."""
     value: Tensor
 
     @property
     def is_grouped(self) -> bool:
+        """True if several query heads share a key head."""
         return self.query.shape[1] != self.key.shape[1]
 
     def ungrouped(self) -> QKV:
-        """With keys and values repeated for every query head."""
+        """Return queries, keys and values with the latter two repeated for every query head."""
         repeats = self.query.shape[1] // self.key.shape[1]
         if repeats == 1:
             return self
@@ -39,6 +41,8 @@ class QKV(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskAndBias:
+    """Mask and position bias of one micro-batch."""
+
     mask: AttentionMask
     bias: Bias | None
     length: int
@@ -46,43 +50,44 @@ class MaskAndBias:
     dtype: torch.dtype
     device: torch.device
     first: int = 0
-    """Position of the first query; the keys before it come from a KV cache."""
+    """Position of the first query; earlier keys come from a KV cache."""
 
     def dense_mask(self) -> Tensor:
-        """bool [batch or 1, 1, queries, sequence], true where the query sees the key."""
+        """Return bool [batch or 1, 1, queries, sequence], true where the query sees the key."""
         return self.mask.dense(self.length, self.device, self.first)
 
     def dense_bias(self, dtype: torch.dtype) -> Tensor:
-        """[batch or 1, heads / ranks or 1, queries, sequence]: the bias, -inf where the mask forbids."""
+        """Return the bias [batch or 1, heads / ranks or 1, queries, sequence], -inf where the mask forbids."""
         bias = torch.zeros((), device=self.device) if self.bias is None else self.bias.dense(self.first)
         return torch.where(self.dense_mask(), bias.to(dtype), -math.inf)
 
 
 class Kernel(Protocol):
-    """softmax(q kᵀ / sqrt(head size) + bias) v over the keys that the mask allows. Made for one forward over a
-    micro-batch, called by every layer."""
+    """Attention kernel, created per micro-batch and called by every layer: softmax(q kᵀ / sqrt(head size) + bias) v."""
 
+    # `keys` of None: no dropout. `below`: scores [batch, heads, queries, keys] of the layer below, to be added; only
+    # kernels with the ability `scores` get any.
     def __init__(self, terms: MaskAndBias) -> None:
         """Compute what all layers share."""
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention [the shape of `query`] and the scores before bias and mask; None from a kernel that never stores
-        them. `keys` None: no dropout. `below`: scores [batch, heads, queries, keys] of the layer below, which are
-        added; only a kernel with the ability `scores` gets any."""
+        """Return attention, shaped as `query`, and the scores before bias and mask (None if never stored)."""
 
 
 class Reference:
-    """Explicit scores and a softmax in fp32 (fp64 in fp64)."""
+    """Kernel with explicit scores and a softmax in fp32 (fp64 in fp64)."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Compute the bias with the mask."""
         self.bias = terms.dense_bias(torch.promote_types(terms.dtype, torch.float32))
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = qkv.ungrouped()
+        """Return attention and scores; see `Kernel`."""
         scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
         if below is not None:
             scores = scores + below
@@ -91,9 +96,10 @@ class Reference:
 
 
 class Sdpa:
-    """torch's scaled_dot_product_attention."""
+    """Kernel that calls torch's scaled_dot_product_attention."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Compute the mask, if it is not causal only."""
         self.mask: Tensor | None = None
         if terms.bias is not None:
             self.mask = terms.dense_bias(terms.dtype)
@@ -103,6 +109,8 @@ class Sdpa:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        # with a mask, no fused kernel supports grouped heads
+        """Return attention; see `Kernel`."""
         # with a mask, no fused kernel reads grouped heads as they are
         parts = qkv if self.mask is None else qkv.ungrouped()
         output = F.scaled_dot_product_attention(
@@ -119,7 +127,7 @@ KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
 
 
 def kernel_named(name: str) -> type[Kernel]:
-    """By a value of `model.attention`; `pangu.config.attention` says what each can do."""
+    """Return the kernel class of a value of `model.attention`; see `pangu.config.attention` for their abilities."""
     if name in KERNELS:
         return KERNELS[name]
     from pangu.layers.gpu_kernels import GPU_KERNELS
@@ -128,6 +136,5 @@ def kernel_named(name: str) -> type[Kernel]:
 
 
 def densely_masked(kernel: type[Kernel]) -> type[Kernel]:
-    """The kernel for queries whose keys lie in a cache, and for documents whose bounds nobody knows: `sdpa` in place of
-    one that needs bounds, or as many queries as keys."""
+    """Return a kernel for cached keys or documents without bounds: `sdpa` if `kernel` cannot handle these."""
     return kernel if kernel is Reference else Sdpa

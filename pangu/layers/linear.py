@@ -1,4 +1,4 @@
-"""Parallel linear layers, embeddings and norms, of the shapes and cuts in the placement table.
+"""Parallel linear layers, embeddings and norms, of the shapes and shards in the placement table.
 
 On one rank they are the ordinary layers. On two ranks, y = x Wᵀ with W stored as [outputs, inputs]:
 
@@ -8,14 +8,14 @@ On one rank they are the ordinary layers. On two ranks, y = x Wᵀ with W stored
 >>> (x @ W.t()).tolist()
 [9, 12, 14, 7]
 
-Column parallel: every rank has the whole x and some of the outputs. The columns of A in Y = XA are cut (Shoeybi et al.
-2019, section 3), hence the rows of W. Forward sends nothing.
+Column parallel: every rank has the full x and some of the outputs. The columns of A in Y = XA are split (Shoeybi et al.
+2019, section 3), hence the rows of W. The forward pass sends nothing.
 
 >>> [(x @ rows.t()).tolist() for rows in W.chunk(2, dim=0)]
 [[9, 12], [14, 7]]
 
 Row parallel: every rank has some of the inputs and a part of every output; the parts are summed by an all-reduce (a
-reduce-scatter with sequence parallelism). The rows of A are cut, hence the columns of W.
+reduce-scatter with sequence parallelism). The rows of A are split, hence the columns of W.
 
 >>> y0, y1 = (part @ columns.t() for part, columns in zip(x.chunk(2), W.chunk(2, dim=1)))
 >>> y0.tolist(), y1.tolist(), (y0 + y1).tolist()
@@ -36,109 +36,113 @@ from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, 
 
 
 class ParallelLinear(nn.Module):
-    """A matrix, with its bias if the table has one, that the tensor-parallel ranks share along `dim`."""
+    """Linear layer, with bias if the table has one, that tensor-parallel ranks split along `dim`."""
 
     def __init__(self, build: Builder, name: str, dim: int) -> None:
-        """`build` stands at the parent, whose attribute `name` holds this layer; the ranks must divide `dim`."""
+        """Build attribute `name` of the parent, at which `build` is; the group size must divide `dim`."""
         super().__init__()
         self.placements, self.dim = build.placements(f"{name}.weight"), dim
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
         self.region, self.store, self.fp8 = build.region, build.layers_store, build.fp8_products(f"{name}.weight")
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.in_graph: Callable[[ParallelLinear, Tensor], Tensor] | None = None
-        """Stands for it in the graph of a compiled layer."""
+        """Replacement in the graph of a compiled layer."""
 
     def logical(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        """Global shape of the only matrix and of its bias, and the dimension along which each is sharded."""
+        """Return the global shape of the only matrix and of its bias, with the dimension of each that is sharded."""
         shape = self.placements[0].shape
         return {"weight": (shape, self.dim), "bias": (shape[:1], None if self.dim else 0)}
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = x Wᵀ + b with the *outputs* sharded, for one or several logical projections of the same input."""
+    """Linear layer y = x Wᵀ + b with sharded *outputs*, for one or several projections of the same input."""
 
     def __init__(self, build: Builder, name: str, from_table: bool = False) -> None:
-        """`from_table`: the input comes from a `PositionEmbedding` of all positions. Nothing is communicated: every
-        rank looks its input up, and the table's gradients are summed once per step."""
+        """Build the layer; with `from_table`, its input is a full lookup of a `PositionEmbedding` on every rank."""
+        # Then nothing is communicated per layer: the gradients of the table are summed once per step.
         super().__init__(build, name, dim=0)
         self.region = TensorRegion() if from_table else build.region
         self.widths = [placement.local_shape[0] for placement in self.placements]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
+        """Map [sequence (/ ranks with sequence parallelism), ..., inputs] to [sequence, ..., outputs / ranks]."""
         if self.in_graph is not None and torch.compiler.is_compiling():
             return self.in_graph(self, x)
         return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = x Wᵀ + b with the *inputs* sharded; the partial sums are added up, then the bias once."""
+    """Linear layer y = x Wᵀ + b with sharded *inputs*; the bias is added once, after the sum over ranks."""
 
     def __init__(self, build: Builder, name: str) -> None:
+        """Build attribute `name` of the parent."""
         super().__init__(build, name, dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
+        """Map [sequence, ..., inputs / ranks] to [sequence (/ ranks with sequence parallelism), ..., outputs]."""
         if self.in_graph is not None and torch.compiler.is_compiling():
             return self.in_graph(self, x)
         return row_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of word vectors with its rows sharded; each rank looks up its words, and results are summed. Shares are
-    equal; where the ranks do not divide the rows, the last share ends in padding."""
+    """Token embedding with sharded rows: ranks look up their own tokens, and the results are summed."""
 
+    # Shares are equal; if the group size does not divide the rows, the last share ends in padding.
     def __init__(self, build: Builder, name: str) -> None:
+        """Build attribute `name` of the parent."""
         super().__init__()
         (table,) = build.placements(f"{name}.weight")
         self.region, self.store, self.rows = build.region, build.store, table.shape[0]
         self.weight = build.parameter(f"{name}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [sequence, batch] -> [sequence (/ ranks with sequence parallelism), batch, width]."""
+        """Map ids int64 [sequence, batch] to [sequence (/ ranks with sequence parallelism), batch, width]."""
         if self.region.size == 1:
             return lookup(ids, self.weight, self.store)
         start, stop = self.region.bounds(self.rows)
         elsewhere = (ids < start) | (ids >= stop)
-        # other ranks' words stand for any rows: gradients of the same one, though they are 0, wait for each other
+        # spread the other ranks' ids over all rows: gradients of one row, even zeros, would wait for each other
         vectors = lookup((ids - start) % len(self.weight), self.weight, self.store)
         return leave(vectors.masked_fill(elsewhere[..., None], 0.0), self.region)
 
 
 class PositionEmbedding(nn.Module):
-    """A table of position vectors, replicated on every rank."""
+    """Position embedding, replicated on every rank."""
 
     def __init__(self, build: Builder, name: str, whole: bool = False) -> None:
-        """`whole`: every rank looks up all positions, for its heads; otherwise those of its slice of the sequence."""
+        """Build the table; with `whole`, every rank looks up all positions, else those of its slice of the sequence."""
         super().__init__()
         self.region = TensorRegion() if whole else build.region
         self.weight = build.parameter(f"{name}.weight")
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> [sequence (/ ranks with sequence parallelism, if not `whole`), batch, width]."""
+        """Map positions int64 [batch, sequence] to [sequence (/ ranks with sequence parallelism), batch, width]."""
         return F.embedding(self.region.local_sequence(positions.t()), self.weight)
 
 
 class LayerNorm(nn.Module):
-    """Layer norm (Ba et al. 2016) with biased variance; statistics are fp32 whatever the input's format."""
+    """Layer norm (Ba et al. 2016) with biased variance and fp32 statistics."""
 
     def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
-        """`eps` stands inside the root; `of_heads`: it norms heads, which are sharded over tensor-parallel ranks."""
+        """Build gain and bias; `eps` is inside the root; `of_heads`: the normed heads are sharded over ranks."""
         super().__init__()
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean(x²) + eps) times a gain (Zhang & Sennrich 2019, equation 4), without bias; fp32 statistics."""
+    """Root-mean-square norm, x / sqrt(mean(x²) + eps) times a gain (Zhang & Sennrich 2019, equation 4), in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def make_norm(build: Builder, name: str, eps: float, kind: str, of_heads: bool = False) -> nn.Module:
-    """`layernorm` or `rmsnorm`; other arguments as for `LayerNorm`."""
+    """Return a norm of kind `layernorm` or `rmsnorm`; other arguments as in `LayerNorm`."""
     return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, eps, of_heads)

@@ -1,4 +1,4 @@
-"""The head and the loss, over a vocabulary that is sharded over the tensor-parallel ranks."""
+"""Head and loss over a vocabulary that is sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 
 
 class Head(nn.Module):
-    """The output matrix, without bias, and the loss. A tied head (Press & Wolf 2017) uses the word embedding."""
+    """Output matrix, without bias, and loss; a tied head (Press & Wolf 2017) uses the token embedding."""
 
     def __init__(self, build: Builder, vocab: int, chunk: int | None) -> None:
-        """`vocab`: number of words, without padding. `chunk`: tokens whose logits exist at a time; None: all."""
+        """Build the head for `vocab` tokens, without padding; `chunk`: tokens with logits at a time (None: all)."""
         super().__init__()
         self.region = build.region
         self.store = build.store
@@ -26,15 +26,16 @@ class Head(nn.Module):
     def loss(
         self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor, scale: Tensor | None = None
     ) -> Tensor:
-        """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states). `hidden`: [sequence (/
-        ranks with sequence parallelism), batch, width]; `table`: this rank's rows of the output matrix [vocab / ranks,
-        width], padding included; `labels` (int64) and `weights` (0 where a token does not count): [batch, sequence].
-        `scale`: the gradient that the sum is going to be given in backward, None: 1; of chunks gradients are made with
-        it, whatever comes then."""
+        """Return the sum over tokens of weight x negative log likelihood, in fp32 (fp64 for fp64 states).
+
+        `hidden`: [sequence (/ ranks with sequence parallelism), batch, width]; `table`: output matrix [vocab / ranks,
+        width], with padding; `labels` (int64), `weights`: [batch, sequence]; `scale`: gradient of the sum (None: 1),
+        required early in chunks.
+        """
         tokens = enter(hidden, self.region).flatten(0, 1)
         flat_labels, flat_weights = labels.t().flatten(), weights.t().flatten()
         if self.chunk is None or self.chunk >= len(tokens):
-            # the states are whole already
+            # the states are gathered already
             logits = column_parallel_matmul(tokens, table, None, ALONE, self.store)
             losses = VocabParallelLoss.apply(logits, flat_labels, self.region, self.vocab)
             return (losses * flat_weights).sum()

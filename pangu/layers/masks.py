@@ -1,4 +1,4 @@
-"""Which keys a query may see."""
+"""Attention masks: the keys that a query may see."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A query sees the keys at or before it in its document and in the window that ends with it."""
+    """Causal attention mask, optionally within documents, a sliding window and sparse blocks."""
 
     documents: Tensor | None = None
-    """int64 [batch, sequence], the document of each token, a run of neighbours; None: one document."""
+    """Document of each token, contiguous, int64 [batch, sequence]; None: one document."""
     window: int | None = None
-    """Keys in the window (Beltagy et al. 2020, section 3.1, to one side); None: all."""
+    """Number of keys in the window (Beltagy et al. 2020, section 3.1, one-sided); None: all."""
+    # documents may be empty, and none spans two rows
     bounds: Tensor | None = None
-    """int32, bounds of the documents in the flattened batch, from 0 to batch x sequence; a document may be empty, none
-    spans two rows. None: one document, or not known."""
+    """Document bounds in the flattened batch, int32, from 0 to batch x sequence; None: one document, or unknown."""
+    # earlier documents change nothing, as if a text were generated alone
     sparse: BlockPattern | None = None
-    """Blocks that a query sees, counted from the start of its document: what stands before it changes nothing, as when
-    a text is generated alone. None: all."""
+    """Blocks that a query sees, counted from the start of its document; None: all."""
 
     @property
     def is_plain_causal(self) -> bool:
+        """True if the mask is causal and nothing else."""
         return self.documents is None and self.window is None and self.sparse is None
 
     def rule(self) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]:
-        """FlexAttention's `mask_mod`: (row, head, query, key), int64 tensors that broadcast -> whether the key is seen;
-        the same for all heads."""
+        """Return FlexAttention's `mask_mod`: broadcastable int64 (row, head, query, key) -> seen; for all heads."""
         in_blocks = None if self.sparse is None else self.sparse.rule(self.documents)
 
         def sees(batch: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -50,8 +50,7 @@ class AttentionMask:
         return sees
 
     def dense(self, length: int, device: torch.device, first: int = 0, stop: int | None = None) -> Tensor:
-        """bool [batch or 1, 1, stop - first, sequence]: whether row (query, from `first` on; `stop` None: to the end)
-        sees column (key)."""
+        """Return bool [batch or 1, 1, stop - first, sequence]: True if row (query, from `first`) sees column (key)."""
         rows = 1 if self.documents is None else self.documents.shape[0]
         batch = torch.arange(rows, device=device)[:, None, None, None]
         keys = torch.arange(length, device=device)

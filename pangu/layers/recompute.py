@@ -1,4 +1,4 @@
-"""Recompute: save only the inputs of a computation, and repeat it in backward (Chen et al. 2016)."""
+"""Recompute: save only the inputs of a computation, and repeat it in the backward pass (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from pangu.layers.offload import Offload
 
 Saved = Tensor | Callable[[], Tensor]
-"""A saved tensor, or a function that brings it back."""
+"""Saved tensor, or a function that restores it."""
 Result = TypeVar("Result")
 
 
 def address(tensor: Tensor) -> int:
-    """Address of the storage, the same for all views of it; on the meta device too."""
+    """Return the address of a tensor's storage, equal for all its views, also on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
-    """`compute(*arguments)`, of which, if `on`, only the inputs are saved for backward. The recompute ends with the
-    last tensor that backward needs, so a final matmul is not repeated. Dropout needs no generator state: its masks are
-    functions of keys."""
+    """Return `compute(*arguments)`, saving only the inputs for the backward pass if `on`."""
+    # The recompute stops at the last tensor that the backward pass needs, so a final matmul is not repeated. Dropout
+    # needs no generator state: its masks are functions of keys.
     if not on:
         return compute(*arguments)
-    # a checkpoint saves the tensors among its arguments where hooks see it; those inside tuples it only holds
+    # a checkpoint saves its tensor arguments through hooks, but merely references tensors inside tuples
     leaves, structure = tree_flatten(arguments)
     return checkpoint(
         lambda *leaves: compute(*tree_unflatten(leaves, structure)),
@@ -42,18 +42,18 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
 
 
 class SavedTensors:
-    """Keeps, recomputes or offloads the tensors that the layers of one forward save for backward. Hooks see whatever
-    autograd saves, so layers need no code for it."""
+    """Tensors saved by the layers of one forward pass, which hooks keep, recompute or offload."""
 
+    # Hooks see all that autograd saves, so layers need no code for it.
     def __init__(self, offload: Offload | None = None) -> None:
-        """`offload` moves what is not recomputed; None: it stays."""
+        """Keep all saved tensors that are not recomputed on the device, or pass them to `offload`."""
         self._offload = offload
         self._recomputed: dict[int, Callable[[], Tensor]] = {}
-        """Address of a tensor -> the function that recomputes it."""
+        """Address of a tensor -> function that recomputes it."""
 
     @contextmanager
     def layer(self, last: bool) -> Iterator[None]:
-        """The block in which a layer computes; `last`: the forward ends with it."""
+        """Return the context in which a layer computes; `last`: the forward pass ends with it."""
         if self._offload is None:
             yield
             return
@@ -64,9 +64,9 @@ class SavedTensors:
 
     @contextmanager
     def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:
-        """`compute(source)`. Within the block, whoever saves it saves `source` instead, and it is recomputed when the
-        backward of that begins. Unlike a checkpoint around both, this never repeats the consumer or its communication.
-        It saves memory where `source` is saved anyway, as for the backward of a norm."""
+        """Yield `compute(source)`; in the block, save `source` in its place and recompute it in the backward pass."""
+        # Unlike a checkpoint around both, this never repeats the consumer or its communication. It saves memory if
+        # `source` is saved anyway, as for the backward pass of a norm.
         output = compute(source)
         if not (on and torch.is_grad_enabled()):
             yield output
@@ -80,7 +80,7 @@ class SavedTensors:
         self._recomputed[address(output)] = recompute
         with saved_tensors_hooks(self._pack, _unpack):
             yield output
-        del self._recomputed[address(output)]  # this still holds it, so no other tensor has had its address
+        del self._recomputed[address(output)]  # still alive, so its address is unique
 
     def _pack(self, tensor: Tensor) -> Saved:
         recompute = self._recomputed.get(address(tensor))

@@ -1,14 +1,14 @@
-"""Tensor-parallel matmuls, with their communication hidden behind them, and lookups in tables.
+"""Tensor-parallel matmuls that overlap their communication, and embedding lookups.
 
-Communication overlaps in two ways. Matmuls are cut along the sequence into `region.chunks` chunks: one is gathered or
-summed while another is computed. And in backward of a column-parallel one the gather of x runs behind the matmul for
-x's gradient, and the sum of that gradient (of its last chunk) behind the matmul for W's:
+Communication overlaps in two ways. Matmuls are split along the sequence into `region.chunks` chunks: one is gathered or
+summed while another is computed. In the backward pass of a column-parallel one, dgrad hides the gather of x, and wgrad
+hides the sum of dx (of its last chunk):
 
     communication   | gather x            | sum dx, chunk 1 | sum dx, chunk 2 |
     computation     | dx of chunk 1 | dx of chunk 2 | dW = dyᵀ x      |
 
-A matmul is two nodes of the graph: the first saves the tensors and does backward, the second computes the value. A
-recompute ends where the last tensor is saved, and so before a matmul whose value is not needed again.
+A matmul is two nodes of the graph: the first saves the tensors and runs backward, the second computes the value. A
+recompute ends when the last tensor is saved, and so before a matmul whose value is not needed again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Multiply = Callable[[Tensor], Tensor]
 
 
 class Use(NamedTuple):
-    """Of a weight in a matmul."""
+    """Weight with its options in a matmul."""
 
     weight: Tensor
     bias: Tensor | None
@@ -48,17 +48,17 @@ class Use(NamedTuple):
 def column_parallel_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, fp8: Fp8 = None
 ) -> Tensor:
-    """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
+    """Return x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
     x [sequence (/ ranks with sequence parallelism), ..., inputs], weight [outputs / ranks, inputs], bias [outputs /
-    ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is, and gathered again in backward; weight and bias are
-    leaves, whose gradients `store` takes while it is open. `fp8`: multiplies in training; communication stays in the
-    format of x.
+    ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is and gathered again in the backward pass; an open
+    `store` takes the gradients of weight and bias, which are leaves. `fp8` is for training; communication keeps the
+    dtype of x.
     """
     fp8 = fp8 if torch.is_grad_enabled() else None
     if region.size == 1 and store is None and fp8 is None:
         return F.linear(x, weight, bias)
-    x = x.contiguous()  # both passes would copy it
+    x = x.contiguous()  # or both passes would copy it
     rows, use = x.shape[0] * region.num_slices, Use(weight, bias, region, store, fp8)
     backward = _node(ColumnBackward, x, rows, use)
 
@@ -71,10 +71,10 @@ def column_parallel_matmul(
 def row_parallel_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, fp8: Fp8 = None
 ) -> Tensor:
-    """x Wᵀ + b where every rank holds some columns of W: the partial results are summed and the bias is added once.
+    """Return x Wᵀ + b where every rank holds some columns of W; results are summed, and the bias is added once.
 
     x [sequence, ..., inputs / ranks], weight [outputs, inputs / ranks], bias [outputs] -> [sequence (/ ranks with
-    sequence parallelism), ..., outputs]. Otherwise as `column_parallel_matmul`.
+    sequence parallelism), ..., outputs]. Otherwise like `column_parallel_matmul`.
     """
     if region.size == 1:
         return column_parallel_matmul(x, weight, bias, region, store, fp8=fp8)
@@ -89,8 +89,8 @@ def row_parallel_matmul(
 
 
 def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
-    """Rows [..., width] of a table [rows, width], a leaf. A table that is also the head's matrix needs one gradient, so
-    this one goes through the `store` too."""
+    """Return rows [..., width] of a table [rows, width], which is a leaf."""
+    # a table that is also the head's matrix needs one gradient, so this one goes through the `store` as well
     return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store)
 
 
@@ -103,14 +103,14 @@ def _transposed(fp8: Fp8, weight: Tensor) -> Multiply:
 
 
 def _of_rows(x: Tensor, multiply: Multiply) -> Tensor:
-    # flat: for a batch of one, whose strides may be any, torch would multiply each row alone
+    # flat: for a batch of one, whose strides are arbitrary, torch would multiply each row by itself
     rows = multiply(x.flatten(0, -2))
     return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 def _gather_and_multiply(x: Tensor, multiply: Multiply, region: TensorRegion) -> tuple[list[Tensor], list[Tensor]]:
-    """Gathered chunks of x, and the value of each; all gathers are under way before the first matmul. Without sequence
-    parallelism x is one chunk."""
+    """Return gathered chunks of x and their products; all gathers start before the first matmul."""
+    # without sequence parallelism, x is one chunk
     if not region.slices_sequence:
         return [x], [_of_rows(x, multiply)]
     gathers = [start_gather(chunk, region) for chunk in x.tensor_split(min(region.chunks, x.shape[0]))]
@@ -122,12 +122,11 @@ def _gather_and_multiply(x: Tensor, multiply: Multiply, region: TensorRegion) ->
 
 
 def _multiply_and_sum(x: Tensor, multiply: Multiply, region: TensorRegion) -> list[Callable[[], Tensor]]:
-    """Values of chunks of the whole x, each being summed while the next is computed.
-
-    A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's slice:
-    with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2 3 6 7.
-    """
-    if region.size == 1:  # nothing is sent that cutting would hide
+    """Return the products of chunks of the full x, each being summed while the next is computed."""
+    # A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's
+    # slice: with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2
+    # 3 6 7.
+    if region.size == 1:  # no communication to overlap
         value = _of_rows(x, multiply)
         return [lambda: value]
     slices = x.unflatten(0, (region.num_slices, -1))
@@ -142,7 +141,7 @@ def _finish(sums: Sequence[Callable[[], Tensor]]) -> Tensor:
 
 
 def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
-    """The whole sequence from chunks that each hold the same rows of every rank's slice."""
+    # Each chunk holds the same rows of every rank's slice: restore the order of the sequence.
     if len(chunks) == 1:
         return chunks[0]
     return torch.cat([chunk.unflatten(0, (region.num_slices, -1)) for chunk in chunks], dim=1).flatten(0, 1)
@@ -162,8 +161,6 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 class _Value(Function):
-    """The value of a matmul; its gradient goes to its `_Backward` node."""
-
     @staticmethod
     def forward(ctx: Any, backward: Tensor, value: Callable[[], Tensor]) -> Tensor:
         return value()
@@ -174,19 +171,22 @@ class _Value(Function):
 
 
 class _Backward(Function):
-    """Does backward. Its output stands for the matmul in the graph: the shape without the memory."""
+    """Graph node of a matmul that runs its backward pass: its output has the shape, but no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, use: Use) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
+        # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.use = use
         return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
 
 
 class ColumnBackward(_Backward):
+    """Backward pass of a column-parallel matmul."""
+
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return dx, and dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
         if _is_open(use.store):
@@ -200,8 +200,11 @@ class ColumnBackward(_Backward):
 
 
 class RowBackward(_Backward):
+    """Backward pass of a row-parallel matmul."""
+
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return dx, and dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
         wholes, values = _gather_and_multiply(grad, _transposed(use.fp8, weight), use.region)
@@ -218,8 +221,8 @@ def _node(kind: type[_Backward], x: Tensor, rows: int, use: Use) -> Tensor:
 
 
 def leaves_no_gradient(x: Tensor, store: Store) -> bool:
-    """Whether a product with x has no edge to its weight in autograd's graph, since it adds to the weight's sum itself:
-    torch calls the hooks of a weight that gets no gradient in another thread; without an edge to it, not at all."""
+    """Return whether a matmul with x leaves its weight out of autograd's graph, adding to the weight's sum itself."""
+    # torch would call the hooks of a weight that gets no gradient in another thread; without an edge, not at all
     return store is not None and store.add_product is not None and x.requires_grad
 
 
@@ -228,7 +231,6 @@ def _is_open(store: Store) -> bool:
 
 
 def _store(use: Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
-    """Store the gradients of W, from x (gathered over `region`) and the output's gradient, and of b."""
     assert use.store is not None
     use.store.put(use.weight, x, region, partial(_weight_gradient, use, grad_of_weight))
     if use.bias is not None:

@@ -1,4 +1,4 @@
-"""The loss of logits over a vocabulary that is sharded over the tensor-parallel ranks."""
+"""Loss of logits over a vocabulary that is sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from pangu.collectives.regions import TensorRegion
 
 
 class VocabParallelLoss(Function):
-    """Cross-entropy that never gathers the logits (Shoeybi et al. 2019, section 3): three numbers per token are
-    reduced, the largest logit, the label's logit and the sum of exponentials. Logits stay in their format: forward
-    reads them, backward reads and overwrites them."""
+    """Cross-entropy that never gathers the logits (Shoeybi et al. 2019, section 3), and keeps their dtype."""
 
+    # Three numbers per token are reduced: largest logit, label's logit and sum of exponentials.
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, region: TensorRegion, vocab: int) -> Tensor:
-        """logits [tokens, vocab / ranks], labels [tokens] -> losses [tokens], in fp32 (fp64 for fp64 logits). Backward
-        overwrites the logits with their gradient: nobody else may read them."""
+        """Map logits [tokens, vocab / ranks] and labels [tokens] to losses [tokens], in fp32 (fp64 for fp64 logits)."""
         losses, log_sum = losses_of(logits, labels, region, vocab)
         ctx.save_for_backward(logits, log_sum, labels)
         ctx.region, ctx.vocab = region, vocab
@@ -29,15 +27,16 @@ class VocabParallelLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Overwrite the logits with their gradient: nothing else may read them."""
         logits, log_sum, labels = ctx.saved_tensors
         overwrite(logits, log_sum, labels, grads[0], ctx.region, ctx.vocab)
         return logits, None, None, None
 
 
 def losses_of(logits: Tensor, labels: Tensor, region: TensorRegion, vocab: int) -> tuple[Tensor, Tensor]:
-    """Of each token the loss, and the logarithm of the sum of the exponentials of all logits."""
-    # loss = log(sum of exp(x - highest)) + highest - x[label]. A rank that sums knows only its largest logit
-    # (`top`), so its sum is multiplied by exp(top - highest) before the ranks' sums are added
+    """Return each token's loss, and the logarithm of the sum of the exponentials of all logits."""
+    # loss = log(sum of exp(x - highest)) + highest - x[label]. A rank knows only its own largest logit (`top`) when it
+    # sums, so its sum is multiplied by exp(top - highest) before the sums are added
     start, stop = region.bounds(vocab)
     statistics, _ = _row_functions(logits.device)
     *tops, total = statistics(logits, labels, start, stop - start).unbind()

@@ -1,4 +1,4 @@
-"""Weight gradients that are computed later than the gradients of inputs, for pipelines without bubbles.
+"""Postponed weight gradients, for pipeline schedules with a split backward pass.
 
 Only the optimizer needs the gradient of a weight, so its computation can fill a gap in a schedule (Qi et al. 2024,
 arXiv 2401.10241, section 2: backward is split into B, for the input, and W, for the weight).
@@ -25,36 +25,36 @@ class _Work(NamedTuple):
 
 
 class WeightGradientStore:
-    """The weight gradients (and those of the biases beside them) that backward has postponed.
+    """Weight and bias gradients that a backward pass has postponed.
 
         with store.open(micro_batch):
             loss.backward()  # gradients of inputs, norms and position vectors
-        store.flush(micro_batch)  # those of matrices
+        store.flush(micro_batch)  # gradients of matrices
 
-    A matrix gets one gradient of a micro-batch however often it was used, as from one backward. (Torch calls its hooks
-    in the first backward too, with a gradient of None.) Each matmul's input and its output's gradient stay in memory;
-    for the head that is the gradient of all logits, unless the loss is computed in chunks: then nothing is postponed.
+    A matrix gets one gradient per micro-batch however often it was used, as from one backward pass. (Torch calls its
+    hooks in the first one too, with a gradient of None.) Each matmul's input and output gradient stay in memory; for
+    the head that is the gradient of all logits, unless the loss is computed in chunks: then nothing is postponed.
     """
 
     def __init__(self) -> None:
+        """Create an empty, closed store."""
         self._stored: dict[Hashable, deque[_Work]] = {}
         self._open: deque[_Work] | None = None
         self.add_product: Callable[..., None] | None = None
-        """Adds the gradient of a matrix, a product of two, to the sum of its gradients (`WeightProducts.add`); None:
-        autograd is given the product."""
+        """Function that adds a weight gradient to its sum (`WeightProducts.add`); None: autograd gets the gradient."""
         self.complete: Callable[[Tensor], None] | None = None
-        """Told that all products of a matrix in a backward have been added, where they did not say so themselves
-        (`WeightProducts.complete`)."""
+        """Function to call if `add_product` was told that more follow, once a weight's gradient is complete."""
         self.add_rows: Callable[..., None] | None = None
-        """The same for the gradient of a table of which rows were looked up (`WeightProducts.add_rows`)."""
+        """Function that adds the gradient of looked-up rows of a table (`WeightProducts.add_rows`), or None."""
 
     @property
     def is_open(self) -> bool:
+        """True while backward passes postpone their weight gradients."""
         return self._open is not None
 
     @contextmanager
     def open(self, key: Hashable) -> Iterator[None]:
-        """Within the block, backward postpones its weight gradients under this key."""
+        """Postpone the weight gradients of backward passes in the block, under this key."""
         assert self._open is None
         assert key not in self._stored, f"{key} waits for flush()"
         self._open = self._stored[key] = deque()
@@ -66,20 +66,21 @@ class WeightGradientStore:
     def put(
         self, parameter: Tensor, part: Tensor, region: TensorRegion, gradient: Callable[[Tensor], Tensor | None]
     ) -> None:
-        """Postpone the gradient of a leaf: `gradient` makes it of `part` [sequence / size, ...], gathered over
-        `region`, or adds it where it belongs and returns None. What both refer to stays in memory until `flush`."""
+        """Postpone the gradient of a leaf, which `gradient` computes from `part` [sequence / size, ...]."""
+        # `part` is gathered over `region` for it. `gradient` returns it, or adds it to its sum and returns None;
+        # tensors that it refers to stay in memory until `flush`.
         assert self._open is not None
         if parameter.requires_grad:
             self._open.append(_Work(parameter, part.detach(), region, gradient))
 
     def parameters(self, key: Hashable) -> set[Tensor]:
-        """Those whose gradients are postponed under this key."""
+        """Return the parameters whose gradients are postponed under this key."""
         return {work.parameter for work in self._stored[key]}
 
     @torch.no_grad()
     def flush(self, key: Hashable) -> None:
-        """Compute the gradients in the order in which they came and give them to the parameters as backward would:
-        added to `grad`, hooks called. The next one's input is gathered while a gradient is computed."""
+        """Compute postponed gradients in order and give them to the parameters like a backward pass (`grad`, hooks)."""
+        # The input of the next one is gathered while a gradient is computed.
         queue = self._stored.pop(key)
         uses_left = Counter(work.parameter for work in queue)
         sums: dict[Tensor, Tensor] = {}
