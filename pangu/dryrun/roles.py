@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import product
 from queue import SimpleQueue
 from threading import Thread
@@ -48,7 +48,7 @@ def run_jobs(jobs: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[dict[s
         DryRunError: if a rank cannot be carried out.
     """
     waiting: SimpleQueue[Worker] = SimpleQueue()
-    workers = [Worker() for _ in range(min(available_cores(), len(jobs)))]
+    workers = [_kept.pop() if _kept else Worker() for _ in range(min(available_cores(), len(jobs)))]
     for worker in workers:
         waiting.put(worker)
 
@@ -62,9 +62,30 @@ def run_jobs(jobs: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[dict[s
     with ThreadPoolExecutor(len(workers)) as pool:
         try:
             yield from pool.map(report, jobs)
+            if _kept is not None:
+                _kept.extend(workers)
+                workers = []
         finally:  # before the pool waits for what is being carried out
             for worker in workers:
                 worker.end()
+
+
+_kept: list[Worker] | None = None
+"""Idle processes for the next jobs; None: processes end with their jobs."""
+
+
+@contextmanager
+def kept_workers() -> Iterator[None]:
+    """Let all jobs within the block share processes, since each takes seconds to start."""
+    global _kept
+    before, _kept = _kept, _kept or []
+    try:
+        yield
+    finally:
+        if before is None:
+            for worker in _kept:
+                worker.end()
+        _kept = before
 
 
 def require_device(report: Mapping[str, Any]) -> None:
@@ -92,22 +113,13 @@ def with_progress(
             yield report
 
 
-def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: DeviceMemoryConfig) -> float:
-    """Return the GiB that a device of a stage needs, by a dry run of a composed configuration.
-
-    Raises:
-        DryRunError: if the rank cannot be carried out.
-    """
-    (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
-    require_device(report)
-    return report["peak"] / 2**30 + memory.overhead_gib(report["groups"])
-
-
-def measured_peaks(
-    jobs: Sequence[tuple[Mapping[str, Any], int]], note_progress: Callable[[], None]
-) -> list[tuple[int, int]]:
-    """Return the most live bytes and the number of process groups of configurations and ranks, each carried out once
-    and then kept in the user's cache folder.
+def measured_gib(
+    jobs: Sequence[tuple[Mapping[str, Any], int]],
+    memory: DeviceMemoryConfig,
+    note_progress: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Return the GiB that a device needs for a composed configuration and rank, each found by a dry run and then kept
+    in the user's cache folder.
 
     Raises:
         DryRunError: if a rank cannot be carried out.
@@ -120,7 +132,7 @@ def measured_peaks(
         for file, report in zip(missing, with_progress(run_jobs(described), len(missing), note_progress), strict=True):
             known[file] = {"peak": report["peak"], "groups": report["groups"]}
             write_cached(file, known[file])
-    return [(known[file]["peak"], known[file]["groups"]) for file in files]
+    return [known[file]["peak"] / 2**30 + memory.overhead_gib(known[file]["groups"]) for file in files]
 
 
 def environment() -> dict[str, str]:

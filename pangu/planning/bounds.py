@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -18,13 +18,13 @@ from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.held import most_held
 from pangu.pipeline.orders import SCHEDULES, reduces_each, splits_backward
-from pangu.pipeline.spans import END, START, Collective, Trace
+from pangu.pipeline.spans import END, START, Axis, Collective, Matmul, Span, SpanKey, Trace, Work
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.buffers import Formats, Shards, buffers_of, copied_bytes, lasting_bytes
 from pangu.planning.cost import collective_seconds, phase_seconds
-from pangu.planning.groups import groups_of
+from pangu.planning.groups import Group, groups_of
 from pangu.planning.plan import Plan
-from pangu.planning.program import Part, Program, Way, shortest
+from pangu.planning.program import SKETCHED, Part, Program, Way, shortest
 from pangu.planning.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
@@ -60,12 +60,17 @@ class Element(NamedTuple):
     """Seconds of copies between device and host in a step."""
 
 
+LeastByKind = dict[str, tuple[Least, Least]]
+"""Kind of module -> what it takes, with backward as a whole and in two parts."""
+
+
 class Bounds:
     """Lower bounds of the time and the memory of layouts."""
 
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
-        self._modules: dict[int, tuple[Trace, dict[str, tuple[Least, Least]]]] = {}
+        self._modules: dict[int, tuple[Trace, LeastByKind]] = {}
+        self._sizes: dict[Any, LeastByKind] = {}
         self._chunks: dict[Any, list[Least]] = {}
         self._lines: dict[Any, list[tuple[int, float, float, float]]] = {}
         self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
@@ -79,12 +84,13 @@ class Bounds:
 
         A stage begins when the first micro-batch has come to it through the chunks before its first one; behind its
         last backward for an input that of the last micro-batch goes back through these, beside its own gradients of
-        weights if they are computed apart.
+        weights if they are computed apart. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
-        key = Way.of(plan)._replace(on_host=False), plan.recomputed, plan.schedule, plan.layers, plan.pipeline
+        plan = plan._replace(offload=tuple(part for part in plan.offload if part != "activations"))  # as much computing
+        key = Way.of(plan), plan.recomputed, plan.schedule, plan.layers, plan.pipeline, self._program.is_prepared(plan)
         if key not in self._lines:
             self._lines[key] = list(self._of_stages(plan))
-        sent = [self._sent(plan, part) for part in self._program.cut(plan).distinct]
+        sent = [*(self._sent(plan, part) for part in self._program.cut(plan).distinct), (0.0, 0.0, 0.0)]
         m, longest, last = plan.micro_batches, 0.0, 0.0
         for place, fixed, each, busy in self._lines[key]:
             of_micro_batch, once, copies = sent[place]
@@ -102,7 +108,7 @@ class Bounds:
         cut, apart = self._program.cut(plan), splits_backward(plan.schedule)
         times = [self._least(plan, part) for part in cut.distinct]
         sums = [[sum(column) for column in zip(*chunks, strict=True)] for chunks in times]
-        seen, forwards, backs = [0] * plan.pipeline, 0.0, 0.0
+        seen, forwards, backs, most = [0] * plan.pipeline, 0.0, 0.0, 0.0
         for stage in cut.stage_of:
             place = cut.alike[stage]
             if not seen[stage]:
@@ -114,40 +120,61 @@ class Bounds:
                 else:
                     yield place, forwards + backs, busy, busy
             one = times[place][seen[stage]]
-            forwards, backs = forwards + one.forward, backs + one.back
+            forwards, backs, most = forwards + one.forward, backs + one.back, max(most, one.forward)
             seen[stage] += 1
+        yield -1, forwards + backs - most, most, math.inf
 
     def _least(self, plan: Plan, part: Part) -> list[Least]:
         """Return what each chunk of a stage takes at least."""
-        key = Way.of(plan), splits_backward(plan.schedule), plan.recomputed, part.content
+        apart, trace = splits_backward(plan.schedule), self._program.known(plan, part)
+        key = Way.of(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
-            plan = plan._replace(offload=())  # which takes as much computing, and may be measured
-            known, chunks = self._measured(plan, self._program.trace(plan, part)), list[Least]()
-            apart = splits_backward(plan.schedule)
-            for kinds in self._program.kinds(plan, part):
-                modules = [known[_word(kind)][apart] for kind in (START, *kinds.all, END)]
-                chunks.append(Least(*map(sum, zip(*modules, strict=True))))
-            self._chunks[key] = chunks
+            least = self._sketched(plan) if trace is None else self._measured(plan, trace)
+            chunks = [(START, *kinds.all, END) for kinds in self._program.kinds(plan, part)]
+            modules = [[_find(least, kind)[apart] for kind in chunk] for chunk in chunks]
+            self._chunks[key] = [Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules]
         return self._chunks[key]
 
-    def _measured(self, plan: Plan, trace: Trace) -> dict[str, tuple[Least, Least]]:
-        """Return what each kind of module takes at least, with backward as a whole and in two parts."""
-        if id(trace) in self._modules:
-            return self._modules[id(trace)][1]
-        groups = groups_of(plan.layout, self._cluster.node)  # inside a layer all ways of a trace send in the same ones
-        least: dict[str, dict[str, float]] = {}
-        for key, span in trace.spans.items():
-            of_kind = least.setdefault(_word(key.module), {})
-            seconds = 0.0 if span is None else phase_seconds(span.work, groups, self._cluster).total
+    def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
+        """Return what each kind of module takes at least, by its spans beside all neighbors."""
+        if id(trace) not in self._modules:
+            groups = groups_of(plan.layout, self._cluster.node)  # inside a layer all plans of a trace send in the same
+            spans = ((key, span.work, span.end) for key, span in trace.spans.items() if span is not None)
+            self._modules[id(trace)] = trace, self._by_kind(spans, groups)
+        return self._modules[id(trace)][1]
+
+    def _sketched(self, plan: Plan) -> LeastByKind:
+        """Return what each kind of module takes at least, if only micro-batches of other sizes have been measured."""
+        one, two = self._program.sketched(plan)
+        key = id(two), plan.micro_size, plan.recompute
+        if key not in self._sizes:
+            both = [(key, one.spans.get(key), span) for key, span in two.spans.items()]
+            at = ((key, _at(plan.micro_size, a, b)) for key, a, b in both if a is not None and b is not None)
+            least = self._by_kind(((key, *of_key) for key, of_key in at), groups_of(plan.layout, self._cluster.node))
+            if plan.recompute == "selective":  # which keeps at least as much as recomputing all
+                kept = {kind: _find(least, f"{kind} recomputed")[0].saved for kind in least}
+                least = {
+                    kind: (a._replace(saved=kept[kind]), b._replace(saved=kept[kind])) for kind, (a, b) in least.items()
+                }
+            self._sizes[key] = least
+        return self._sizes[key]
+
+    def _by_kind(self, spans: Iterable[tuple[SpanKey, Work, float]], groups: Mapping[Axis, Group]) -> LeastByKind:
+        """Return the least of spans, given with their work and the bytes that they leave behind."""
+        found: dict[str, dict[str, float]] = {}
+        for key, work, kept in spans:
+            of_kind = found.setdefault(_word(key.module), {})
+            seconds = phase_seconds(work, groups, self._cluster).total
             of_kind[key.action] = min(seconds, of_kind.get(key.action, math.inf))
-            if key.action == Kind.FORWARD and span is not None:
-                of_kind["saved"] = min(span.end, of_kind.get("saved", math.inf))
-        found = {}
-        for kind, of_kind in least.items():
+            if key.action == Kind.FORWARD:
+                of_kind["saved"] = min(kept, of_kind.get("saved", math.inf))
+        least = {}
+        for kind, of_kind in found.items():
             forward, whole, back, weight, saved = (of_kind.get(key, 0.0) for key in ("F", "B", "I", "W", "saved"))
-            found[kind] = Least(forward, whole, 0.0, saved), Least(forward, back, weight, saved)
-        self._modules[id(trace)] = trace, found
-        return found
+            # with backward not measured in two parts its time is known, but not that of the part for inputs
+            apart = (back, weight) if "I" in of_kind or "W" in of_kind else (0.0, whole)
+            least[kind] = Least(forward, whole, 0.0, saved), Least(forward, *apart, saved)
+        return least
 
     def gib(self, plan: Plan) -> float:
         """GiB of the stage that needs most: states, with activations in flight or the sums of gradients."""
@@ -259,3 +286,37 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
 def _word(kind: str) -> str:
     """Return the kind of a module whatever is kept of it on the device."""
     return kind.replace(" resident", "")
+
+
+def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
+    """Return what a kind of module takes, or one that takes no more."""
+    kind = _word(kind)
+    if kind in least:
+        return least[kind]
+    plain = kind.replace(" recomputed", "").replace(" unreached", "")
+    whole, apart = least.get(plain) or least.get(f"{plain} unreached") or (Least(), Least())
+    return whole._replace(saved=0.0), apart._replace(saved=0.0)
+
+
+_ENDLESS = 2**20
+"""Rows, columns and depth of a matmul that loses nothing at its edges."""
+
+
+def _at(size: int, one: Span, two: Span) -> tuple[Work, float]:
+    """Return the least work of a span, and the bytes that it leaves behind, for micro-batches of `size` sequences, from
+    those of one and of two sequences: memory traffic grows by as much as between these, and matmuls and messages with
+    the tokens, matmuls without the loss at the edges of their tiles."""
+    if size <= len(SKETCHED):
+        return (one, two)[size - 1].work, (one, two)[size - 1].end
+    work, times, more = two.work, size / 2, size - 2
+    matmuls = tuple(
+        matmul._replace(calls=times * matmul.calls)
+        if matmul.fused
+        else Matmul(*(_ENDLESS,) * 3, calls=times * matmul.flops / (2.0 * _ENDLESS**3), fp8=matmul.fp8)
+        for matmul in work.matmuls
+    )
+    sent = tuple(sent._replace(bytes=times * sent.bytes) for sent in work.collectives)
+    nbytes = work.bytes + more * max(0.0, work.bytes - one.work.bytes)
+    host_bytes = work.host_bytes + more * max(0.0, work.host_bytes - one.work.host_bytes)
+    launches, waits = min(work.launches, one.work.launches), min(work.waits, one.work.waits)
+    return Work(matmuls, nbytes, launches, sent, host_bytes, waits), two.end + more * (two.end - one.end)

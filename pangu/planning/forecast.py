@@ -19,7 +19,7 @@ from pangu.planning.cost import Memory, StepTime, memory_of, step_time
 from pangu.planning.plan import Plan
 from pangu.planning.search import search, space_of
 from pangu.planning.search_report import terms_of
-from pangu.topology.layout import Layout
+from pangu.topology.layout import Coordinates, Layout
 
 log = logging.getLogger("pangu")
 
@@ -80,7 +80,8 @@ class Forecast:
         parallel = {**asdict(config.parallel), "data": layout.data, "allowed": ()}
         expected = f"memory: about {needed:.3g} GiB expected, and {self.cluster} has {self.room_gib:g}"
         try:
-            needed = measured_gib({**asdict(config), "parallel": parallel}, layout, self.stage, cluster.memory)
+            job = {**asdict(config), "parallel": parallel}, layout.rank(Coordinates(self.stage, 0, 0))
+            (needed,) = measured_gib([job], cluster.memory, note_progress)
         except DryRunError as error:
             log.warning("%s; no dry run could confirm it (%s)", expected, error)
             return

@@ -16,7 +16,7 @@ from pangu.dryrun.traces import Chunk, Request, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.held import most_held
-from pangu.pipeline.orders import splits_backward
+from pangu.pipeline.orders import SIMPLEST, splits_backward
 from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
 from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
@@ -27,6 +27,9 @@ from pangu.topology.layout import Coordinates
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES
+
+SKETCHED = (1, 2)
+"""Sequences per micro-batch of the traces that bounds are made of."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Program:
     """Called after each dry run."""
     _traces: Traces = field(init=False)
     _known: dict[Any, Trace] = field(default_factory=dict)
+    _sketches: dict[Any, tuple[Trace, Trace]] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
     _kinds: dict[Any, tuple[Kinds, ...]] = field(default_factory=dict)
     _configs: dict[Any, RunConfig] = field(default_factory=dict)
@@ -123,8 +127,7 @@ class Program:
         """Measure the modules of layouts together. Raises DryRunError if one cannot be carried out, or the dry run is
         unavailable."""
         requests: dict[Any, Request] = {}
-        # most layouts differ in what modules do not depend on
-        for plan in {(self._way(plan), plan.schedule, plan.layers, plan.recomputed): plan for plan in plans}.values():
+        for plan in plans:
             for part in self.cut(plan).distinct:
                 key = self._key(plan, part)
                 if key not in requests and key not in self._known:
@@ -136,6 +139,30 @@ class Program:
         """Return whether all modules of a layout have been measured."""
         return all(self._key(plan, part) in self._known for part in self.cut(plan).distinct)
 
+    def sketch(self, plans: Iterable[Plan]) -> None:
+        """Measure each kind of module in one chunk, for the sizes of micro-batches in `SKETCHED`: the modules of other
+        sizes and chunks take at least as much as these tell. Raises DryRunError as `prepare`."""
+        wanted = {self._sketched(plan): plan for plan in plans}
+        requests = {way: self._sketch_requests(plan) for way, plan in wanted.items() if way not in self._sketches}
+        self._traces.measure([request for pair in requests.values() for request in pair])
+        for way, (one, two) in requests.items():
+            self._sketches[way] = self._traces.of(one), self._traces.of(two)
+
+    def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
+        """Return the traces that `sketch` has measured, one for each size of micro-batches."""
+        self.sketch([plan] if self._sketched(plan) not in self._sketches else [])
+        return self._sketches[self._sketched(plan)]
+
+    def _sketched(self, plan: Plan) -> Any:
+        return Way.of(plan)._replace(micro_size=0, recompute="", recomputed=False, on_host=False)
+
+    def _sketch_requests(self, plan: Plan) -> tuple[Request, ...]:
+        model = self.config.model
+        plan = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(model.layers,))
+        plan = plan._replace(zero=0, zero_group=0, recompute="none", recomputed=1, offload=())
+        (part,) = self.cut(plan).distinct
+        return tuple(self._request(plan._replace(micro_size=size), part) for size in SKETCHED)
+
     def cut(self, plan: Plan) -> Cut:
         """Return what the stages of a layout hold."""
         key = plan.schedule, plan.pipeline, plan.layers
@@ -143,6 +170,10 @@ class Program:
             stage_of = chunk_stages(plan.schedule, plan.pipeline, plan.virtual)
             self._cuts[key] = _cut(self.config.model, bool(self.config.train.frozen), stage_of, plan.layers)
         return self._cuts[key]
+
+    def known(self, plan: Plan, part: Part) -> Trace | None:
+        """Return what was measured of a stage's modules; None if not all of them have been."""
+        return self._known.get(self._key(plan, part))
 
     def trace(self, plan: Plan, part: Part) -> Trace:
         """Return what was measured of a stage's modules."""

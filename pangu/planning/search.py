@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any, Literal, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
@@ -22,7 +22,7 @@ from pangu.config.expert_layout import holds_groups
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import measured_peaks
+from pangu.dryrun.roles import kept_workers, measured_gib
 from pangu.pipeline import orders
 from pangu.pipeline.stages import cut
 from pangu.planning.bounds import Bounds
@@ -47,6 +47,8 @@ LONG = 16_384
 """Tokens of sequences that a search lets several ranks share."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
+AHEAD = 32
+"""Layouts that are measured together."""
 CONFIRMED = 3
 """Fastest layouts that are carried out in a dry run."""
 
@@ -144,22 +146,32 @@ def space_of(
 
 def search(space: Space, top: int = 10) -> SearchResult:
     """The `top` fastest layouts that fit."""
+    with kept_workers():
+        return _searched(space, top)
+
+
+def _searched(space: Space, top: int) -> SearchResult:
     refused: Counter[str] = Counter()
     bounds, alone = Bounds(space.program, space.cluster), space.cluster.alone  # a bound is of a core that is not shared
     plans = list(enumerate_plans(space, refused))
-    space.program.prepare(plans)
+    space.program.sketch(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
     heapify(waiting)
     number, costed, worst = len(waiting), list[Candidate](), math.inf
+    room = space.cluster.memory.gib
     while waiting and waiting[0][0] <= worst:
-        _, _, plan = heappop(waiting)
-        may_fit = bounds.gib(plan) <= space.cluster.memory.gib
-        if may_fit and not space.program.is_prepared(plan):  # with activations in host memory, once they are needed
-            space.program.prepare(other._replace(offload=plan.offload) for other in plans if not other.recomputes)
-        one = _candidate(space, plan) if may_fit else None
+        before, place, plan = heappop(waiting)
+        fits = bounds.gib(plan) <= room
+        if fits and not space.program.is_prepared(plan):  # the next ones are measured with it, on all cores
+            ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
+            space.program.prepare([plan, *(other for other in ahead if bounds.gib(other) <= room)])
+        if (bound := bounds.seconds(plan) / alone) > before:  # more is known of it
+            heappush(waiting, (bound, place, plan))
+            continue
+        one = _candidate(space, plan) if fits else None
         if one is None:
             refused[TOO_LARGE] += 1
-            for other in offloaded(space, plan):
+            for other in smaller(space, plan):
                 heappush(waiting, (bounds.seconds(other) / alone, number, other))
                 number += 1
             continue
@@ -200,11 +212,10 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
         values = asdict(configured(space.config, plan))
         values["parallel"] |= {"auto": False, "allowed": ()}
         jobs.append((values, plan.layout.rank(Coordinates(ledger.fullest, 0, 0))))
-    memory = space.cluster.memory
-    for one, (peak, groups), left in zip(tried, measured_peaks(jobs, space.program.note_progress), more, strict=True):
+    measured = measured_gib(jobs, space.cluster.memory, space.program.note_progress)
+    for one, needed, left in zip(tried, measured, more, strict=True):
         stages = memory_of(space.program.describe(one.plan), space.cluster)
-        needed = (peak + left) / 2**30 + memory.overhead_gib(groups)
-        yield one._replace(memory=tuple(stages), measured=needed)
+        yield one._replace(memory=tuple(stages), measured=needed + left / 2**30)
 
 
 def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequence[Any]) -> Iterator[Candidate]:
@@ -218,13 +229,16 @@ def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequen
         yield min((one, *filter(None, tried)), key=_preference)
 
 
-def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
+def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
     """The same layout with less on the device, for one that does not fit: it is never faster. Each is reached once."""
-    if "offload" in space.fixed:
-        return
-    for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
-        if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # either of the two is enough
-            yield plan._replace(offload=(*plan.offload, part))
+    if "recompute" not in space.fixed and not (plan.recomputes or plan.offload):
+        most = max(plan.layers)
+        yield from (plan._replace(recompute=recompute) for recompute in ("selective", "full"))
+        yield from (plan._replace(recomputed=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
+    if "offload" not in space.fixed:
+        for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
+            if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # either of the two is enough
+                yield plan._replace(offload=(*plan.offload, part))
 
 
 def _can_wait(part: str, plan: Plan) -> bool:
@@ -356,7 +370,7 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 
 
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
-    """A layout with all that saves memory: ZeRO, recompute, offload."""
+    """A layout with all ways to share states."""
     layout = plan.layout
     shared = max(layout.replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
     node = max(1, space.cluster.node // plan.tensor)
@@ -367,23 +381,18 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     if "zero_group" in space.fixed:
         given = space.fixed["zero_group"] or 0  # null: all replicas
         zeros = [(zero, group) for zero, group in zeros if group == given and plan.replicas % (group or 1) == 0]
-    most = max(plan.layers)
-    recomputes: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0), ("full", 0)]
-    recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]
-    if "recompute" in space.fixed:
-        given = space.fixed["recompute"]
-        recomputes = [("none", given)] if isinstance(given, int) else [(given, 0)]
+    given = space.fixed.get("recompute", "none")
+    recompute: tuple[Recompute, int] = ("none", given) if isinstance(given, int) else (given, 0)
     for zero, group in zeros:
         whole = group * (plan.tensor // (plan.expert_tensor or plan.tensor))
         if group and not holds_groups(whole, plan.expert):
             continue
-        for recompute, recomputed in recomputes:
-            for offload in _options(space.fixed, "offload", ((),)):
-                saving = plan._replace(
-                    zero=zero, zero_group=group, recompute=recompute, recomputed=recomputed, offload=offload
-                )
-                if all(_can_wait(part, saving) for part in offload):
-                    yield saving
+        for offload in _options(space.fixed, "offload", ((),)):
+            saving = plan._replace(
+                zero=zero, zero_group=group, recompute=recompute[0], recomputed=recompute[1], offload=offload
+            )
+            if all(_can_wait(part, saving) for part in offload):
+                yield saving
 
 
 def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Iterable[Any]:

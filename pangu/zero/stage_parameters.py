@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from pangu.config.schema import RunConfig
@@ -99,9 +100,12 @@ def place_stage(
 
         share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
-    table = place_tensors(config.model, list(chunks.values()), tensor_rank, config.train.frozen, share)
+    table = _placed(config.model, tuple(chunks.values()), tensor_rank, tuple(config.train.frozen), share)
     uses = {chunk: parameters_by_module(config.model, table, part) for chunk, part in chunks.items()}
     return table, uses, shardings
+
+
+_placed = lru_cache(maxsize=100)(place_tensors)  # a search places the same stage for many layouts
 
 
 def group(

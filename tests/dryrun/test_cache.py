@@ -19,7 +19,6 @@ from pangu.dryrun.cache import cache_folder, read_cached
 from pangu.dryrun.roles import DryRunError
 from pangu.dryrun.traces import Request, Traces, Way
 from pangu.pipeline.spans import UpdateTrace
-from pangu.topology.layout import Layout
 from tests.configs import config
 
 REQUEST = Request(config("+config=quickstart"), (("embedding", "layer", "layer", "head"),))
@@ -139,7 +138,7 @@ def test_memory_of_a_cpu_is_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"device": "no C++ compiler is found", "peak": 1, "groups": []}
     monkeypatch.setattr(roles, "run_jobs", lambda jobs, **_: iter([report]))
     with pytest.raises(DryRunError, match="the dry run is unavailable: no C\\+\\+ compiler is found"):
-        roles.measured_gib({}, Layout(), 0, DeviceMemoryConfig(80.0, 1.0, 1.0, 0.0, 0.0, 2000.0, 0.8))
+        roles.measured_gib([({}, 0)], DeviceMemoryConfig(80.0, 1.0, 1.0, 0.0, 0.0, 2000.0, 0.8))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])

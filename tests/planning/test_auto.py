@@ -89,7 +89,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do(
 ) -> None:
     """Only where a dry run of that very layout needs as much, too."""
     measured = [90.0]
-    monkeypatch.setattr(forecast, "measured_gib", lambda *what: measured[0])
+    monkeypatch.setattr(forecast, "measured_gib", lambda *what: measured)
     values = {**composed("+config=pangu_13b", "cluster=a100", "parallel.tensor=1", "parallel.pipeline=1", *NO_DATA)}
     values["cluster"] = {**values["cluster"], "devices": 16}
     run = choose_layout(values, 16)

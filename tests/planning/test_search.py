@@ -21,9 +21,9 @@ from pangu.planning.search import (
     LONG,
     Space,
     enumerate_plans,
-    offloaded,
     problem_of,
     search,
+    smaller,
     space_of,
     time_of,
     with_layout,
@@ -59,7 +59,7 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
         if needed(where, plan) <= gib:
             times.append(time_of(where, plan).total)
         else:
-            plans += offloaded(where, plan)
+            plans += smaller(where, plan)
     found = search(where, top=5)
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
 
@@ -109,12 +109,17 @@ def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
     ],
 )
 def test_no_bound_is_above_what_a_layout_takes_and_needs(devices: int, drawn: int, words: tuple[str, ...]) -> None:
-    """As measured modules do in tests/dryrun/test_bounds.py, for layouts of all kinds drawn at random."""
+    """As measured modules do in tests/dryrun/test_bounds.py, for layouts of all kinds drawn at random: before their
+    modules are measured, by those of other micro-batches, and behind it."""
     where = space(devices, *words)
     bounds, plans = Bounds(where.program, where.cluster), list(enumerate_plans(where, Counter()))
+    plans += [other for plan in plans for other in smaller(where, plan)]
     for plan in Random(0).sample(plans, drawn):
-        assert 0 < bounds.seconds(plan) <= time_of(where, plan).total, plan
-        assert 0 < bounds.gib(plan) <= needed(where, plan), plan
+        sketched = bounds.seconds(plan), bounds.gib(plan)
+        time, gib = time_of(where, plan).total, needed(where, plan)
+        for seconds, least in (sketched, (bounds.seconds(plan), bounds.gib(plan))):
+            assert 0 < seconds <= time, plan
+            assert 0 < least <= gib, plan
 
 
 def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
@@ -170,8 +175,8 @@ def test_a_cluster_without_fp8_is_refused() -> None:
 def test_few_of_the_layouts_of_200b_on_2048_devices_are_costed() -> None:
     """Bounds decide most of them, which is what makes the search quick."""
     found = search(space(2048, "+config=pangu_200b"))
-    assert found.layouts > 15_000
-    assert 10 <= found.costed < found.layouts / 10
+    assert found.layouts > 4_000
+    assert 10 <= found.costed < found.layouts / 40
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
