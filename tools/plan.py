@@ -28,6 +28,7 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run, require_kernels
 from pangu.dryrun.roles import DryRunError
 from pangu.metrics.text import size
+from pangu.models.parameters import count_frozen
 from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
@@ -153,8 +154,19 @@ def find(options: argparse.Namespace) -> Outcome:
     return find_layouts(values, given_keys(options.overrides), options.top or TOP, options.tokens)
 
 
+def require_writable(path: Path) -> None:
+    """Raise UserError unless a file can be written: the search before it may take minutes."""
+    target, existed = path.resolve(), path.exists()
+    with writing(path):
+        target.open("ab").close()
+        if not existed:
+            target.unlink()
+
+
 def print_layouts(options: argparse.Namespace) -> None:
     """What --search asks for. Raises UserError."""
+    if options.html is not None:
+        require_writable(options.html)
     outcome = find(options)
     if options.html is not None:
         with writing(options.html):
@@ -203,6 +215,7 @@ def plan(options: argparse.Namespace) -> None:
         return
     values = laid_out(options.overrides)
     config, layout, stages = choose_layout(values, world=1)
+    count_frozen(config.model, config.train.frozen)
     if config.cluster is not None:
         cluster_in(config.cluster)
     if options.modules:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.errors import ConfigError, Problem, UserError, shown
+from pangu.models.parameters import count_frozen
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.plan import Plan
 from pangu.planning.search import KEYS, keys_of, search, space_of
@@ -52,6 +53,7 @@ def find_layouts(
     config, problems = find_problems(values)
     if problems:
         raise ConfigError(problems)
+    count_frozen(config.model, config.train.frozen)
     rule, works = (
         "the planner chooses among layouts without it",
         "leave it out, or take parallel=data, not parallel=auto",
@@ -63,11 +65,11 @@ def find_layouts(
     space = space_of(config, cluster_in(config.cluster), fixed, note_progress)
     result = search(space, top)
     if not result.best:
-        kept = ", ".join(f"{field} {shown(value)}" for field, value in fixed.items())
+        kept = "".join(f" and {KEYS[field]}={shown(value)}" for field, value in fixed.items())
         raise UserError(
-            f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
-            f"{refusals(result.refused) or f'none has {kept}'}; more devices, a larger batch or fewer fixed keys "
-            "may work"
+            f"no valid layout for {space.cluster.devices} devices with {space.cluster.memory.gib:g} GiB each{kept}: "
+            f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; more devices, "
+            "a larger batch or fewer fixed keys may work"
         )
     return Outcome(space, result, tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from pangu.zero.choices import STAGES
 TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
 WIDTH = 900
 """Pixels of a picture."""
+_NUMBERS = re.compile(r"( = \d+( x \d+)*)+\b")
+"""Values of numeric keys in a reason, in which refused layouts of the same kind differ."""
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
 
 
@@ -278,5 +281,5 @@ def refusals(refused: Mapping[str, int], most: int = 5) -> str:
     """Return the most frequent reasons against layouts."""
     kinds: Counter[str] = Counter()
     for reason, count in refused.items():
-        kinds[reason.partition(" = ")[0]] += count
+        kinds[_NUMBERS.sub("", reason)] += count
     return "; ".join(f"{count:,} {reason}" for reason, count in kinds.most_common(most))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.errors import ConfigError
+from pangu.config.errors import ConfigError, UserError
 from pangu.config.layout_checks import layout_problems
 from pangu.planning.bounds import Bounds
 from pangu.planning.cluster import load_cluster
@@ -28,8 +28,10 @@ from pangu.planning.search import (
     time_of,
     with_layout,
 )
+from pangu.planning.search_report import refusals
 from tests.configs import config
 from tests.spawn import repository
+from tools import plan as plan_tool
 from tools.plan import main
 
 pytestmark = pytest.mark.usefixtures("formulas")
@@ -226,7 +228,9 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "says"),
     [
         (("+config=pangu_13b", "--search"), "--search needs to know for which devices: cluster=NAME says so"),
-        ((*PLAN, "cluster.memory.gib=1"), "no layout of 64 devices of 1 GiB can be"),
+        ((*PLAN, "cluster.memory.gib=1"), "no valid layout for 64 devices with 1 GiB each: "),
+        ((*PLAN, "parallel.expert=2"), "each and parallel.expert=2: "),
+        ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: fits no tensor of the model"),
         ((*PLAN, "cluster.memory.gib=-1"), "cluster.memory.gib"),
         ((*PLAN, "--html", "/nowhere/page.html"), "/nowhere/page.html"),
     ],
@@ -238,3 +242,25 @@ def test_impossible_requests_end_in_one_message(
     assert status != 0
     assert says in error
     assert "Traceback" not in error
+
+
+def test_reasons_that_differ_in_numbers_are_counted_together() -> None:
+    batch = "batch.global_size: must be a multiple of batch.micro_size x data-parallel size"
+    experts = "parallel.expert: model.experts = null: all layers are dense"
+    fp8 = "precision.matmul: model.experts = 4, whose products are not done in fp8"
+    reasons = {f"{batch} = 8 x 4 = 32": 2, f"{batch} = 8 x 2 = 16": 3, experts: 4, fp8: 1}
+    assert refusals(reasons) == f"5 {batch}; 4 {experts}; 1 {fp8.replace(' = 4', '')}"
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find(_: object) -> None:
+        raise UserError("the search began")
+
+    monkeypatch.setattr(plan_tool, "find", find)
+    for page, says in ((tmp_path, "Is a directory"), (tmp_path / "page.html", "the search began")):
+        status, _, error = run(capsys, *PLAN, "--html", str(page))
+        assert status == 2
+        assert says in error
+    assert not list(tmp_path.iterdir())
