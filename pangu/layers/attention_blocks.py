@@ -1,9 +1,8 @@
-"""Attention between some queries and some keys of a sequence, forward and backward: what context parallelism puts
-together. Autograd knows nothing of it.
+"""Attention between some queries and some keys of a sequence, forward and backward, for context parallelism.
 
-A block gives its output and, for each query, the logarithm of the sum of the exponentials of its scores. Blocks of the
-same queries are weighted by these (`merge`; Milakov & Gimelshein 2018, section 3), and the gradient of each needs no
-more than the total of all (Dao 2023, algorithm 2).
+A block returns its output and, for each query, the logarithm of the sum of the exponentials of its scores. Blocks of
+the same queries are weighted by these (`merge`; Milakov & Gimelshein 2018, section 3), and the gradient of each needs
+only the total over all (Dao 2023, algorithm 2). Autograd is not involved.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pangu.layers.dropout_masks import dropout
 from pangu.layers.kernels import QKV, MaskAndBias
 
 MOST_SCORES = 1 << 26
-"""Scores that are there at a time."""
+"""Maximum number of scores that exist at a time."""
 
 
 class Block(NamedTuple):
-    """Queries and keys, as places in the sequence. Where they overlap, they end together."""
+    """Queries and keys of a block, as positions in the sequence; if they overlap, they end together."""
 
     query: int
     queries: int
@@ -34,30 +33,31 @@ class Block(NamedTuple):
 
     @property
     def is_square(self) -> bool:
-        """Whether the queries are the keys' own."""
+        """True if the queries are at the positions of the keys."""
         return self.query == self.key
 
     @property
     def is_before(self) -> bool:
-        """Whether all keys are before all queries."""
+        """True if all keys precede all queries."""
         return self.key + self.keys <= self.query
 
 
 @dataclass(frozen=True)
 class Drops:
-    """The dropout of a block."""
+    """Dropout of a block."""
 
     dropout: Dropout
     keys: DropoutKeys | None
-    """With rows for the queries."""
+    """Dropout keys with rows for the queries."""
 
     def rows(self, some: slice) -> Drops:
+        """Return the dropout of a slice of the queries."""
         if self.keys is None or self.keys.rows is None:
             return self
         return replace(self, keys=replace(self.keys, rows=self.keys.rows[some]))
 
     def __call__(self, probabilities: Tensor, first: int) -> Tensor:
-        """Of probabilities [batch, heads, queries, keys], of keys from number `first` on."""
+        """Drop from probabilities [batch, heads, queries, keys], whose keys start at number `first`."""
         if self.keys is None or self.dropout.probability == 0.0:
             return probabilities
         rows, key = self.dropout.rows_of(probabilities, self.keys), self.dropout.key(self.keys)
@@ -65,70 +65,73 @@ class Drops:
 
 
 class Attended(NamedTuple):
+    """Result of attention to a block of keys."""
+
     output: Tensor
-    """[batch, heads, queries, head size], as if there were no other keys; 0 for a query that sees none."""
+    """Output [batch, heads, queries, head size], as if there were no other keys; 0 for a query without any."""
     log_sum: Tensor
-    """[batch, heads, queries], fp32 (fp64 in fp64); -inf for such a query."""
+    """Logarithm of the sum of exponentials, [batch, heads, queries], fp32 (fp64 in fp64); -inf without keys."""
     state: Any = None
-    """What backward needs besides."""
+    """Further state for the backward pass."""
 
 
 class Gradients(NamedTuple):
-    """What backward adds to, in at least fp32."""
+    """Gradients to which a backward pass adds, in at least fp32."""
 
     of: QKV
     bias: Tensor | None = None
-    """[distances, heads], as `Bias.by_distance`."""
+    """Gradient [distances, heads] of `Bias.by_distance`."""
 
 
 class Scores(NamedTuple):
-    """[batch, heads, queries, keys], where scores are passed on (`model.residual_scores`)."""
+    """Attention scores [batch, heads, queries, keys] between layers (`model.residual_scores`)."""
 
     below: Tensor | None = None
-    """Of the layer below, which are added."""
+    """Scores of the layer below, to be added."""
     above: Tensor | None = None
-    """In forward, where the scores go; in backward, their gradient, to which that by this layer is added."""
+    """Destination of the scores in the forward pass; in the backward pass, their gradient, to be added to."""
 
 
 class Blocks(Protocol):
-    """Made for one micro-batch, for all layers."""
+    """Block attention, created per micro-batch and called by every layer."""
 
     def __init__(self, terms: MaskAndBias) -> None:
-        """`terms` of the whole sequence."""
+        """Prepare for `terms` of the full sequence."""
 
     def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended: ...
 
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
-        """`grad` of the output over all keys, which is in `whole` with its `log_sum`; `state` is this block's."""
+        """Add the gradients of a block to `into`, from `grad`, `output` and `log_sum` over all keys and its `state`."""
 
 
 def merge(one: Attended, other: Attended) -> Attended:
-    """Over the keys of two blocks; the first one's queries see some of theirs."""
+    """Combine the results of the same queries with two blocks of keys; with the first, each query has some key."""
     log_sum = torch.logaddexp(one.log_sum, other.log_sum)
     shares = ((part.log_sum - log_sum).exp().unsqueeze(-1) for part in (one, other))
     return Attended(sum(part.output * share for part, share in zip((one, other), shares, strict=True)), log_sum)  # type: ignore[arg-type]
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[batch, heads x group, queries, ...] -> [batch, heads, group x queries, ...]."""
     return x.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
 class ExplicitBlocks:
-    """Scores of some queries at a time, and a softmax in fp32 (fp64 in fp64)."""
+    """Blocks with explicit scores of some queries at a time, and a softmax in fp32 (fp64 in fp64)."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Prepare for `terms` of the full sequence."""
         self.terms = terms
         self.wide = torch.promote_types(terms.dtype, torch.float32)
 
     def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        """Attend to a block of keys; see `Blocks`."""
         outputs, log_sums = [], []
         for rows, tile in self._tiles(part, block):
             logits = self._logits(part, rows, tile, scores, passes_on=True)
             log_sum = logits.logsumexp(-1)
-            # of a query that sees nothing all are -inf
+            # all are -inf for a query that sees nothing
             shares = (logits - log_sum.clamp(min=torch.finfo(log_sum.dtype).min).unsqueeze(-1)).exp()
             shares = drops.rows(rows)(shares.to(part.query.dtype), block.key)
             heads = part.value.shape[1]
@@ -139,8 +142,9 @@ class ExplicitBlocks:
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
+        """Add the gradients of a block; see `Blocks`."""
         dtype, heads, scale = part.query.dtype, part.key.shape[1], 1.0 / math.sqrt(part.query.shape[-1])
-        # of a query, the mean of the gradients of its probabilities
+        # mean of the gradients of each query's probabilities
         means = (grad.to(self.wide) * whole.output.to(self.wide)).sum(-1, keepdim=True)
         for rows, tile in self._tiles(part, block):
             logits = self._logits(part, rows, tile, scores)
@@ -168,7 +172,7 @@ class ExplicitBlocks:
             yield slice(start, start + count), block._replace(query=block.query + start, queries=count)
 
     def _logits(self, part: QKV, rows: slice, tile: Block, scores: Scores, passes_on: bool = False) -> Tensor:
-        """[batch, heads, queries, keys]; -inf where the mask forbids. `passes_on`: to the layer above."""
+        """Return logits [batch, heads, queries, keys], -inf where masked; `passes_on`: also to the layer above."""
         heads = part.key.shape[1]
         logits = _grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
         logits = logits.view(*part.query.shape[:2], tile.queries, tile.keys) * (1.0 / math.sqrt(part.query.shape[-1]))
@@ -185,14 +189,13 @@ class ExplicitBlocks:
 
 
 def _places(block: Block, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries [queries, 1], of keys [keys], and their distances."""
     queries = torch.arange(block.query, block.query + block.queries, device=device)[:, None]
     keys = torch.arange(block.key, block.key + block.keys, device=device)
     return queries, keys, queries - keys
 
 
 def bias_of(terms: MaskAndBias, block: Block, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias, -inf where the mask forbids, [batch or 1, heads / ranks or 1, queries, keys]; None: neither."""
+    """Return the bias [batch or 1, heads / ranks or 1, queries, keys], -inf where masked, or None without both."""
     if terms.bias is None and terms.mask.is_plain_causal and block.is_before:
         return None
     queries, keys, distances = _places(block, terms.device)
@@ -207,13 +210,15 @@ def bias_of(terms: MaskAndBias, block: Block, dtype: torch.dtype) -> Tensor | No
 
 
 class CpuBlocks:
-    """torch's flash attention for CPUs. What the mask forbids and the bias is a matrix, made once for all layers."""
+    """Blocks with torch's flash attention for CPUs; mask and bias are a matrix, shared by all layers."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Prepare for `terms` of the full sequence."""
         self.terms = terms
         self._made: dict[Block, Tensor | None] = {}
 
     def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        """Attend to a block of keys; see `Blocks`."""
         whole, is_causal, mask = part.ungrouped(), *self._mask(block)
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *whole, 0.0, is_causal, attn_mask=mask
@@ -225,6 +230,7 @@ class CpuBlocks:
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
+        """Add the gradients of a block; see `Blocks`."""
         is_causal, mask = self._mask(block)
         of_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, *part.ungrouped(), whole.output, whole.log_sum, 0.0, is_causal, attn_mask=mask
@@ -233,7 +239,6 @@ class CpuBlocks:
             total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
 
     def _mask(self, block: Block) -> tuple[bool, Tensor | None]:
-        """Whether the block is causal and nothing else, and otherwise what is added to its scores."""
         if self.terms.bias is None and self.terms.mask.is_plain_causal and block.is_square:
             return True, None
         if block not in self._made:
@@ -242,13 +247,15 @@ class CpuBlocks:
 
 
 class FlashBlocks:
-    """The flash attention (Dao 2023) in torch."""
+    """Blocks with torch's flash attention (Dao 2023) for GPUs."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Prepare for `terms` of the full sequence."""
         self.terms, self.mask = terms, terms.mask
         assert self.mask.documents is None or self.mask.bounds is not None
 
     def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        """Attend to a block of keys; see `Blocks`."""
         probability = drops.dropout.in_kernel(drops.keys)
         output, log_sum, *state = flash_forward(
             self._laid(part), self._lengths(block), probability, self._options(block)
@@ -256,12 +263,13 @@ class FlashBlocks:
         batch, _, queries, _ = part.query.shape
         if self.mask.bounds is not None:
             log_sum = log_sum.view(-1, batch, queries).transpose(0, 1)
-        log_sum = log_sum.masked_fill(log_sum == math.inf, -math.inf)  # of a query that sees nothing
+        log_sum = log_sum.masked_fill(log_sum == math.inf, -math.inf)  # a query that sees nothing
         return Attended(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (probability, *state))
 
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
+        """Add the gradients of a block; see `Blocks`."""
         log_sum = whole.log_sum if self.mask.bounds is None else whole.log_sum.transpose(0, 1).flatten(1)
         grad, output = self._laid((grad, whole.output))
         tensors = (grad, *self._laid(part), output, log_sum.contiguous())
@@ -272,7 +280,6 @@ class FlashBlocks:
             total.add_(gradient.view(batch, length, *gradient.shape[-2:]).transpose(1, 2))
 
     def _laid(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """[batch, heads, sequence, size] as the kernel wants them."""
         laid = [part.transpose(1, 2) for part in parts]
         return laid if self.mask.bounds is None else [part.flatten(0, 1) for part in laid]
 
@@ -293,7 +300,7 @@ class FlashBlocks:
 
 
 class Lengths(NamedTuple):
-    """Where documents begin among the queries and among the keys of all rows, int32, or None; how long they may be."""
+    """Start of each document among queries and keys of all rows (int32, or None), and maximum lengths."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -304,8 +311,8 @@ class Lengths(NamedTuple):
 def flash_forward(
     qkv: Sequence[Tensor], lengths: Lengths, probability: float, options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Output, log of sums, state of the generator (two tensors); see `pangu.layers.gpu_kernels.flash_attention`. Where
-    there are more keys than queries, both end together."""
+    """Return output, logarithms of sums, and generator state (two tensors), like `gpu_kernels.flash_attention`."""
+    # if there are more keys than queries, both end together
     forward = torch.ops.aten._flash_attention_forward
     return forward(*qkv, *lengths, probability, return_debug_mask=False, **options)[:4]
 
@@ -313,7 +320,7 @@ def flash_forward(
 def flash_backward(
     tensors: Sequence[Tensor], lengths: Lengths, probability: float, state: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values. `tensors`: the output's gradient, these, the output and log of sums."""
+    """Return gradients of queries, keys and values; `tensors`: output gradient, these, output, logarithms of sums."""
     options, causal = dict(options), options["is_causal"]
     del options["is_causal"]
     return torch.ops.aten._flash_attention_backward(*tensors, *lengths, probability, causal, *state, **options)

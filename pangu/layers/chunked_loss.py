@@ -1,4 +1,4 @@
-"""A loss of which only the logits of some tokens exist at a time."""
+"""Loss for which only the logits of one chunk of tokens exist at a time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ if TYPE_CHECKING:
 
 
 class Chunks(NamedTuple):
-    """Of a loss that is computed a chunk of tokens at a time."""
+    """Options of a chunked loss."""
 
     size: int
-    """Tokens of one."""
+    """Number of tokens per chunk."""
     table: Tensor
-    """The output matrix, as the parameter that it is."""
     store: WeightGradientStore | None
     region: TensorRegion
     vocab: int
     train: bool
-    """Whether gradients are made."""
 
 
 class ChunkedLoss(Function):
-    """The sum of weighted losses of which only the logits of a chunk of tokens exist at a time.
+    """Sum of weighted losses for which only the logits of one chunk of tokens exist at a time.
 
-    Nothing is computed twice: a chunk's logits become their gradient at once, and that the gradients of the chunk's
-    hidden states and of the matrix, in forward (Hsu et al. 2024, arXiv 2410.10989, section 3.2). For that forward has
-    to know what backward will be given. Of two chunks:
+    Nothing is computed twice: in the forward pass a chunk's logits become their gradient at once, which gives the
+    gradients of the chunk's hidden states and of the matrix (Hsu et al. 2024, arXiv 2410.10989, section 3.2). For that
+    the forward pass must know the gradient that the backward pass will get. With two chunks:
 
         forward    x0 Wᵀ | loss, dlogits | dx0, dW += | x1 Wᵀ | loss, dlogits | dx1, dW += |
         backward   -> dx0, dx1
@@ -45,8 +43,8 @@ class ChunkedLoss(Function):
     def forward(
         ctx: Any, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor, scale: Tensor | None, chunks: Chunks
     ) -> Tensor:
-        """tokens [n, width], table [vocab / ranks, width], labels and weights [n]; `scale`: the gradient that backward
-        is going to be given, None: 1."""
+        """Return the loss of tokens [n, width], table [vocab / ranks, width], labels and weights [n]."""
+        # `scale`: the gradient that the backward pass will get, None: 1
         of_table, add = chunks.train and chunks.table.requires_grad, chunks.store and chunks.store.add_product
         ctx.chunks, ctx.grad = chunks, torch.empty_like(tokens) if chunks.train and tokens.requires_grad else None
         ctx.sum = torch.zeros_like(table) if of_table and not add else None
@@ -73,6 +71,7 @@ class ChunkedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the forward pass."""
         chunks, grad, total = ctx.chunks, ctx.grad, ctx.sum
         ctx.grad = ctx.sum = None
         if total is None and chunks.table.requires_grad:

@@ -1,4 +1,4 @@
-"""Attention over a sequence that several ranks share (`parallel.context`), as kernels that call others."""
+"""Attention over sequences that ranks split (`parallel.context`), as kernels that call other kernels."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from pangu.layers.recompute import checkpointed
 def context_kernel(
     config: ModelConfig, name: str, recompute: bool, region: ContextRegion
 ) -> Callable[[MaskAndBias], Kernel]:
-    """What makes the kernel for parts of sequences from that of this name. `recompute`: what it keeps for backward
-    beside queries, keys and values is computed again, without sending."""
+    """Return a factory of kernels for split sequences, based on the kernel of this name."""
+    # `recompute`: recompute what it saves besides queries, keys and values, without communication
     if region.kind == "ulysses":
         return partial(HeadExchange, kernel=kernel_named(name), region=region, recompute=recompute)
     return partial(BlockAttention, config=config, name=name, region=region)
 
 
 def _of_heads(dropout: Dropout, region: ContextRegion) -> Dropout:
-    """A dropout where the ranks that share a sequence share its heads."""
     shared, place = copy(dropout), dropout.region
     shared.region = replace(place, rank=place.rank * region.size + region.rank, size=place.size * region.size)
     return shared
 
 
 class HeadExchange:
-    """Every rank has all tokens of some heads while they attend (Ulysses; Jacobs et al. 2023)."""
+    """Kernel in which every rank attends with all tokens of some heads (Ulysses; Jacobs et al. 2023)."""
 
     def __init__(self, terms: MaskAndBias, kernel: type[Kernel], region: ContextRegion, recompute: bool) -> None:
+        """Prepare the kernel for this rank's heads."""
         self.region, self.recompute = region, recompute
         if terms.bias is not None:
             slopes = terms.bias.slopes
@@ -64,9 +64,9 @@ class HeadExchange:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `Kernel`; scores [batch, heads / ranks, sequence, sequence]."""
+        """Return attention and scores [batch, heads / ranks, sequence, sequence]; see `Kernel`."""
         ranks, of_all = self.region.size, _of_heads(dropout, self.region)
-        # of few keys and values each rank gets those that its queries need
+        # with few key heads, each rank gets those that its queries need
         repeats = math.lcm(qkv.key.shape[1], ranks) // qkv.key.shape[1]
         heads = (qkv.query, *(part.repeat_interleave(repeats, dim=1) for part in (qkv.key, qkv.value)))
         parts = [part.unflatten(1, (ranks, -1)) for part in heads]
@@ -79,10 +79,11 @@ class HeadExchange:
 
 
 class BlockAttention:
-    """Queries stay where they are, keys and values of the other ranks come (`GatheredKeys`, `PassedKeys`) and go: they
-    come again in backward. Scores are never kept."""
+    """Kernel whose queries stay, while keys and values of other ranks come and go (`GatheredKeys`, `PassedKeys`)."""
 
+    # They come again in the backward pass; scores are never stored.
     def __init__(self, terms: MaskAndBias, config: ModelConfig, name: str, region: ContextRegion) -> None:
+        """Prepare the blocks of this rank."""
         self.region, self.residual_scores = region, config.residual_scores
         self.length, self.window = terms.length, terms.mask.window
         self.bias = None if terms.bias is None else terms.bias.by_distance
@@ -91,14 +92,14 @@ class BlockAttention:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `Kernel`; scores [batch, heads, sequence / ranks, sequence]."""
-        # what seeds a device's generator differs between the ranks
+        """Return attention and scores [batch, heads, sequence / ranks, sequence]; see `Kernel`."""
+        # the seed of the device's generator must differ between the ranks
         drops = Drops(_of_heads(dropout, self.region) if isinstance(self.blocks, FlashBlocks) else dropout, keys)
         output, scores = _Attend.apply(*qkv, self.bias, below, self, drops)
         return output, scores
 
     def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Block]]:
-        """Which of this rank's queries see which of the keys that `source` has, all ranks' if it is None."""
+        """Yield this rank's queries with the keys of `source` (None: of all ranks) that they see, and their block."""
         chunk = self.length // (2 * self.region.size)
         for number, place in enumerate(self.region.chunks):
             queries, start = slice(number * chunk, (number + 1) * chunk), place * chunk
@@ -114,8 +115,8 @@ class BlockAttention:
 
 
 def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
-    """By the name of a kernel. A learned bias has a gradient, which fused kernels do not give; what libraries drop
-    depends on the blocks."""
+    """Return the block attention for a kernel's name."""
+    # Fused kernels give no gradient of a learned bias, and the dropout of libraries depends on the blocks.
     if name == "flash":
         return FlashBlocks
     if name == "triton":

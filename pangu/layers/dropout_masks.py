@@ -1,15 +1,15 @@
-"""The masks of dropout: a hash of (seed, step, place, sample, position, element), the same on every device.
+"""Dropout masks from a hash of (seed, step, place, sample, position, element), equal on every device.
 
-An element is dropped if a 32-bit integer is below a bound. It comes from two keys of 64 bits: one of the place and the
-step, made on the host, and one of the row (sample, position), made once for all places. In arithmetic that wraps
-around:
+An element is dropped if a 32-bit integer is below a bound. The integer comes from two 64-bit keys: one of place and
+step, computed on the host, and one of the row (sample, position), computed once for all places. In arithmetic that
+wraps around:
 
     row key    = splitmix64's finalizer (Steele et al. 2014, figure 16) of 2^32 sample + position
     (a, b)     = low and high half of row key xor place key
     mixed      = (a xor 0x9E3779B1 column) (b | 1)
     mixed      = (mixed xor mixed >> 16) 0x2C1B3C6D        >> keeps the sign
 
-That is a finalizer of two multiplications with a factor for each row; what only decides lower bits is left out.
+That is a finalizer of two multiplications, with a factor for each row, without steps that only decide lower bits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.autograd import Function
 
 from pangu.layers.fused import fused
 
+# torch gives half as many to one thread; threads that meet after every small step only pay off beyond `_LARGE`.
 _BLOCK = 1 << 16
-"""Elements that a core of a CPU does at a time: what lies between stays in its cache. torch leaves half as many to one
-thread; threads that meet after every small step pay only for more than `_LARGE` elements."""
+"""Number of elements per CPU core at a time, whose temporaries fit its cache."""
 _LARGE = 1 << 20
 
 
 def signed(number: int, bits: int) -> int:
+    """Return an unsigned integer as the signed one with the same bits."""
     return number - (number >> (bits - 1) << bits)
 
 
@@ -37,7 +38,7 @@ _SPLITMIX = signed(0xBF58476D1CE4E5B9, 64), signed(0x94D049BB133111EB, 64)
 
 
 def _row_keys(like: Tensor, sample: Tensor | int, position: Tensor | int) -> Tensor:
-    """int64 [m, n] for `like` [n, m]: of samples from `sample` on and positions from `position` on."""
+    """Return int64 [m, n] for `like` [n, m]: keys of samples from `sample` and positions from `position` on."""
     samples, positions = (torch.arange(size, device=like.device) for size in like.shape)
     z = ((samples + sample) << 32) + (positions + position)[:, None]
     # >> keeps the sign, which the finalizer's does not
@@ -54,24 +55,23 @@ row_keys = fused(
 
 
 def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """int32: a and b | 1 of int64 keys, of a row xor of a place."""
     return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1
 
 
 def _factors(columns: Tensor) -> Tensor:
-    """int32, what is of the numbers of columns. From int64: where a kernel counts in that and calls it int32, a
-    conversion to int32 would be left out."""
+    """Return the factors (int32) of column numbers."""
+    # from int64: a kernel that counts in int64 but calls it int32 would skip a conversion to int32
     return (columns.to(torch.int64) * GOLDEN).to(torch.int32)
 
 
 def _words(rows: Tensor, key: Tensor | int, first: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Halves [..., 1] of int64 row keys [...] and a place key, and factors [width] of the columns from `first` on."""
+    """Return halves [..., 1] of row keys [...] xor a place key (int64), and factors [width] of columns from `first`."""
     columns = torch.arange(width, dtype=torch.int32, device=rows.device) + first
     return *_halves((rows ^ key)[..., None]), _factors(columns)
 
 
 def _mix(low: Tensor, high: Tensor, factors: Tensor, out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
-    """int32 [..., width], in the first of `out` if they are there; both are overwritten."""
+    """Return int32 [..., width], in the first of `out` if given; both are overwritten."""
     memory, shifted = out
     mixed = torch.mul(torch.bitwise_xor(low, factors, out=memory), high, out=memory)
     mixed = torch.bitwise_xor(mixed, torch.bitwise_right_shift(mixed, 16, out=shifted), out=memory)
@@ -79,20 +79,20 @@ def _mix(low: Tensor, high: Tensor, factors: Tensor, out: tuple[Tensor | None, T
 
 
 def bound_of(probability: float) -> int:
-    """That share of all 32-bit integers is below it."""
+    """Return the bound that a fraction `probability` of all 32-bit integers is below."""
     return round(probability * 2**32) - 2**31
 
 
 def is_kept(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
-    """bool, of row keys xor the place key and numbers of columns, which broadcast; of one element of a kernel too."""
+    """Return True where an element is kept, for broadcastable row keys xor the place key, and column numbers."""
     return _mix(*_halves(rows), _factors(columns)) >= bound_of(probability)
 
 
 def _drop_in_blocks(
     x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float, first: int = 0
 ) -> Tensor:
-    """`drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
-    of filling where a mask says so."""
+    """Compute `drop` in steps that are fast on a CPU."""
+    # Comparing into floats and multiplying by them takes a tenth of the time of filling by a mask.
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
     low, high, factors = _words(rows.reshape(-1), key, first, width)
     threads = torch.get_num_threads()
@@ -114,8 +114,8 @@ def _drop_in_blocks(
 def drop(
     x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float, first: Tensor | int = 0
 ) -> Tensor:
-    """`x` [..., columns], some elements zero and the others scaled, plus `residual`; `rows` [...]: row keys; `first`:
-    number of the first column."""
+    """Return `x` [..., columns] with some elements zeroed, the others scaled, plus `residual`."""
+    # `rows` [...]: row keys; `first`: number of the first column
     memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
     keep_mask = _mix(*_words(rows, key, first, x.shape[-1]), memory) >= bound_of(probability)
     scaled = torch.where(keep_mask, x * (1.0 / (1.0 - probability)), 0.0)
@@ -131,15 +131,17 @@ dropout = fused(
 
 
 class DropAndAdd(Function):
-    """Keeps keys only: backward makes the mask again."""
+    """Dropout plus residual that saves keys only: the backward pass recomputes the mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
+        """Return x with dropout, plus the residual."""
         ctx.mask = rows, key, probability
         return dropout(x, residual, *ctx.mask)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Return the gradients of x and residual."""
         x, residual = ctx.needs_input_grad[:2]
         dropped = dropout(grads[0], None, *ctx.mask) if x else None
         return dropped, grads[0] if residual else None, None, None, None

@@ -1,7 +1,7 @@
-"""Flash attention (Dao 2023) that drops what `reference` drops, in one pass: `model.attention=triton`.
+"""Flash attention (Dao 2023) with the dropout masks of `reference`, in one pass: `model.attention=triton`.
 
-No library's fused kernel takes a mask of dropout from outside or the keys of one, and FlexAttention changes scores
-before the softmax only, so that it has to attend twice.
+No library's fused kernel takes a dropout mask or its keys as input, and FlexAttention changes scores before the softmax
+only, so that it would have to attend twice.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 
 
 class Reach(NamedTuple):
-    """What a mask allows, where the keys that a query sees are neighbours: in a document and in a window."""
+    """Reach of a mask under which the keys that a query sees are contiguous: within a document and a window."""
 
     oldest: Tensor | None
-    """int32 [batch or 1, sequence], place of the first key that a query sees; the last one is its own. None: all have
-    the first of the sequence."""
+    """Position of the first key that a query sees, int32 [batch or 1, sequence]; None: 0. The last is its own."""
     newest: Tensor | None
-    """int32 [batch or 1, sequence], place of the last query that sees a key."""
+    """Position of the last query that sees a key, int32 [batch or 1, sequence]."""
 
     @classmethod
     def of(cls, terms: MaskAndBias) -> Reach:
-        """Made once for all layers. Neither falls from one token to the next, which the kernels count on."""
+        """Return the reach of a mask, shared by all layers; both positions are non-decreasing, as kernels require."""
         mask, length, device = terms.mask, terms.length, terms.device
         assert mask.sparse is None
         assert (mask.documents is None) == (mask.bounds is None)
@@ -56,38 +55,36 @@ class Reach(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """What is seen, and of that what is dropped."""
+    """Mask and dropout of an attention call."""
 
     reach: Reach
     masks: Masks | None
     query_at: int = 0
-    """Place of the first query, and of the first key."""
+    """Position of the first query; `key_at`: of the first key."""
     key_at: int = 0
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The last ones of both operators."""
+        """Last arguments of both operators."""
         return *(self.masks or (None, None, 0.0)), self.query_at, self.key_at
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
-    """Output [batch, heads, queries, head size], 0 for a query that sees nothing, and the logarithms of the sums of
-    exponentials, fp32 [batch, heads, queries], -inf for such a one."""
+    """Return output [batch, heads, queries, head size] and logarithms of the sums of exponentials."""
+    # The latter are fp32 [batch, heads, queries]. A query that sees nothing has output 0 and -inf.
     return torch.ops.pangu.attend(query, key, value, masked.reach.oldest, *masked.arguments)
 
 
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `output` and `log_sum`: of all keys that the queries see, of which `key`
-    may be some."""
+    """Return gradients of queries, keys and values."""
+    # `output` and `log_sum` are those of all keys that the queries see; `key` may be a part of these.
     tensors = grad, query, key, value, output, log_sum, *masked.reach
     return torch.ops.pangu.attend_backward(*tensors, *masked.arguments)
 
 
 class _Attention(Function):
-    """Saves what flash attention saves; keys and masks are shared by all layers."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -114,30 +111,35 @@ class _Attention(Function):
 
 
 class Triton:
-    """Our own kernels. A query sees neighbouring keys that end with its own: they know no block-sparse masks."""
+    """Kernel of our own in Triton, for contiguous keys that end with the query's own: no block-sparse masks."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Compute the reach of the mask."""
         self.reach = Reach.of(terms)
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return attention; see `Kernel`."""
         rows, place, probability = dropout.masks(qkv.query, keys) or (None, None, 0.0)
         return _Attention.apply(*qkv, *self.reach, rows, place, probability), None
 
 
 class TritonBlocks:
-    """The same between some queries and some keys."""
+    """Blocks with the Triton kernels."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Compute the reach of the mask."""
         self.reach = Reach.of(terms)
 
     def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        """Attend to a block of keys; see `Blocks`."""
         return Attended(*attend(*part, self._masked(part, block, drops)))
 
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
+        """Add the gradients of a block; see `Blocks`."""
         gradients = attend_backward(grad, *part, whole.output, whole.log_sum, self._masked(part, block, drops))
         for total, gradient in zip(into.of, gradients, strict=True):
             total.add_(gradient)
@@ -147,8 +149,8 @@ class TritonBlocks:
 
 
 def head_parts(size: int) -> tuple[int, int]:
-    """How the kernels take heads of `size` columns: in two powers of two of at least 16, the second may be 0. Beyond
-    128 columns two parts do not fit into a GPU's registers."""
+    """Split heads of `size` columns into two powers of two for the kernels, at least 16, or the second one 0."""
+    # Beyond 128 columns, two parts do not fit into a GPU's registers.
     whole = max(16, 1 << (size - 1).bit_length())
     first = whole // 2
     rest = max(16, 1 << max(0, size - first - 1).bit_length())
@@ -156,7 +158,7 @@ def head_parts(size: int) -> tuple[int, int]:
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work."""
+    """Tile sizes and launch options of a kernel."""
 
     queries: int
     keys: int
@@ -165,16 +167,16 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(size: int) -> tuple[Tiles, Tiles, Tiles]:
-    """Of forward, and of the gradients of queries and of keys, for heads of `size` columns: large tiles that fit into
-    the registers and the shared memory of GPUs of compute capability 8.0 and 9.0, as compiled for them
-    (`benchmarks/attention_kernels.py`)."""
+    """Return the tiles of forward, query gradients and key gradients for heads of `size` columns."""
+    # Large tiles that fit into the registers and shared memory of GPUs of compute capability 8.0 and 9.0, as compiled
+    # for them (`benchmarks/attention_kernels.py`).
     if size <= 128:
         return Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)
     return (Tiles(64, 32, 8, 2),) * 3
 
 
 class _Launcher(NamedTuple):
-    """What all kernels take beside their tensors of columns and sums."""
+    """Arguments that all kernels share."""
 
     query: Tensor
     key: Tensor
@@ -188,7 +190,7 @@ class _Launcher(NamedTuple):
     def launch(
         self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], reach: Tensor | None, tiles: Tiles, cut: str
     ) -> None:
-        """`columns`: tensors with the columns of heads; `cut`: whether a program has a tile of `queries` or `keys`."""
+        """Launch a kernel; `columns` are tensors with head columns, `cut` the tiled dimension: queries or keys."""
         from triton.errors import TritonError
 
         from pangu.layers import triton_kernels

@@ -1,4 +1,4 @@
-"""What the router of every mixture-of-experts layer knows of the loads of its experts, and what is told of them."""
+"""Expert loads of every mixture-of-experts layer, the routing biases they move, and the losses on them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ FIGURES = ("load", "least_load", "dropped", "balance_loss", "z_loss")
 
 
 class ExpertBalance:
-    """Loads are numbers of tokens, which add up to the same whatever the layout and the micro-batches are; so the
-    biases and the shares that come from them are the same to the last bit on every rank."""
+    """Expert loads, and the biases and shares that follow from them, bitwise equal on every rank."""
 
+    # Loads are integer counts of tokens, whose sums depend on neither layout nor micro-batches.
     def __init__(self, config: ModelConfig) -> None:
+        """Start without loads."""
         assert config.experts is not None
         self.config, self.layers, experts = config, config.expert_layers, config.experts
         self._sums = torch.zeros(len(self.layers), experts + 3, dtype=torch.float64)
-        """Of each layer in this step: choices of each expert, choices that were dropped, and both losses."""
+        """Choices per expert, dropped choices, and both losses in this step, [layers, experts + 3]."""
         self.shares = torch.full((len(self.layers), experts), 1 / experts, dtype=torch.float64)
-        """Of the choices of the global batch of the last step that changed weights."""
+        """Share of each expert in the choices of the last global batch that changed weights, [layers, experts]."""
         self.bias = torch.zeros(len(self.layers), experts, dtype=torch.float32)
-        """Added to scores where experts are chosen, with `router.balance` = bias."""
+        """Bias [layers, experts] added to scores when choosing experts, with `router.balance` = bias."""
         self.scale = torch.zeros(())
-        """Gradient of the objective by the sum over sequences of a loss here."""
+        """Gradient of the objective with respect to the sum of a loss over sequences."""
         self.sequences = 1.0
-        """In the global batch."""
+        """Number of sequences in the global batch."""
 
     def to(self, device: torch.device) -> Self:
+        """Move all tensors to a device."""
         self._sums, self.shares, self.bias = (x.to(device) for x in (self._sums, self.shares, self.bias))
         return self
 
@@ -44,24 +46,24 @@ class ExpertBalance:
         self.bias.zero_()
 
     def row(self, layer: int) -> int:
-        """Of a layer in all tensors here."""
+        """Return the row of a layer in all tensors."""
         return self.layers.index(layer)
 
     def start_step(self, loss_scale: Tensor, sequences: float) -> None:
-        """`sequences`: in the global batch."""
+        """Reset the sums for a step with this number of `sequences` in the global batch."""
         self._sums.zero_()
         self.scale, self.sequences = loss_scale / sequences, sequences
 
     @torch.no_grad()
     def note(self, row: int, loads: Tensor, dropped: Tensor, losses: Tensor) -> None:
-        """What a layer did with a micro-batch: loads [experts], a number, both losses [2] as sums over sequences."""
+        """Add a layer's loads [experts], dropped choices and both losses [2] (sums over sequences) of a micro-batch."""
         self._sums[row] += torch.cat([loads.double(), dropped.double().view(1), losses.double()])
 
     @torch.no_grad()
     def finish_step(self, group: AxisGroup | None, skipped: Tensor) -> Tensor:
-        """Add up over all ranks, move biases and shares unless the step is `skipped` (a bool on the device), and return
-        `FIGURES`, fp64 on the device: the largest and the smallest load over the mean of its layer, the share of
-        choices that were dropped, and means over layers and sequences of both losses."""
+        """Sum over all ranks, update biases and shares unless `skipped` (a device bool), and return `FIGURES`."""
+        # fp64 on the device: largest and smallest load over the mean of its layer, fraction of dropped choices, and
+        # means of both losses over layers and sequences
         sums, experts, router = all_reduce(self._sums, group), self.shares.shape[1], self.config.router
         loads = sums[:, :experts]
         mean = loads.mean(1, keepdim=True)
@@ -74,15 +76,15 @@ class ExpertBalance:
         return torch.cat([torch.stack([ratios.max(), ratios.min(), sums[:, experts].sum() / choices]), losses])
 
     def split(self, numbers: list[float]) -> tuple[list[float], dict[str, float]]:
-        """Numbers without the figures of experts, which are the last of them, and these by name."""
+        """Split the figures of experts off the end of `numbers`, and return them by name."""
         return numbers[: -len(FIGURES)], dict(zip(FIGURES, numbers[-len(FIGURES) :], strict=True))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, by layer."""
+        """Return the state for a checkpoint, by layer."""
         return {"layers": list(self.layers), "bias": self.bias.tolist(), "shares": self.shares.tolist()}
 
     def restore(self, path: object, state: Any) -> None:
-        """Take over the state that a checkpoint at `path` keeps. Raises UserError if it is not of such a model."""
+        """Restore the state of the checkpoint at `path`; raise `UserError` if it does not fit the model."""
         known = state if isinstance(state, dict) and state.get("layers") == list(self.layers) else {}
         try:
             for name, tensor in (("bias", self.bias), ("shares", self.shares)):
@@ -95,14 +97,15 @@ class ExpertBalance:
 
 
 class Attach(Function):
-    """Adds a loss to the objective where it is made: in backward its gradient is `scale`, whatever is computed from
-    `x`."""
+    """Identity in x that adds a loss to the objective: the gradient of the loss is always `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        """Return x."""
         ctx.scale, ctx.dtype = scale, loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of x and loss."""
         return grads[0], ctx.scale.to(ctx.dtype), None

@@ -1,7 +1,6 @@
-"""Experts that are spread over ranks: each rank sends its tokens to those that hold their experts, which send back what
-they make of them.
+"""Expert parallelism: each rank sends tokens to the ranks of their experts, which send back the outputs.
 
-    permute -> exchange -> (expert by expert) -> products -> exchange -> unpermute
+permute -> exchange -> (expert by expert) -> matmuls -> exchange -> unpermute
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from pangu.layers.routing import Dispatch
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a micro-batch, whose communication hides behind the products of others."""
+    """Consecutive tokens of a micro-batch, whose communication overlaps the matmuls of other parts."""
 
     tokens: Tensor
-    """[tokens, hidden]."""
+    """Tokens [tokens, hidden]."""
     weights: Tensor
-    """[rows], what each row is multiplied by."""
+    """Weight of each row, [rows]."""
     dispatch: Dispatch
 
 
@@ -33,20 +32,20 @@ class _Trip:
     def __init__(
         self, part: Part, to_each: Sequence[int], from_each: Sequence[int], from_ranks: Tensor, region: ExpertRegion
     ):
-        """`from_ranks`: int64 [ranks, experts of this rank], rows of each that come from each rank."""
+        """Start the exchange; `from_ranks`: rows per source rank and local expert, int64 [ranks, experts]."""
         self.part, self.sent, self.from_ranks = part, sum(to_each), from_ranks
         self.there = rows, weights = [Exchange(to_each, from_each, region.group) for _ in range(2)]
         self.back = Exchange(from_each, to_each, region.group)
-        # dropped choices lie last, and stay
+        # dropped choices come last, and are not sent
         self._begun = (
             rows.begin(_first(permute(part.tokens, part.dispatch), self.sent)),
             weights.begin(_first(part.weights, self.sent)),
         )
 
     def compute(self, experts: Experts) -> None:
-        """Wait for the rows of this rank's experts, and begin to send back what they make of them."""
+        """Wait for the rows of this rank's experts, compute, and start to send back the outputs."""
         rows, weights = (exchange.end(begun) for exchange, begun in zip(self.there, self._begun, strict=True))
-        # rows lie by the rank that they come from, and in that by expert
+        # rows are sorted by source rank, and within it by expert
         places = torch.arange(len(rows), device=rows.device)
         count = self.from_ranks.shape[1]
         expert_of_row = torch.searchsorted(self.from_ranks.flatten().cumsum(0), places, right=True) % count
@@ -55,7 +54,7 @@ class _Trip:
         self._begun_back = self.back.begin(unpermute(outputs, of_rank))
 
     def finish(self) -> Tensor:
-        """[tokens, hidden], the sum over the experts of each token."""
+        """Return [tokens, hidden], the sum over the experts of each token."""
         outputs = self.back.end(self._begun_back)
         missing = len(self.part.weights) - self.sent
         return unpermute(F.pad(outputs, (0, 0, 0, missing)) if missing else outputs, self.part.dispatch)
@@ -68,13 +67,12 @@ def _first(x: Tensor, count: int) -> Tensor:
 def exchanged(
     layer: MixtureOfExperts, tokens: Tensor, choices: Choices, beside: Callable[[], Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """What the experts of all ranks make of tokens [tokens, hidden], of which each tensor-parallel rank has a term of
-    the sum; and the result of `beside`, which is computed while tokens are on their way to the experts."""
-    # two parts; > begins an exchange, < ends it
+    """Return the experts' outputs for tokens [tokens, hidden], and the result of `beside`, computed meanwhile."""
+    # The output is a tensor-parallel rank's term of a sum. Two parts; > starts an exchange, < ends it:
     #
-    #     tokens to experts    1> 2>          1<          2<
-    #     computing                  beside      1            2
-    #     back                                     1>           2>  1<  2<
+    #    tokens to experts    1> 2>          1<          2<
+    #    computing                  beside      1            2
+    #    back                                     1>           2>  1<  2<
     region = layer.spread
     assert region is not None
     parts = list(_parts(layer, region, tokens, choices))
@@ -93,7 +91,7 @@ def exchanged(
 
 def _parts(layer: MixtureOfExperts, region: ExpertRegion, tokens: Tensor, choices: Choices) -> Iterator[Part]:
     if layer.region.size > region.tensor.size:
-        # an expert is whole on one rank: each sends a share of the tokens, the others' terms are 0
+        # only one rank holds an expert: each sends a share of the tokens, and has terms of 0 for the others
         first, stop = layer.region.bounds(len(tokens))
         place = torch.arange(len(tokens), device=tokens.device)[:, None]
         share = ((place >= first) & (place < stop)).expand_as(choices.experts)

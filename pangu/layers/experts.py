@@ -1,9 +1,9 @@
-"""A mixture-of-experts layer: each token goes to a few of many feed-forward layers (Shazeer et al. 2017).
+"""Mixture-of-experts layer: each token goes to a few of many feed-forward layers (Shazeer et al. 2017).
 
-    router -> permute -> experts' products -> unpermute
+    router -> permute -> matmuls of experts -> unpermute
 
-Tokens lie in rows, expert by expert, in the products. A tensor-parallel rank has every token of the sequence and a part
-of every expert's width, so that all ranks choose alike and each adds its part of every output.
+In the matmuls tokens are rows, sorted by expert. A tensor-parallel rank has every token of the sequence and a slice of
+every expert's width, so that all ranks choose alike and each adds its part of every output.
 """
 
 from __future__ import annotations
@@ -39,42 +39,41 @@ from pangu.layers.routing import (
 
 
 class Route(NamedTuple):
-    """What a router decided for the tokens [sequence, batch] of a micro-batch that this rank has."""
+    """Decision of a router for this rank's tokens [sequence, batch] of a micro-batch."""
 
     experts: Tensor
-    """int64 [sequence, batch, count]."""
+    """Chosen experts, int64 [sequence, batch, count]."""
     loads: Tensor | None = None
-    """[experts], choices of these tokens. None, as what follows, where nothing is trained."""
+    """Number of choices of each expert, [experts]; like the following fields None outside of training."""
     shares: Tensor | None = None
-    """[batch or 1, experts], of the choices that the balance loss is made of."""
+    """Fraction of choices of each expert for the balance loss, [batch or 1, experts]."""
     admitted: Tensor | None = None
-    """bool, as `experts`; None: all are."""
+    """True for choices that are not dropped, shaped as `experts`; None: all."""
     part: Tensor | None = None
-    """[sequence, batch], 1 / tokens of its sequence, and 0 at padding; None: there is no padding."""
+    """1 / tokens of the token's sequence, 0 at padding, [sequence, batch]; None: no padding."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What the routers of all layers decide for a micro-batch."""
+    """Decisions of the routers of all layers for a micro-batch."""
 
     padding: Tensor | None = None
-    """bool [sequence, batch], of the tokens of this rank: in training no expert computes these. None: there is none."""
+    """True at padding, which no expert computes in training, bool [sequence, batch]; None: no padding."""
     decided: dict[nn.Module, Route] = field(default_factory=dict)
-    """By router."""
+    """Decisions by router."""
 
 
 def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """[tokens, width] -> [rows, width], expert by expert."""
+    """Copy tokens [tokens, width] to rows [rows, width], sorted by expert."""
     return conjugate(x, dispatch, copy_to_rows, sum_rows)
 
 
 def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """[rows, width] -> [tokens, width], the sum over the rows of a token."""
+    """Sum rows [rows, width] per token, to [tokens, width]."""
     return conjugate(x, dispatch, sum_rows, copy_to_rows)
 
 
 def _by_row(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """[tokens, count], a number of each choice -> [rows]."""
     return x.flatten().index_select(0, dispatch.order)
 
 
@@ -83,30 +82,31 @@ def _by_choice(x: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 class Choices(NamedTuple):
-    """Of tokens, each [tokens, count]."""
+    """Choices of tokens, each [tokens, count]."""
 
     weights: Tensor
     experts: Tensor
     admitted: Tensor | None
-    """bool; None: all are."""
+    """True for choices that are not dropped; None: all."""
 
     def of(self, tokens: slice) -> Choices:
-        """Of some of the tokens."""
+        """Return the choices of a slice of the tokens."""
         return Choices(
             self.weights[tokens], self.experts[tokens], None if self.admitted is None else self.admitted[tokens]
         )
 
     def rows(self, number: int) -> tuple[Tensor, Dispatch]:
-        """The weight of each row, and where the rows of so many experts lie."""
+        """Return the weight of each row, and the dispatch of the rows to `number` experts."""
         dispatch = Dispatch.of(self.experts, number, self.admitted)
         return conjugate(self.weights, dispatch, _by_row, _by_choice), dispatch
 
 
 class Router(nn.Module):
-    """Chooses the experts of every token, with weights for what they make of it. In training it notes their loads and
-    adds its losses to the objective."""
+    """Router that chooses the experts of each token, and weights for their outputs."""
 
+    # In training it records the loads of experts and adds its losses to the objective.
     def __init__(self, config: ModelConfig, build: Builder, layer: int) -> None:
+        """Build the router of a layer."""
         super().__init__()
         assert config.experts is not None
         self.config, self.options = config, config.router
@@ -117,15 +117,15 @@ class Router(nn.Module):
         adds_loss = self.options.balance in ("sequence", "global")
         self.weight_of_balance = self.options.balance_weight if adds_loss else 0.0
         self.context, self.ranks = build.context, 1 if build.context is None else build.context.size
-        """Those that share a sequence."""
+        """Context-parallel region, and its number of ranks."""
         self.counts = build.region.rank == 0
-        """The other tensor-parallel ranks see the same tokens."""
+        """True on the tensor-parallel rank that counts tokens, since all see the same ones."""
 
     def forward(self, x: Tensor, routes: Routes) -> Choices:
-        """Of the tokens of x [sequence, batch, hidden]. `routes` has what was decided when backward computes this
-        again: a score that is rounded to another number must not choose others, and nothing is sent again."""
+        """Return the choices for x [sequence, batch, hidden]; a recompute reuses the decisions in `routes`."""
+        # A score that is rounded differently must not choose other experts, and nothing is sent again.
         wide = torch.promote_types(x.dtype, torch.float32)
-        # without saving x in the wide format too
+        # checkpointed so that x is not saved in the wide dtype as well
         logits = checkpointed(lambda x: F.linear(x.to(wide), self.weight.to(wide)), x, on=x.dtype != wide)
         scores = scores_of(logits, self.options)
         recomputes = self in routes.decided
@@ -170,8 +170,7 @@ class Router(nn.Module):
         return Route(experts, chosen.sum((0, 1)), shares, admitted, part)
 
     def _of_sequences(self, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choices of each expert in whole sequences [batch, experts], and before each chunk of them that this rank has
-        [chunks, batch, experts]; None: it has all."""
+        """Return choices per expert in sequences [batch, experts] and before own chunks [chunks, batch, experts]."""
         if self.context is None:
             return chosen.sum(0), None
         return self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
@@ -184,44 +183,45 @@ class Router(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """y = x Wᵀ + b of each expert, for the rows of its tokens."""
+    """Linear layer y = x Wᵀ + b of each expert, for the rows of its tokens."""
 
     def __init__(self, build: Builder, name: str) -> None:
+        """Build the layer."""
         super().__init__()
         self.store = build.layers_store
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor, dispatch: Dispatch, members: Tensor | None, of_tokens: bool = False) -> Tensor:
-        """[rows, inputs], or if `of_tokens` [tokens, inputs] -> [rows, outputs]; `members` [rows, experts]: what the
-        bias of each expert is multiplied by, if there are biases."""
+        """Map [rows, inputs] (or, if `of_tokens`, [tokens, inputs]) to [rows, outputs]."""
+        # `members` [rows, experts] has the factor of each expert's bias, if there are biases
         added = None
         if self.bias is not None and members is not None:
-            # a product has one order of addition in backward
+            # a matmul adds in a fixed order in the backward pass
             added = members @ self.bias.view(len(dispatch.ends), -1)
-        # last: a recompute ends where the last tensor is saved, and so before this product
+        # last: a recompute ends when the last tensor is saved, and so before this matmul
         out = grouped_matmul(x, self.weight, dispatch, self.store, of_tokens)
         return out if added is None else out + added
 
 
 class Experts(nn.Module):
-    """The experts of a layer, on the rows of their tokens."""
+    """Experts of a layer, applied to the rows of their tokens."""
 
     def __init__(self, build: Builder, activation: Callable[[Tensor], Tensor], recompute: bool) -> None:
-        """`recompute`: the output of the non-linearity."""
+        """Build the experts; `recompute`: recompute the output of the activation."""
         super().__init__()
         self.up, self.down = GroupedLinear(build, "up"), GroupedLinear(build, "down")
         self.activation, self.recompute = activation, recompute
         self.adds_bias = (build.region if build.experts is None else build.experts.tensor).rank == 0
-        """The bias of a sum over tensor-parallel ranks is added once."""
+        """True on one of the tensor-parallel ranks, which adds the bias of their sum."""
 
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-        """[tokens, hidden] -> [rows, hidden], times weights [rows]."""
+        """Map tokens [tokens, hidden] to [rows, hidden], times weights [rows]."""
         members = None if self.up.bias is None else dispatch.members(tokens.dtype)
         inner = self.up(tokens, dispatch, members, of_tokens=True)
         return checkpointed(self._down, inner, weights, dispatch, members, on=self.recompute)
 
     def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch, members: Tensor | None) -> Tensor:
-        # a product is linear: what is narrower is multiplied, and the output needs not be kept for the weights
+        # weight the narrower side of the linear layer, whose output then need not be saved
         activated = self.activation(inner) * weights[:, None]
         if members is not None:
             members = members * (weights if self.adds_bias else torch.zeros_like(weights))[:, None]
@@ -229,7 +229,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, and those that compute every token."""
+    """Mixture-of-experts layer of routed experts, and shared ones for every token."""
 
     def __init__(
         self,
@@ -240,13 +240,14 @@ class MixtureOfExperts(nn.Module):
         recompute: bool,
         shared: nn.Module | None,
     ) -> None:
+        """Build the router, the routed experts and, if given, the shared ones."""
         super().__init__()
         self.router = Router(config, build.at("router"), layer)
         self.experts = Experts(build.at("experts"), activation, recompute)
         self.region, self.shared, self.spread = build.region, shared, build.experts
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """[sequence (/ ranks with sequence parallelism), batch, hidden], as its output."""
+        """Map x [sequence (/ ranks with sequence parallelism), batch, hidden] to an output of the same shape."""
         whole = enter(x, self.region)
         tokens, choices = whole.flatten(0, 1), self.router(whole, routes)
         if self.spread is None:

@@ -1,4 +1,4 @@
-"""The precisions of fp32 matmuls: which ones are exact on this processor, and a trial of each."""
+"""Precisions of fp32 matmuls: those that are exact on this processor, and trials of their speed."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 EXACT = 1e-4
-"""Above the error of true fp32 matmuls, relative to the root of the inner size; TF32 errs by 1e-3, bf16 by 1e-2."""
+"""Bound of the error of true fp32 matmuls relative to sqrt(inner size); TF32 errs by 1e-3, bf16 by 1e-2."""
 
 MATMUL_TIE = 1.01
-"""As `pangu.metrics.timing.TIE`, for precisions: matmuls are most of a step, and a few percent hours of a long run."""
+"""Tie factor (`pangu.metrics.timing.TIE`) of precisions: matmuls dominate a step, so a few percent count."""
 
 
 def work_limit(device: torch.device) -> int:
-    """Multiplications of a trial: a few milliseconds, which another process seldom interrupts. In shorter ones counts
-    what a library does for each product, however large: it hid that one was faster by a tenth than the other."""
+    """Return the multiplications of a trial that takes a few milliseconds, which other processes seldom interrupt."""
+    # Shorter trials measure the overhead of a library call, which hid that one precision was faster by a tenth.
     return 2**26 * torch.get_num_threads() if device.type == "cpu" else 2**33
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """[rows, inputs] times [inputs, outputs]."""
+    """Matmul [rows, inputs] x [inputs, outputs]."""
 
     rows: int
     inputs: int
     outputs: int
     repeats: float = 1
-    """How often a micro-batch computes as much."""
+    """Number of such matmuls per micro-batch."""
 
     def cut(self, limit: int) -> tuple[Matmul, float]:
-        """A smaller, more cubic matmul of at most `limit` multiplications, and how many of it make up this one with its
-        repeats."""
+        """Return a smaller, more cubic matmul of at most `limit` multiplications, and how many make up this one."""
         sizes = [self.rows, self.inputs, self.outputs]
         while sizes[0] * sizes[1] * sizes[2] > limit:
             longest = sizes.index(max(sizes))
@@ -47,7 +46,7 @@ class Matmul:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """For a block, or for a function as its decorator."""
+    """Set the fp32 matmul precision in a block, or in a function as its decorator."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -57,9 +56,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype, matmul: Matmul) -> list[str]:
-    """The values of `torch.set_float32_matmul_precision` that `auto` chooses among; another request is the only one.
-    `medium` allows bf16 inside a matmul, but a CPU without matrix tiles does not use it, and torch then calls oneDNN
-    instead of MKL. Either may be faster: `medium` is a candidate if `matmul` stays true fp32 with it."""
+    """Return the candidates of `torch.set_float32_matmul_precision` for `auto`, or the requested one alone."""
+    # `medium` allows bf16, but a CPU without matrix tiles does not use it; torch then calls oneDNN instead of MKL,
+    # which may be faster. It is a candidate if `matmul` stays true fp32 with it.
     if requested != "auto":
         return [requested]
     if device.type != "cpu" or dtype != torch.float32:
@@ -68,21 +67,21 @@ def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype, 
 
 
 def matmul_trial(matmul: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward of a linear layer on random numbers."""
+    """Return a function that runs forward and backward of a linear layer on random numbers."""
     rows, inputs, outputs = matmul.rows, matmul.inputs, matmul.outputs
     x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))
     return lambda: (F.linear(x, weight), grad @ weight, grad.t() @ x)
 
 
 def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Normal numbers from a separate generator, so that the run's generator stays as it is."""
+    """Return normal random tensors from a separate generator, so that the run's generator is not changed."""
     source = torch.Generator(device).manual_seed(0)
     return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
 
 
 def _error_of_medium(matmul: Matmul) -> float:
-    """Largest difference that `medium` makes to a linear layer's forward and backward, relative to the root of the
-    inner size. Beside `highest`, not fp64: kernels stay in the process once they have run."""
+    """Return the largest difference that `medium` makes in a linear layer, relative to sqrt(inner size)."""
+    # compared with `highest`, not fp64: kernels stay in memory once they have run
     multiply = matmul_trial(matmul, torch.float32, torch.device("cpu"))
     with matmul_precision("highest"):
         exact = multiply()

@@ -1,17 +1,16 @@
-"""Products of the layers' matrices in fp8, by delayed scaling (Micikevicius et al. 2022, section 3; the recipe of
-NVIDIA's Transformer Engine).
+"""Matmuls of layers in fp8 with delayed scaling (Micikevicius et al. 2022, section 3; Transformer Engine's recipe).
 
-Inputs and weights are rounded to e4m3, gradients of outputs to e5m2, each tensor times a scale of its own. A scale is a
-power of two and stays for a step. It comes from `amax`, the largest magnitudes that the tensor had in the last
-`HISTORY` steps, in all micro-batches on all ranks:
+Inputs and weights are rounded to e4m3, output gradients to e5m2, each tensor times its own scale. A scale is a power of
+two, constant within a step. It follows from `amax`, the largest magnitudes of the tensor in the last `HISTORY` steps,
+in all micro-batches on all ranks:
 
     2^(e-1) <= amax < 2^e    ->    scale 2^(8-e) in e4m3 (up to 448), 2^(15-e) in e5m2 (up to 57344)
 
-So a tensor may grow by three quarters before it saturates, and no layout changes a scale: a maximum is the same in any
-order, and of `amax` only the exponent counts, which rounding leaves alone. To multiply by a power of two rounds
-nothing. Micro-batches and recomputation meet the same scales. A step without a history, the first of a run, multiplies
-in the compute format and looks at the magnitudes; so do validation, evaluation and generation, which look at nothing.
-What is not finite becomes nan, and the step is skipped.
+So a tensor may grow by three quarters before it saturates, and no layout changes a scale: a maximum does not depend on
+order, and only the exponent of `amax` counts, which rounding keeps. Scaling by a power of two rounds nothing.
+Micro-batches and recomputes use the same scales. A step without history, such as the first of a run, multiplies in the
+compute format and records magnitudes; validation, evaluation and generation do the same without recording. Non-finite
+values become nan, and the step is skipped.
 """
 
 from __future__ import annotations
@@ -32,23 +31,22 @@ from pangu.layers.fused import fused
 from pangu.topology.recorder import AxisGroup
 
 HISTORY = 16
-"""Steps."""
+"""Number of steps whose magnitudes are kept."""
 _E4M3, _E5M2 = 448.0, 57344.0
 _FORMATS = {_E4M3: torch.float8_e4m3fn, _E5M2: torch.float8_e5m2}
 _INPUT, _WEIGHT, _GRADIENT = range(3)
-"""The tensors of a matrix: of its input, itself, of its output's gradient."""
+"""Indices of the tensors of a matrix: its input, itself, and its output gradient."""
 _EXPONENTS = (8, 8, 15)
-"""Of the powers of two that their scaled magnitudes stay below."""
+"""Exponents of the powers of two that bound the scaled magnitudes."""
 _UNKNOWN = (127, 127, 127 + 24)
-"""Of the scales of tensors without a history, as fp32 has them: gradients of a mean over the tokens of a batch are
-small."""
+"""Exponents (biased as in fp32) of scales without history; gradients of a mean over tokens are small."""
 _APART = 4
-"""Numbers from one scale to the next: a compiled kernel takes 16 bytes at a time."""
+"""Stride of scales in elements: a compiled kernel loads 16 bytes at a time."""
 
 
 def _rounded(x: Tensor, scale: Tensor, limit: float) -> Tensor:
     wide = x.float()
-    # 0 of a number that is finite, otherwise nan
+    # 0 for a finite number, otherwise nan
     return ((wide * scale).clamp(-limit, limit) + 0.0 * wide).to(_FORMATS[limit])
 
 
@@ -71,17 +69,17 @@ cast = fused(
     _cast,
     lambda x, scale, amax, limit: torch.empty(x.shape, dtype=_FORMATS[limit], device=x.device),
 )
-"""[rows, columns] times the scale in the format of this limit. `amax` becomes the largest magnitude if that is more."""
+"""Operator that scales [rows, columns], casts to the format of `limit`, and raises `amax` to the largest magnitude."""
 cast_columns = fused(
     "fp8_cast_columns(Tensor x, Tensor scale, float limit) -> Tensor",
     _cast_columns,
     lambda x, scale, limit: torch.empty(x.shape[::-1], dtype=_FORMATS[limit], device=x.device),
 )
-"""The same transposed, [columns, rows]: the hardware takes both operands along the dimension that is summed over."""
+"""Operator like `cast` that transposes to [columns, rows]: hardware needs the inner dimension contiguous."""
 
 
 def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which takes a CPU four times as long."""
+    """Return `x.to(dtype)`, four times as fast on a CPU."""
     table = torch.arange(256, dtype=torch.uint8, device=x.device).view(x.dtype).to(dtype)
     return table.index_select(0, x.view(torch.uint8).view(-1).int()).view(x.shape)
 
@@ -89,13 +87,13 @@ def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
 def product(
     left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """left [m, k] x right [n, k] transposed, times the inverses of their scales, + bias [n], accumulated in fp32. On a
-    CPU, and in fp64 everywhere, the values are those of the fp8 operands, multiplied in fp32 or fp64."""
+    """Return left [m, k] x right [n, k] transposed, times the inverse scales, + bias [n], accumulated in fp32."""
+    # On a CPU, and in fp64 everywhere, fp8 values are multiplied in fp32 or fp64.
     if left.device.type == "cpu" or dtype == torch.float64:
         wide = torch.promote_types(dtype, torch.float32)
         value = F.linear(_widened(left, wide), _widened(right, wide)) * (inverses[0] * inverses[1]).to(wide)
         return (value if bias is None else value + bias).to(dtype)
-    fits = bias is not None and dtype == torch.bfloat16  # the kernel adds no other one
+    fits = bias is not None and dtype == torch.bfloat16  # the kernel supports no other bias
     value = torch._scaled_mm(
         left, right.t(), *inverses, bias=bias if fits else None, out_dtype=dtype, use_fast_accum=False
     )
@@ -104,31 +102,32 @@ def product(
 
 @dataclass(frozen=True)
 class Fp8Products:
-    """Of one matrix [outputs, inputs]."""
+    """Fp8 matmuls of one matrix [outputs, inputs]."""
 
     scales: Fp8Scales
     first: int
-    """Place of its input among the tensors."""
+    """Index of its input among the tensors of all matrices."""
 
     @property
     def known(self) -> bool:
-        """Whether its scales are; otherwise it multiplies in the compute format."""
+        """True if the scales are known; otherwise matmuls use the compute format."""
         return self.scales.known
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """x Wᵀ + b for x [rows, inputs]."""
+        """Return a function that computes x Wᵀ + b for x [rows, inputs]."""
         if not self.known:
             _note(weight, self.scales.amax[self.first + _WEIGHT])
         return self._multiply(_INPUT, weight, partial(self._cast, weight, _WEIGHT), bias)
 
     def input_gradient(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """dy W for dy [rows, outputs]."""
+        """Return a function that computes dy W for dy [rows, outputs]."""
         return self._multiply(_GRADIENT, weight.t(), partial(self._columns, weight, _WEIGHT))
 
     def _multiply(
         self, which: int, matrix: Tensor, in_fp8: Callable[[], Tensor], bias: Tensor | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """Rows of `which` tensor times `matrix` transposed, which is cast when they come: while others are gathered."""
+        """Return a function that multiplies rows by `matrix` transposed, casting the latter at the first call."""
+        # late, so that the cast overlaps the gather of rows
         operand = cache(in_fp8)
 
         def multiply(rows: Tensor) -> Tensor:
@@ -140,13 +139,13 @@ class Fp8Products:
         return multiply
 
     def weight_gradient(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        """dyᵀ x for dyᵀ [outputs, rows] and x [rows, inputs], whose magnitudes have been noted."""
+        """Return dyᵀ x from dyᵀ [outputs, rows] and x [rows, inputs], whose magnitudes are already recorded."""
         grad, x = self._columns(left.t(), _GRADIENT), self._columns(right, _INPUT)
         return product(grad, x, self._inverses(_GRADIENT, _INPUT), dtype)
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-        """Add it to a sum, or begin the sum. The kernel adds to nothing, so that the product is written once and read
-        again."""
+        """Add dyᵀ x to a sum, or overwrite the sum if this `begins` it."""
+        # The kernel cannot accumulate, so the result is written once and read again.
         (total.copy_ if begins else total.add_)(self.weight_gradient(left, right, total.dtype))
 
     def _cast(self, x: Tensor, which: int) -> Tensor:
@@ -161,35 +160,35 @@ class Fp8Products:
 
 
 class Fp8Scales:
-    """Of the tensors of all matrices of a model's layers, the same on every rank. All of it lies on the device."""
+    """Scales of the tensors of all matrices of the layers, on the device and equal on every rank."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        """`shapes` of all logical tensors of the model. Of several that are stored in one matrix the first one's name
-        is the matrix's."""
+        """Start without history, for `shapes` of all logical tensors; stacked ones share the first one's name."""
         self._names = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
         shape = (len(_EXPONENTS) * len(self._names), _APART)
         self.scale, self.inverse = (torch.ones(shape, device=device)[:, 0] for _ in range(2))
         self.amax = torch.zeros(shape, device=device)[:, 0]
-        """Of this step on this rank."""
+        """Largest magnitude of each tensor in this step on this rank."""
         self._history = torch.zeros(HISTORY, shape[0], dtype=torch.int32, device=device)
-        """Exponents of `amax` as fp32 has them (e + 126) of each step, that of step n at n modulo `HISTORY`; 0: none,
-        as of a gradient that is 0 or was not finite."""
+        """Biased exponents of `amax` (e + 126) per step, at step modulo `HISTORY`; 0: none (zero or non-finite)."""
         per_tensor = (torch.tensor(each * len(self._names)) for each in (_EXPONENTS, _UNKNOWN))
         self._targets, self._unknown = (each.to(device, torch.int32) for each in per_tensor)
         self._arriving: tuple[Tensor, Handle] = self._targets, Completion()
         self.known = False
-        """Whether there is a history."""
+        """True if there is a history."""
 
     def of(self, name: str) -> Fp8Products:
+        """Return the fp8 matmuls of the matrix of this name."""
         return Fp8Products(self, len(_EXPONENTS) * self._names.index(name))
 
     def start_update(self, everyone: AxisGroup | None) -> None:
-        """Begin to send what this rank has seen in a step. Integers, since nan has no place in an order."""
+        """Start to reduce this rank's magnitudes of a step over all ranks."""
+        # as integer exponents, since nan has no place in an order
         exponents = self.amax.view(torch.int32) >> 23 & 255
         self._arriving = exponents, start_all_reduce(exponents, everyone, largest=True)
 
     def finish_update(self, step: int) -> None:
-        """The scales of the steps after `step`."""
+        """Compute the scales of the steps after `step`."""
         exponents, handle = self._arriving
         handle.wait()
         self._history[step % HISTORY] = exponents.masked_fill(exponents == 255, 0)  # inf or nan
@@ -198,7 +197,7 @@ class Fp8Scales:
 
     def _set(self) -> None:
         top = self._history.amax(0)
-        # exponents of fp32 again, in which 127 stands for 1
+        # biased exponents as in fp32, where 127 means 1
         scale = (self._targets + 253 - top).clamp(1, 253).where(top > 0, self._unknown)
         self.scale.copy_((scale << 23).view(torch.float32))
         self.inverse.copy_((254 - scale << 23).view(torch.float32))
@@ -211,13 +210,12 @@ class Fp8Scales:
         self.known = False
 
     def state(self) -> dict[str, list[list[int]]] | None:
-        """Name -> exponents of its tensors, for a checkpoint."""
+        """Return exponents by matrix name, for a checkpoint."""
         tensors = self._history.t().unflatten(0, (len(self._names), len(_EXPONENTS))).tolist()
         return dict(zip(self._names, tensors, strict=True)) if self.known else None
 
     def restore(self, path: Path, state: Mapping[str, Sequence[Sequence[int]]] | None) -> None:
-        """Continue with the history of the checkpoint at `path`; None: it has none, and the next step multiplies in the
-        compute format. Raises UserError if it lacks a matrix."""
+        """Restore the history of the checkpoint at `path` (None: start anew); raise `UserError` if incomplete."""
         self.reset()
         if state is not None:
             if missing := [name for name in self._names if name not in state]:
@@ -228,7 +226,7 @@ class Fp8Scales:
 
 
 def require_fp8(compute: str, device: torch.device) -> str:
-    """How a device multiplies in fp8, in words. Raises UserError if it cannot."""
+    """Describe how a device multiplies in fp8; raise `UserError` if it cannot."""
     if device.type == "cpu" or compute == "fp64":
         return "emulated: the numbers of a device, and more time than without"
     module: Any = torch.get_device_module(device)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
+# Versions differ in shapes and formats, or for layers in query, recompute and frozen weights. Beyond the limit (torch's
+# default is 8, less than the fp8 casts of one model need) calls run uncompiled.
 MOST_KINDS = 64
-"""Codes of one function in a process: for shapes and formats of an operator; for layers with and without a query,
-recompute, frozen weights. torch's own limit is 8, and what comes behind it runs uncompiled: the layers of one model
-have more shapes than that for a cast to fp8."""
+"""Maximum number of compiled versions of a function per process."""
 
 
 def fused(
@@ -22,16 +22,16 @@ def fused(
     result: Callable[..., Tensor | None],
     on_cpu: Callable[..., Tensor | None] | None = None,
 ) -> Callable[..., Any]:
-    """The operator of torch.ops.pangu with this schema, of tensors and numbers.
+    """Register and return the operator torch.ops.pangu with this schema.
 
     Args:
-        function: what it computes. On an accelerator Inductor makes one Triton kernel of it, another for other shapes,
-            formats and floating numbers. Integers come as tensors without dimensions on the host, which are arguments
-            of the kernel: others do not compile it again. Without Triton it runs as it stands. No device has run it
-            yet; `tests/gpu` has what one must show.
-        result: an uninitialized tensor like the result; None where an argument is overwritten. Autograd does not look
-            into the operator, and the auditor of a dry run counts one launch.
-        on_cpu: what a CPU runs; None: the function as it stands.
+        schema: Schema over tensors and numbers.
+        function: Computation. On an accelerator Inductor compiles one Triton kernel per shapes, formats and floats;
+            integers become 0-dimensional host tensors, so that their values do not recompile it. Without Triton it
+            runs as it is. Untested on devices so far: `tests/gpu` checks it.
+        result: Function that returns an uninitialized result; None if an argument is overwritten. Autograd does not
+            look into the operator, and the auditor of a dry run counts one launch.
+        on_cpu: Computation on a CPU; None: `function`.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -48,7 +48,7 @@ def allow_kinds() -> None:
 
 
 def of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same, for operators: one kernel serves all numbers of rows, where each would have its own."""
+    """Mark dimension 0 of tensors as dynamic, so that one kernel serves all numbers of rows, and return them."""
     if has_triton():
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -62,8 +62,9 @@ def _compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | 
 
 
 def _argument(value: Any) -> Any:
-    """Of a compiled function. A parameter comes as a plain tensor: the code would be another one for tensors that want
-    a gradient, and would take all parameters of a shape to lie at multiples of 16 bytes because the first one does."""
+    """Return the argument of a compiled function: numbers as tensors, tensors without gradient."""
+    # A plain tensor rather than a parameter: code is specialized on requires_grad, and would assume that all parameters
+    # of a shape are 16-byte aligned if the first one is.
     if isinstance(value, int):
         return torch.tensor(value)
     return value.detach() if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False) else value

@@ -1,4 +1,4 @@
-"""The attention kernels of GPUs, and which of them can run here."""
+"""Attention kernels of GPUs, and whether they can run here."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ from pangu.layers.masks import AttentionMask
 from pangu.layers.sparse import FLEX_TILE
 
 MOST_PAIRS = 1 << 26
-"""Of tokens, of which a mask is looked at at a time."""
+"""Number of token pairs of a mask that are examined at a time."""
 FEWEST_COLUMNS = 16
-"""Of a head, that FlexAttention's compiled kernel takes."""
+"""Minimum columns of a head in FlexAttention's compiled kernel."""
 
 
 class Cudnn(Sdpa):
-    """cuDNN's kernel, whichever torch would take."""
+    """Kernel of cuDNN, whichever one torch would choose."""
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return attention; see `Kernel`."""
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return super().__call__(qkv, dropout, keys, below)
 
 
 class Flex:
-    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids. It drops what `reference`
-    drops, and keeps no mask. On a CPU without backward."""
+    """Kernel of FlexAttention (Dong et al. 2024), which skips masked blocks and drops like `reference`."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Prepare the block mask."""
         self.blocks = block_mask(terms.mask, terms.length, terms.device)
         self.score = None if terms.bias is None else terms.bias.score_mod
+        # there is no backward pass on a CPU, where it is not compiled
         self.compute = _flex(compiled=terms.device.type != "cpu")
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return attention; see `Kernel`."""
         masks = dropout.masks(qkv.query, keys)
         rows = None if masks is None else masks.rows ^ masks.place
         return self.compute(qkv, self.score, self.blocks, rows, dropout.probability), None
@@ -59,15 +62,15 @@ class Flex:
 def flex(
     qkv: QKV, score_mod: Callable[..., Tensor] | None, blocks: BlockMask, rows: Tensor | None, dropout: float
 ) -> Tensor:
-    """FlexAttention, dropping by `rows`, row keys xor the place key, if they are there.
+    """Return FlexAttention with dropout by `rows` (row keys xor the place key), if given.
 
-    A kernel changes scores before the softmax, and dropout stands after it. With s a score, m 1 where a probability is
-    kept, and lse the log of the sum of exp over keys,
+    A kernel changes scores before the softmax, but dropout follows it. With s a score, m 1 where a probability is kept,
+    and lse the log of the sum of exp over keys,
 
         sum_j m_j exp(s_j) v_j / sum_j exp(s_j) = (sum_j m_j exp(s_j) v_j / sum_j m_j exp(s_j)) exp(lse(s, m) - lse(s))
 
-    The first factor and lse(s, m) are attention with the scores -inf that are dropped, lse(s) is attention without. Of
-    a query of which all are dropped lse(s, m) is -inf, and its output and gradients are 0.
+    The first factor and lse(s, m) are attention with dropped scores at -inf, lse(s) is attention without dropout. If
+    all scores of a query are dropped, lse(s, m) is -inf, and its output and gradients are 0.
     """
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": qkv.is_grouped}
     if rows is None:
@@ -75,12 +78,13 @@ def flex(
 
     def without_dropped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         biased = score if score_mod is None else score_mod(score, batch, head, query, key)
-        # added: where exp gives 0, so is the gradient of the score, and backward needs no mask for it
+        # adding -inf makes exp and so the gradient of the score 0, and the backward pass needs no mask
         return biased + torch.where(is_kept(rows[batch, head, query], key, dropout), 0.0, -math.inf)
 
     options["return_aux"] = AuxRequest(lse=True)
     output, of_kept = flex_attention(*qkv, without_dropped, **options)
-    # for its sums, so of few values; torch's compiler has no backward without a gradient of the output, here 0
+    # only its sums are needed, so few values; torch's compiler has no backward pass without a gradient of the output,
+    # here 0
     few = qkv.value[..., :FEWEST_COLUMNS].detach()
     nothing, of_all = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
     share = (of_kept.lse - (of_all.lse + 0.0 * nothing[..., 0])).exp() / (1 - dropout)
@@ -88,8 +92,9 @@ def flex(
 
 
 def block_mask(mask: AttentionMask, length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's form of a mask: the tiles that are seen in part and as a whole. Of some queries at a time:
-    torch's own way has numbers for all pairs of tokens at once, 17 GB each for 128K tokens."""
+    """Return FlexAttention's form of a mask: the tiles that are seen in part, and those that are seen fully."""
+    # A band of queries at a time: torch's own function has numbers for all pairs of tokens at once, 17 GB each for 128K
+    # tokens.
     rows = 1 if mask.documents is None else mask.documents.shape[0]
     step = max(1, MOST_PAIRS // (rows * length * FLEX_TILE)) * FLEX_TILE
     part, whole = [], []
@@ -104,7 +109,6 @@ def block_mask(mask: AttentionMask, length: int, device: torch.device) -> BlockM
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [..., tiles of keys] -> how many are true, and their numbers, the others after them; int32."""
     order = tiles.int().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), order.int()
 
@@ -115,9 +119,10 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
 
 
 class Flash:
-    """The flash attention (Dao 2023) in torch; documents become sequences of different lengths."""
+    """Kernel of torch's flash attention (Dao 2023); documents become sequences of different lengths."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Prepare document bounds and window."""
         assert terms.mask.documents is None or terms.mask.bounds is not None
         self.bounds = terms.mask.bounds
         # keys to the left of a query; -1: all
@@ -126,25 +131,25 @@ class Flash:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return attention; see `Kernel`."""
         parts = [part.transpose(1, 2) for part in qkv]
         shape = parts[0].shape
         if self.bounds is not None:
-            # the one copy, of more than one row: projections have the rows of a place side by side
+            # the only copy, with several rows: projections place the rows of a position side by side
             parts = [part.flatten(0, 1) for part in parts]
         query, key, value = parts
         output = self.attend(query, key, value, shape[1], dropout.in_kernel(keys))
         return output.view(shape).transpose(1, 2), None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, longest: int, dropout: float) -> Tensor:
-        """[batch, sequence, heads, head size] or, of documents no longer than `longest`, [tokens, heads, head size]."""
+        """Attend in [batch, sequence, heads, head size]; documents (up to `longest`): [tokens, heads, head size]."""
         return flash_attention(query, key, value, self.bounds, longest, self.left, dropout)
 
 
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
 ) -> Tensor:
-    """torch's operator, as `torch.nn.attention.varlen` calls it, which drops nothing; autograd knows its backward.
-    Arguments are those of `Flash`."""
+    """Call torch's operator like `torch.nn.attention.varlen`, which lacks dropout; arguments as in `Flash`."""
     window = {"window_size_left": left, "window_size_right": 0}
     lengths = (bounds, bounds, longest, longest)
     forward = torch.ops.aten._flash_attention_forward
@@ -152,16 +157,18 @@ def flash_attention(
 
 
 class FlashAttn(Flash):
-    """The package flash-attn, 2.4.1 or later."""
+    """Kernel of the package flash-attn, 2.4.1 or later."""
 
     def __init__(self, terms: MaskAndBias) -> None:
+        """Import the package."""
         super().__init__(terms)
         self.package = importlib.import_module("flash_attn")
         self.slopes = None if terms.bias is None else terms.bias.slopes
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, longest: int, dropout: float) -> Tensor:
+        """Attend as in `Flash`."""
         options = {"dropout_p": dropout, "causal": True, "window_size": (self.left, 0), "alibi_slopes": self.slopes}
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()  # torch's own kernels look for it
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()  # torch's kernels do it themselves
         if self.bounds is None:
             return self.package.flash_attn_func(query, key, value, **options)
         lengths = (self.bounds, self.bounds, longest, longest)
@@ -183,16 +190,16 @@ BUILT_IN: dict[str, Callable[[], bool]] = {
     "flex": has_triton,
     "triton": has_triton,
 }
-"""Kernels that come with a torch that has what they need -> whether it does."""
+"""Kernels that come with torch -> function that returns whether this build has them."""
 
 
 def can_run(kernel: str, device: torch.device) -> bool:
-    """Whether this torch has one of `BUILT_IN`, and the device can run it."""
+    """Return whether this torch has a kernel of `BUILT_IN` and the device can run it."""
     return device.type == "cuda" and BUILT_IN[kernel]() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
-    """Why a kernel cannot run here at all."""
+    """Yield the reasons why a kernel cannot run here at all."""
     if kernel in BUILT_IN and not can_run(kernel, device):
         rule = "needs a GPU of compute capability 8.0 or later, and a torch that was built with it"
         yield Problem("model.attention", kernel, rule, "model.attention=auto works")
@@ -206,7 +213,7 @@ def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
 
 
 def candidates(device: torch.device, dense: bool) -> list[str]:
-    """Those that may be the fastest here, the preferred one first. `dense`: `sdpa` would need mask or bias as a matrix,
-    or draw its own dropout."""
+    """Return the kernels that may be the fastest here, the preferred one first."""
+    # `dense`: `sdpa` would need mask or bias as a matrix, or use its own dropout.
     kernels = ["flash", "triton", "sdpa", "flex", "cudnn"] if dense else ["sdpa", "flash", "cudnn", "flex", "triton"]
     return [kernel for kernel in (*kernels, "flash_attn", "reference") if not any(missing(kernel, device))]

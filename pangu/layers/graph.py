@@ -1,7 +1,7 @@
-"""What stands in the graph of a compiled block for code that no graph can hold.
+"""Operators that stand in the graph of a compiled block for code that cannot be traced.
 
-One compiled code serves all layers of a kind. What differs between them (weights, the place of a dropout, which matrix
-a gradient is for) comes as a tensor, whose value no guard looks at.
+One compiled code serves all layers of a kind. The differences between them (weights, the place of a dropout, the matrix
+of a gradient) are passed as tensors, whose values no guard checks.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from pangu.topology.placement import TensorRank
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 _NUMBERS = itertools.count()
 _LAYERS: WeakValueDictionary[int, ParallelLinear] = WeakValueDictionary()
-"""By number: operators take tensors and numbers only."""
+"""Layers by number, as operators take only tensors and numbers."""
 
 
+# One operator in the forward and one in the backward pass, each including its communication, which overlaps as it does
+# without a graph.
 @dataclass(frozen=True)
 class GraphProduct:
-    """Stands for the product of a linear layer that communicates, is in fp8, or whose weight gradient is not
-    autograd's. It is one operator in forward and one in backward, each whole with its communication: that overlaps as
-    it does without a graph."""
+    """Traceable matmul of a layer with communication, fp8 or its own weight gradient."""
 
     number: Tensor
     by_rows: bool
-    """Whether partial sums are added up."""
+    """True if partial sums are added over ranks."""
     postpones: bool
-    """Whether the weight-gradient store may be open in backward."""
+    """True if the weight-gradient store may be open in the backward pass."""
 
     def __call__(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        """Apply the layer to x."""
         slices, x = layer.region.num_slices, x.contiguous()
         rows = x.shape[0] // slices if self.by_rows else x.shape[0] * slices
-        # autograd would leave out a node of which it gets no gradient
+        # autograd would drop a node of which it gets no gradient
         apart = layer.store is not None and x.requires_grad
         weight = layer.weight.detach() if apart else layer.weight
         bias = layer.bias.detach() if layer.bias is not None and apart and self.postpones else layer.bias
@@ -54,7 +55,7 @@ class GraphProduct:
 
 
 def hold_in_graph(layer: nn.Module, postpones: bool) -> None:
-    """Make a layer whose product is not one for the compiler an operator in the graph that is traced of it."""
+    """Replace the matmul of a layer by an operator in traced graphs, if the compiler cannot trace it."""
     if not isinstance(layer, ParallelLinear) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
         return
     number = next(_NUMBERS)
@@ -64,7 +65,7 @@ def hold_in_graph(layer: nn.Module, postpones: bool) -> None:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
-    with torch.enable_grad():  # as in training; what autograd notes is dropped
+    with torch.enable_grad():  # as in training; the graph is discarded
         value: Tensor = _LAYERS[int(number)](x.detach().requires_grad_())
     return value.detach()
 
@@ -76,8 +77,7 @@ def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, ...]:
-    """Of the input, the weight and, if asked for, the bias. What is `apart` goes where it belongs, and stands here
-    without elements."""
+    """Return the gradients of input, weight and, if requested, bias; empty if they go elsewhere (`apart`)."""
     layer = _LAYERS[int(number)]
     use = Use(layer.weight, layer.bias, layer.region, layer.store if apart else None, fp8=layer.fp8)
     has_bias = layer.bias is not None and layer.bias.requires_grad
@@ -127,16 +127,16 @@ torch.library.register_autograd("pangu::product", _backward, setup_context=_save
 
 @dataclass(frozen=True)
 class TensorKeys(DropoutKeys):
-    """Keys of a layer's masks, as tensors. `rows` are those of this rank's part of the sequence."""
+    """Dropout keys of a layer as tensors; `rows` are those of this rank's part of the sequence."""
 
     heads: Tensor | None = None
-    """int64 [batch, heads / ranks, sequence], keys of the rows of attention probabilities."""
+    """Row keys of attention probabilities, int64 [batch, heads / ranks, sequence]."""
     places: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a dropout in its layer -> key of its place and step, int64 without dimensions, on the host."""
+    """Name of a dropout in its layer -> key of its place and step, int64 scalar on the host."""
 
     @classmethod
     def of(cls, keys: DropoutKeys, region: TensorRank, num_heads: int) -> TensorKeys:
-        """What all layers share in a micro-batch; `num_heads`: those of all ranks."""
+        """Return the keys that all layers share in a micro-batch; `num_heads` counts those of all ranks."""
         assert keys.rows is not None
         like = keys.rows[:1, :1].expand(1, num_heads // region.size)
         heads = keys_of_heads(keys.rows, like, region.rank * like.shape[1])
@@ -144,7 +144,7 @@ class TensorKeys(DropoutKeys):
         return cls(keys.seed, keys.step, keys.samples, rows, heads)
 
     def at(self, dropouts: Iterable[Dropout]) -> TensorKeys:
-        """Those of a layer with these dropouts."""
+        """Return the keys of a layer with these dropouts."""
         return replace(self, places={_name(dropout): torch.tensor(dropout.key(self)) for dropout in dropouts})
 
 
@@ -153,38 +153,43 @@ def _name(dropout: Dropout) -> str:
 
 
 class GraphDropout(Dropout):
-    """The masks of `Dropout`, from keys that are tensors."""
+    """Dropout with the masks of `Dropout`, from keys that are tensors."""
 
     def __init__(self, dropout: Dropout) -> None:
+        """Take the place of a dropout."""
         self.probability, self.place, self.region = dropout.probability, dropout.place, dropout.region
         self.name = _name(dropout)
 
     def hidden(self, x: Tensor, keys: DropoutKeys | None, residual: Tensor | None = None) -> Tensor:
+        """Drop from hidden states, and add `residual`; see `Dropout.hidden`."""
         if self.probability == 0.0 or not isinstance(keys, TensorKeys):
             return super().hidden(x, keys, residual)
         assert keys.rows is not None
         return drop(x, residual, keys.rows, keys.places[self.name], self.probability)
 
     def probabilities(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """Drop from attention probabilities; see `Dropout.probabilities`."""
         if self.probability == 0.0 or not isinstance(keys, TensorKeys):
             return super().probabilities(x, keys)
         assert keys.heads is not None
         return drop(x, None, keys.heads, keys.places[self.name], self.probability)
 
     def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:
+        """Return the masks for a kernel; see `Dropout.masks`."""
         if self.probability == 0.0 or not isinstance(keys, TensorKeys):
             return super().masks(query, keys)
         assert keys.heads is not None
         return Masks(keys.heads, keys.places[self.name], self.probability)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
-        """The generator has been seeded before."""
+        """Return the probability; the generator has already been seeded."""
         return self.probability if isinstance(keys, TensorKeys) else super().in_kernel(keys)
 
 
 class GraphTensors(SavedTensors):
-    """What the compiler keeps for backward. It is told what to compute again; hooks would see nothing."""
+    """Saved tensors of a compiled graph: the compiler is told what to recompute, as it ignores hooks."""
 
     @contextmanager
     def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:
+        """Yield `compute(source)`, recomputed in the backward pass."""
         yield checkpointed(compute, source, on=on)

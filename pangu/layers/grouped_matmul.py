@@ -1,4 +1,4 @@
-"""Products of rows that lie group by group, each group with a matrix of its own."""
+"""Grouped matmul: rows sorted by group, each group with its own matrix."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALIGNMENT = 16
-"""Bytes that operands of torch's grouped kernel and their rows begin at multiples of."""
+"""Alignment in bytes of operands, and of their rows, in torch's grouped kernel."""
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 
 
 def _by_kernel(*operands: Tensor) -> bool:
-    """Whether torch's kernel takes these operands, whose last dimension is contiguous; it knows no fp64."""
+    """Return whether torch's kernel supports these operands (last dimension contiguous); it has no fp64."""
     ways = ((x.dtype, x.shape[-1] * x.itemsize, x.data_ptr()) for x in operands)
     return all(dtype != torch.float64 and row % ALIGNMENT == start % ALIGNMENT == 0 for dtype, row, start in ways)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
-    """First row of each group and the one behind its last."""
     stops = ends.tolist()
     return list(zip([0, *stops], stops, strict=False))
 
@@ -44,7 +43,7 @@ def _product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare:
             torch.mm(x[start:stop], matrix, out=out[start:stop])
     if not spare:
         return out
-    # rows of no group are written by nobody
+    # rows outside all groups are not written
     beyond = torch.arange(x.shape[0], dtype=ends.dtype, device=ends.device) >= ends[-1]
     return out.masked_fill_(beyond[:, None], 0.0)
 
@@ -84,13 +83,13 @@ register_flop_formula(torch.ops.pangu.grouped_weight_gradient)(_weight_gradient_
 def grouped_matmul(
     x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool = False
 ) -> Tensor:
-    """x Wᵀ of each group of rows with its own W.
+    """Return x Wᵀ of each group of rows with its own W.
 
-    x [rows, inputs], group by group, or if `of_tokens` [tokens, inputs], of which rows are copies, and which are all
-    that is kept for backward; weight [groups x outputs, inputs], a leaf whose gradient `store` takes while it is open
-    -> [rows, outputs], 0 in rows of no group.
+    x [rows, inputs], sorted by group, or if `of_tokens` [tokens, inputs], which rows copy and which alone are saved for
+    the backward pass; weight [groups x outputs, inputs], a leaf whose gradient an open `store` takes -> [rows,
+    outputs], 0 in rows outside all groups.
     """
-    # two nodes, as in `tensor_parallel_matmul`: a recompute ends before a product whose value is not needed again
+    # two nodes, as in `tensor_parallel_matmul`: a recompute ends before a matmul whose value is not needed again
     backward = _Backward.apply(x, weight, dispatch, store, of_tokens)
     return _Value.apply(backward, lambda: _multiply(_rows(x, dispatch, of_tokens), weight, dispatch, True))
 
@@ -107,14 +106,14 @@ def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -
 
 
 class _Backward(Function):
-    """Does backward; its output stands for the product in the graph."""
+    """Graph node that runs the backward pass; its output has the shape of the matmul, but no memory."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
+        # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.weight, ctx.dispatch, ctx.store, ctx.of_tokens = weight, dispatch, store, of_tokens
         return x.new_empty(()).expand(len(dispatch.order), weight.shape[0] // len(dispatch.ends))
 

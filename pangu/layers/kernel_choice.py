@@ -1,4 +1,4 @@
-"""The choice among the attention kernels: which can train a model, and their trials on a run's shapes."""
+"""Choice of the attention kernel: those that can train a model, and their trials on the shapes of a run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def attention_kernels(
     context: str | None = None,
     ordered: bool = False,
 ) -> list[str]:
-    """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
-    They give the same result to rounding: with dropout, they are those whose masks no layout changes, or if an
-    accelerator has no fused one of these, the preferred one. `documents`: tokens attend within theirs. `context`: how
-    ranks that share sequences attend (`context_kind`); where they do it in blocks, only the preferred kernel.
-    `ordered`: kernels that add up in one order. Raises UserError if the requested kernel cannot train this model on
-    this device."""
+    """Return the kernels that `model.attention=auto` chooses from, preferred one first, or the requested one.
+
+    All give equal results up to rounding: with dropout, these are kernels whose masks no layout changes, or the
+    preferred one if an accelerator has no fused one of these. Raise `UserError` if the requested kernel cannot train
+    this model here. `documents`: tokens attend within their document; `context`: value of `context_kind` (block-wise
+    kinds leave only the preferred kernel); `ordered`: sums in a fixed order are required.
+    """
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if not problems and model.attention not in KERNELS:
@@ -56,7 +57,7 @@ def attention_kernels(
     kernels = [kernel for kernel in kernels if ABILITIES[kernel].ordered or not ordered]
     if model.attention_dropout > 0:
         hashed = [kernel for kernel in kernels if ABILITIES[kernel].hashed]
-        # without a fused one, as on Ascend's devices, an accelerator would have to keep all scores
+        # without a fused one, as on Ascend devices, an accelerator would have to store all scores
         keeps = device.type != "cpu" and all(ABILITIES[kernel].scores for kernel in hashed)
         kernels = kernels[:1] if keeps else hashed
     if context in (None, "ulysses"):
@@ -66,7 +67,7 @@ def attention_kernels(
 
 
 def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
-    """Those that a run chooses among."""
+    """Return the kernels that a run chooses from."""
     context = None
     if config.parallel.context > 1:
         from pangu.config.context import context_kind
@@ -78,10 +79,10 @@ def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Input of one layer's attention on a rank."""
+    """Input shape of one layer's attention on a rank."""
 
     rows: int
-    """Sequences."""
+    """Number of sequences."""
     heads: int
     kv_heads: int
     sequence: int
@@ -98,8 +99,8 @@ class AttentionShape:
         return self.rows * self.heads * self.sequence**2 * self.head_size
 
     def cut(self, limit: int) -> tuple[AttentionShape, float]:
-        """A smaller shape of at most `limit` multiplications and how many of it make up this one: fewer sequences, then
-        fewer heads, and shorter sequences only where one head is too much."""
+        """Return a smaller shape of at most `limit` multiplications, and how many of it make up this one."""
+        # Fewer sequences, then fewer heads, and shorter sequences only if one head is too much.
         smaller = self
         while smaller.work > limit and smaller.sequence > 1:
             if smaller.rows > 1:
@@ -114,7 +115,7 @@ class AttentionShape:
 def attention_trial(
     kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """Forward and backward of one layer's attention on random numbers."""
+    """Return a function that runs forward and backward of one layer's attention on random numbers."""
     length, size = shape.sequence, shape.head_size
     widths = [count * size for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     (joined,) = random(device, dtype, (length, shape.rows, sum(widths)))

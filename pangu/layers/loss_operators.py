@@ -1,4 +1,4 @@
-"""The passes over the logits on an accelerator: one reads them, one reads and overwrites them."""
+"""Passes over the logits on an accelerator: one that reads them, one that overwrites them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
 
 def _statistics(logits: Tensor, labels: Tensor, start: Tensor, width: Tensor) -> Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
+    """Compute `row_statistics` as an online softmax (Milakov & Gimelshein 2018), to be compiled."""
     columns, least = torch.arange(logits.shape[-1], device=logits.device), torch.finfo(wide).min
     values = torch.where(columns < width, logits.to(wide), least)
     top = values.amax(-1)

@@ -1,4 +1,4 @@
-"""Activation offload: what the layers save for backward waits in host memory (Rhu et al. 2016, section 3)."""
+"""Activation offload: tensors saved for the backward pass wait in host memory (Rhu et al. 2016, section 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pangu.layers.recompute import Saved
 from pangu.topology.copy_stream import CopyStream, host_memory
 
 SMALLEST = 4096
-"""Bytes from which on memory is moved: a smaller copy takes as long to start and frees next to nothing."""
+"""Minimum bytes to move: a smaller copy takes as long to start and frees next to nothing."""
 
 
 @dataclass
@@ -25,37 +25,36 @@ class _Block:
 class _Layer:
     before: _Layer | None
     last: bool
-    """Whether the forward ends with it: what it saves stays."""
+    """True if the forward pass ends with this layer, whose saved tensors stay."""
     copied: torch.Event | None = None
-    """Its copies to the host."""
     returned: torch.Event | None = None
-    """Its copies back."""
     blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
-    """By address and version: nothing is freed while the layer runs, so an address is unique."""
+    """Blocks by address and version; nothing is freed while the layer runs, so an address is unique."""
 
 
 class Offload:
-    """Moves the tensors that the layers of one forward save to the host and back, a layer ahead of their backward,
-    beside the computation. A layer's memory is freed when the next layer has been computed, which is the time for its
-    copies; the last layer, whose backward comes first, stays. On a CPU the host is the device: the same copies are
-    made, in order."""
+    """Offload of the tensors that the layers of one forward pass save, on a side stream."""
 
+    # Tensors return one layer ahead of their backward pass. A layer's memory is freed when the next layer has been
+    # computed, which is the time for its copies; the last layer, whose backward pass comes first, stays. On a CPU the
+    # same copies are made, in order.
+    #
     # compute   forward 1 | forward 2 | forward 3 | backward 3 | backward 2 | backward 1
     # copy                | 1 out     | 2 out     | 2 back     | 1 back     |
     # freed                           | 1         | 2          |
 
     def __init__(self, device: torch.device, resident: Collection[int]) -> None:
-        """`resident`: addresses of memory that stays on the device anyway, or that all layers share."""
+        """Start offloading; `resident`: addresses of memory that stays on the device anyway, or that layers share."""
         self._resident = resident
         self._stream = CopyStream(device)
         self._layer: _Layer | None = None
 
     def begin_layer(self, last: bool) -> None:
-        """`last`: the forward ends with it."""
+        """Start a layer; `last`: the forward pass ends with it."""
         self._layer = _Layer(self._layer, last)
 
     def pack(self, tensor: Tensor) -> Saved:
-        """Begin to copy the storage of `tensor`; the views that a layer saves share one copy."""
+        """Start to copy the storage of `tensor`; the views that a layer saves share one copy."""
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST or storage._cdata in self._resident:
             return tensor
@@ -87,7 +86,7 @@ class Offload:
         return unpack
 
     def end_layer(self) -> None:
-        """Free what the layer before saved."""
+        """Free what the previous layer saved."""
         assert self._layer is not None
         self._layer.copied = self._stream.record()
         if (before := self._layer.before) is not None:
@@ -99,7 +98,7 @@ class Offload:
         if layer is None or not layer.blocks:
             return
         absent = list(layer.blocks.values())
-        layer.blocks.clear()  # from here on, what autograd forgets is gone
+        layer.blocks.clear()  # from here on, autograd holds the only references
         for block in absent:
             block.device = torch.empty(block.host.shape, dtype=block.host.dtype, device=self._stream.device)
         with self._stream.after_computation():

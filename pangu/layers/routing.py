@@ -1,4 +1,4 @@
-"""Which experts compute a token: pure functions of the scores of tokens, each of one token or of one sequence."""
+"""Expert routing: pure functions of the scores of tokens, each within one token or one sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pangu.config.model import RouterConfig
 
 
 def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
-    """int64 [..., count], the experts of each token, the best first; of equal ones the one of the lowest number.
-    scores: [..., experts]."""
+    """Return the experts of each token, int64 [..., count], best first, for scores [..., experts]."""
+    # of equal scores, the expert with the lowest number wins
     experts, groups = scores.shape[-1], router.groups
     if router.selection == "each_group":
         within = _best(scores.unflatten(-1, (groups, -1)), count // groups)
@@ -29,7 +29,7 @@ def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    # of equal ones `max` takes the first, `topk` any; to sort is slower
+    # among equal ones `max` takes the first, `topk` any; sorting is slower
     experts = []
     for _ in range(count):
         experts.append(scores.max(-1, keepdim=True).indices)
@@ -38,14 +38,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def chosen_by(experts: Tensor, number: int, admitted: Tensor | None = None) -> Tensor:
-    """bool [..., number]: whether a token chose each of so many experts, which has room for it; experts: [..., count];
-    `admitted`: bool, as these; None: all have."""
+    """Return bool [..., number]: True if a token chose an expert, and the choice was `admitted` (None: all)."""
     mask = torch.zeros(*experts.shape[:-1], number, dtype=torch.bool, device=experts.device)
     return mask.scatter_(-1, experts, True) if admitted is None else mask.scatter_(-1, experts, admitted)
 
 
 def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
-    """[..., count], what the outputs of a token's experts are multiplied by."""
+    """Return the factors of the outputs of a token's experts, [..., count]."""
     weights = scores.gather(-1, experts)
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
@@ -53,17 +52,17 @@ def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Ten
 
 
 def room_of(factor: float, length: int | Tensor, count: int, experts: int) -> int | Tensor:
-    """Most tokens of a sequence that one expert computes, if each token chooses `count` experts. `length`: tokens of
-    the sequence, or of each sequence [batch, 1], as the result."""
+    """Return the maximum tokens of a sequence per expert, if each token chooses `count` experts."""
+    # `length`: tokens of the sequence, or of each sequence [batch, 1], like the result
     if isinstance(length, Tensor):
         return (factor * length.double() * count / experts).ceil()
     return math.ceil(factor * length * count / experts)
 
 
 def within_room(chosen: Tensor, room: int | Tensor, before: Tensor | None = None) -> Tensor:
-    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` (a number, or
-    one of each sequence [batch, 1]) of an expert, in the order of tokens. `before`: int [chunks, batch, experts],
-    choices in the tokens before each of as many chunks of a longer sequence that `chosen` consists of."""
+    """Return the choices `chosen`, bool [sequence, batch, experts], that are among an expert's first `room`."""
+    # `room`: a number, or one per sequence [batch, 1], in token order. `before`: int [chunks, batch, experts], choices
+    # before each chunk of a longer sequence if `chosen` consists of its chunks.
     if before is None:
         return chosen & (chosen.cumsum(0, dtype=torch.int32) <= room)
     places = chosen.unflatten(0, (len(before), -1)).cumsum(1, dtype=torch.int32) + before[:, None]
@@ -71,51 +70,51 @@ def within_room(chosen: Tensor, room: int | Tensor, before: Tensor | None = None
 
 
 def balance_loss(scores: Tensor, shares: Tensor, length: int, part: Tensor | None = None) -> Tensor:
-    """Sum over sequences of number of experts x sum over experts of share of choices x mean score, which is 1 if all
-    are alike. scores: [tokens, batch, experts], with the sum 1 for each token, of all tokens of sequences of `length`,
-    or of some, whose losses add up to that of all; shares: [batch or 1, experts]; part: [tokens, batch], what counts
-    for a token instead of 1 / length where sequences are padded."""
+    """Return the sum over sequences of experts x sum over experts of share of choices x mean score (1 if equal).
+
+    `scores` [tokens, batch, experts] sum to 1 per token, and cover sequences of `length`, or parts whose losses add up;
+    `shares`: [batch or 1, experts]; `part` [tokens, batch]: weight of a token, instead of 1 / length, in padded
+    sequences.
+    """
     if part is not None:
         scores, length = scores * part[..., None], 1
     return scores.shape[-1] / length * (scores.sum(0) * shares).sum()
 
 
 def z_loss(logits: Tensor, length: int, part: Tensor | None = None) -> Tensor:
-    """Sum over sequences of the mean over tokens of logsumexp(logits)^2; logits: [tokens, batch, experts]; length and
-    part as in `balance_loss`."""
+    """Return the sum over sequences of the mean over tokens of logsumexp(logits)^2; arguments as in `balance_loss`."""
     losses = logits.logsumexp(-1).square()
     return losses.sum() / length if part is None else (losses * part).sum()
 
 
 def scores_of(logits: Tensor, router: RouterConfig) -> Tensor:
-    """Of each expert for each token, [..., experts]."""
+    """Return the score of each expert for each token, [..., experts]."""
     return logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where the rows of tokens lie, expert by expert, and in an expert in the order of tokens. Two experts for each of
-    three tokens:
+    """Rows of tokens sorted by expert, and within an expert by token; for example two experts for each of three tokens:
 
         token    0     1     2           row      0  1  2  3  4  5
         experts  2 0   1 2   0 2         token    0  2  1  0  1  2
         rows     3 0   2 4   1 5         expert   0  0  1  2  2  2      ends  2 3 6
 
-    Choices that are dropped come last, and behind the last end.
+    Dropped choices come last, after the last end.
     """
 
     order: Tensor
-    """int64 [rows], the choice of each row: token x count + place among its experts."""
+    """Choice of each row, int64 [rows]: token x count + index among its experts."""
     rows: Tensor
-    """int64 [tokens, count], the row of each choice."""
+    """Row of each choice, int64 [tokens, count]."""
     ends: Tensor
-    """int32 [experts], the row behind each expert's last."""
+    """End of each expert's rows, exclusive, int32 [experts]."""
     spare: bool = True
-    """Whether there may be rows behind the last end."""
+    """True if there may be rows after the last end."""
 
     @classmethod
     def of(cls, experts: Tensor, number: int, admitted: Tensor | None = None) -> Dispatch:
-        """experts: [tokens, count], each another of `number`; admitted: bool [tokens, count], None: all."""
+        """Return the dispatch of experts [tokens, count] of `number`; `admitted`: bool [tokens, count], None: all."""
         chosen = chosen_by(experts, number, admitted)
         places = chosen.cumsum(0, dtype=torch.int32)  # among the rows of an expert, from 1
         counts = chosen.sum(0, dtype=torch.int32)
@@ -131,22 +130,22 @@ class Dispatch:
 
     @property
     def tokens(self) -> Tensor:
-        """int64 [rows], the token of each row."""
+        """Token of each row, int64 [rows]."""
         return self.order // self.rows.shape[1]
 
     def members(self, dtype: torch.dtype) -> Tensor:
-        """[rows, experts], 1 where a row is an expert's."""
+        """Return [rows, experts], 1 where a row belongs to an expert."""
         places = torch.arange(len(self.order), dtype=self.ends.dtype, device=self.ends.device)[:, None]
         starts = F.pad(self.ends[:-1], (1, 0))
         return ((places >= starts) & (places < self.ends)).to(dtype)
 
 
 def copy_to_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """[tokens, width] -> [rows, width], expert by expert."""
+    """Copy tokens [tokens, width] to rows [rows, width], sorted by expert."""
     return x.index_select(0, dispatch.tokens)
 
 
 def sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """[rows, width] -> [tokens, width], over the rows of each token; the transpose of `copy_to_rows`."""
-    # one order of addition, whatever device: a scatter has none
+    """Sum rows [rows, width] per token to [tokens, width]: the transpose of `copy_to_rows`."""
+    # a fixed order of addition on every device, unlike a scatter
     return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)

@@ -1,5 +1,4 @@
-"""The patterns of block-sparse attention: who sees whom is a function of the numbers of two blocks, so that neither the
-length of a text nor what a rank holds of it changes it. Without torch, for plans."""
+"""Patterns of block-sparse attention, functions of two block numbers that no layout changes, without torch."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from pangu.config.sparse import BigBirdSparsity, FixedSparsity, SparseConfig
 from pangu.topology.random import random_key
 
 FLEX_TILE = 128
-"""Queries, and keys, of which FlexAttention computes all scores or none."""
+"""Size of the tiles of queries and keys of which FlexAttention computes all scores or none."""
 
 
 def blocks_seen(pattern: SparseConfig, block: int) -> set[int]:
-    """The blocks that a block sees, itself and earlier ones."""
+    """Return the blocks that a block sees: itself and earlier ones."""
     # rows see columns; `local_blocks` 3, `global_blocks` 1, `stride` 4, `random_blocks` 1 (seed 0)
     #
     #     fixed       strided     bigbird
@@ -38,7 +37,7 @@ def blocks_seen(pattern: SparseConfig, block: int) -> set[int]:
 
 
 def _drawn(pattern: BigBirdSparsity, block: int) -> Iterator[int]:
-    """Different ones of the blocks between the first and the latest."""
+    """Yield distinct random blocks between the first and the latest ones."""
     left = list(range(pattern.global_blocks, block - pattern.local_blocks + 1))
     for number in range(min(pattern.random_blocks, len(left))):
         yield left.pop(random_key(pattern.seed, "random block", block, number) % len(left))
@@ -46,8 +45,7 @@ def _drawn(pattern: BigBirdSparsity, block: int) -> Iterator[int]:
 
 @lru_cache
 def computed_share(pattern: SparseConfig, length: int, tile: int) -> float:
-    """Of the tiles of `tile` x `tile` scores on and below the diagonal, the share with a score that the pattern asks
-    for, in a text of `length` tokens."""
+    """Return the fraction of causal tiles of `tile` x `tile` scores that the pattern needs in `length` tokens."""
     begins = range(0, length, pattern.block)
     tiles = [range(begin // tile, (min(length, begin + pattern.block) - 1) // tile + 1) for begin in begins]
     count = -(-length // tile)
@@ -61,7 +59,7 @@ def computed_share(pattern: SparseConfig, length: int, tile: int) -> float:
 
 
 def in_words(pattern: SparseConfig, length: int) -> str:
-    """What a pattern asks for in a text of `length` tokens, and what kernels compute of it."""
+    """Describe what a pattern sees in a text of `length` tokens, and what kernels compute of it."""
     blocks = f"{computed_share(pattern, length, pattern.block):.1%} of the causal blocks of {pattern.block} tokens"
     tiles = f"{computed_share(pattern, length, FLEX_TILE):.1%} in tiles of {FLEX_TILE}"
     return f"{pattern.kind}: sees {blocks}; FlexAttention computes {tiles}, other kernels all"

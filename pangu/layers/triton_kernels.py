@@ -1,13 +1,13 @@
-"""The Triton kernels of `pangu.layers.dropping_attention`: flash attention (Dao 2023, algorithms 1 and 2) whose masks
-of dropout are the hash of `pangu.layers.dropout_masks`, made where a probability is and never stored.
+"""Triton kernels of `pangu.layers.dropping_attention`: flash attention (Dao 2023, algorithms 1 and 2) with dropout.
 
-A program has a tile of queries and goes through the keys that they see, or a tile of keys and goes through the queries
-that see them: nothing is added atomically, so results are the same bits every time. A head of `SIZE` columns is taken
-in two parts, the largest power of two and a smaller one of at least 16: of 80 columns 64 and 16, not 128.
+The dropout masks are the hash of `pangu.layers.dropout_masks`, computed next to the probability and never stored. A
+program has a tile of queries and goes through the keys that they see, or a tile of keys and goes through the queries
+that see them: there are no atomic additions, so results are bitwise reproducible. A head of `SIZE` columns is split
+into the largest power of two and a smaller one of at least 16: 80 columns into 64 and 16, not 128.
 
-Names of sizes: `M` queries and `N` keys in a tile, `D` and `E` columns in the parts of a head; `E` is 0 where there is
-one. Places are those in the sequence, numbers those in the tensors, which may hold a part of it. Scores are in powers
-of two: `scale` holds log2(e).
+Sizes: `M` queries and `N` keys in a tile, `D` and `E` columns in the parts of a head (`E` is 0 if there is one part).
+Places are positions in the sequence, numbers those in the tensors, which may hold a part of it. Scores are in powers of
+two: `scale` includes log2(e).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _places(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Pointers [numbers, WIDTH] to rows and `WIDTH` columns from `FIRST` on, and which are there: rows before number
-    `stop`, columns before `SIZE`."""
+    """Return pointers [numbers, WIDTH] to columns from `FIRST` on, and True for rows < `stop` and columns < `SIZE`."""
     columns = FIRST + tl.arange(0, WIDTH)
     there = numbers[:, None] < stop
     if FIRST + WIDTH > SIZE:
@@ -35,7 +34,6 @@ def _places(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def _load(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """As `_places`, 0 where nothing is."""
     places, there = _places(at, numbers, stride, stop, FIRST, WIDTH, SIZE)
     return tl.load(places, mask=there, other=0.0)
 
@@ -48,22 +46,20 @@ def _store(at, numbers, stride, stop, values, FIRST: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _keys(rows, numbers, stop, place_low, place_high):
-    """The halves of the keys of rows of a mask, int32 [numbers]; see `pangu.layers.dropout_masks`."""
     keys = tl.load(rows + numbers, mask=numbers < stop, other=0)
     return keys.to(tl.int32) ^ place_low, ((keys >> 32).to(tl.int32) ^ place_high) | 1
 
 
 @triton.jit
 def _is_kept(low, high, keys, bound):
-    """Of halves and numbers of keys that broadcast."""
     mixed = (low ^ (keys * GOLDEN)) * high
     return ((mixed ^ (mixed >> 16)) * FACTOR) >= bound
 
 
 @triton.jit
 def _edges(begin, end, whole_begin, whole_end, STEP: tl.constexpr):
-    """Where the three parts of a loop from `begin` to `end` begin and end; the one in the middle needs no mask, being
-    between `whole_begin` and `whole_end`. All but the end are multiples of `STEP` from `begin` on."""
+    """Split a loop from `begin` to `end` in three; the middle, from `whole_begin` to `whole_end`, needs no mask."""
+    # All edges but the end are multiples of `STEP` from `begin` on.
     first = tl.minimum(begin + (tl.maximum(whole_begin - begin, 0) + STEP - 1) // STEP * STEP, end)
     last = first + tl.maximum(tl.minimum(whole_end, end) - first, 0) // STEP * STEP
     return begin, first, last, end
@@ -71,7 +67,6 @@ def _edges(begin, end, whole_begin, whole_end, STEP: tl.constexpr):
 
 @triton.jit
 def _is_seen(places, oldest, numbers, key_at, keys, BOUNDED: tl.constexpr):
-    """[queries, keys]: whether queries at `places` see keys number `numbers`."""
     of_keys = (key_at + numbers)[None, :]
     seen = (of_keys <= places[:, None]) & (numbers < keys)[None, :]
     if BOUNDED:
@@ -81,8 +76,8 @@ def _is_seen(places, oldest, numbers, key_at, keys, BOUNDED: tl.constexpr):
 
 @triton.jit
 def _tile_of_queries(queries, heads, M: tl.constexpr):
-    """Number of this program's first query, of its last, of its row, of its head, and of both."""
-    # neighbouring programs read the same keys; of those the ones that see the most begin first
+    """Return the numbers of this program's first and last query, and its row, head, and both combined."""
+    # neighboring programs read the same keys; among them, those that see the most start first
     tiles = tl.cdiv(queries, M)
     first = (tiles - 1 - tl.program_id(0) % tiles) * M
     pair = (tl.program_id(0) // tiles).to(tl.int64)
@@ -94,7 +89,6 @@ def _of_queries(
     oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high,
     BOUNDED: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries: places of the oldest keys that they see, and halves of their row keys."""
     begins, low, high = numbers, numbers, numbers
     if BOUNDED:
         begins = tl.load(oldest + batch * reach_batch + query_at + numbers, mask=numbers < queries, other=0)
@@ -110,7 +104,7 @@ def _attend_some(
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the output and the sums of a tile of queries over keys from `begin` to `end`."""
+    """Accumulate the output and sums of a tile of queries over keys from `begin` to `end`."""
     for start in range(begin, end, N):
         numbers = start + tl.arange(0, N)
         scores = tl.dot(query, tl.trans(_load(key, numbers, key_stride, keys, 0, D, SIZE)))
@@ -121,7 +115,7 @@ def _attend_some(
         if MASKED:
             scores = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # of a query that has seen nothing yet both are -inf, and their difference is no number
+        # both are -inf for a query that has seen nothing yet, and their difference is nan
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         shares, shrink = tl.exp2(scores - finite[:, None]), tl.exp2(top - finite)
         total = total * shrink + tl.sum(shares, 1)
@@ -139,7 +133,6 @@ def _attend_some(
 
 @triton.jit
 def _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED: tl.constexpr, N: tl.constexpr):
-    """Edges of the numbers of the keys that queries number `first` to `last` see."""
     begin = tl.full([], 0, tl.int32)
     whole = begin
     if BOUNDED:
@@ -159,7 +152,7 @@ def attend(
     BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Output, and natural logarithms of the sums of exponentials, -inf of a query that sees nothing."""
+    """Compute the output and the natural logarithms of the sums of exponentials, -inf for a query that sees nothing."""
     first, last, batch, head, pair = _tile_of_queries(queries, heads, M)
     numbers = first + tl.arange(0, M)
     query += batch * query_batch + head * query_head
@@ -199,7 +192,7 @@ def _gradients_of_queries(
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the gradient of a tile of queries over keys from `begin` to `end`."""
+    """Accumulate the gradient of a tile of queries over keys from `begin` to `end`."""
     for start in range(begin, end, N):
         numbers = start + tl.arange(0, N)
         part = _load(key, numbers, key_stride, keys, 0, D, SIZE)
@@ -234,8 +227,7 @@ def query_gradients(
     BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries; and the mean of the gradients of each query's probabilities, which `key_gradients`
-    reads."""
+    """Compute query gradients, and each query's mean of probability gradients, for `key_gradients`."""
     first, last, batch, head, pair = _tile_of_queries(queries, heads, M)
     numbers = first + tl.arange(0, M)
     query += batch * query_batch + head * query_head
@@ -281,8 +273,7 @@ def _gradients_of_keys(
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the gradients of a tile of keys and values over queries from `begin` to `end`. Scores are
-    transposed."""
+    """Accumulate the gradients of a tile of keys and values over queries, with transposed scores."""
     for start in range(begin, end, M):
         numbers = start + tl.arange(0, M)
         part = _load(query, numbers, query_stride, queries, 0, D, SIZE)
@@ -330,7 +321,7 @@ def key_gradients(
     BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys and values, from all query heads of their group."""
+    """Compute the gradients of a tile of keys and values, from all query heads of their group."""
     tiles = tl.cdiv(keys, N)
     first = tl.program_id(0) % tiles * N
     last = tl.minimum(first + N, keys) - 1

@@ -18,12 +18,7 @@ def split_layers(
     The largest chunk costs as little as possible; among such splits the sum of squares is smallest, and then later
     chunks get more layers, since in most schedules early stages hold more activations. PanGu's query layer is the last
     layer. Raise `NumbersError` if there are more chunks than layers, or `explicit` does not add up.
-
-    Args:
-        num_layers: Number of layers.
-        chunks: Number of chunks.
-        explicit: Numbers of layers per chunk.
-        costs: Time per layer in any unit, including embedding (first layer) and head (last); None: all equal.
+    `costs` has the time per layer in any unit, including embedding (first layer) and head (last); None: all equal.
     """
     if chunks > num_layers:
         raise NumbersError(f"{chunks} chunks for {num_layers} layers", f"each needs a layer; at most {num_layers} work")
