@@ -96,7 +96,6 @@ class Runner(Generic[M]):
     """Chunks of this stage with their parts of the model."""
     stage: int
     name: str
-    """Name of this process in messages."""
     channels: Channels | None
     """Message channels; None with one stage."""
     dtype: torch.dtype

@@ -95,7 +95,6 @@ class FlatParameter:
         self.numel = sum(shape.numel() for shape in shapes.values())
         self.padded = sharding.padded(self.numel)
         self.span = sharding.span(self.padded)
-        """Range of the local shard in the buffer."""
         wide = torch.promote_types(dtype, torch.float32)
         self.table = buffer_table(self.padded, wide != dtype, sharding, self.trained)
         on_host = {row.name: row.on_host for row in self.table}

@@ -58,7 +58,6 @@ class GradientSum(ReduceRules[FlatParameter]):
         self._empty: set[Tensor] = set()
         """Parameters without a gradient in this step yet, whose buffer may hold old values."""
         self._handles: list[Handle] = []
-        """Reductions in flight, oldest first."""
         self._stream = CopyStream(mesh.device)
         self.norms: Norms = []
         """Norms of this rank's unreduced gradients in this step: a reduction spreads non-finite values to all ranks."""

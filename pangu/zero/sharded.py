@@ -55,7 +55,6 @@ class ShardedParameters:
             return FlatParameter(model, names, table, storage.seed, storage.dtype, mesh.device, sharding)
 
         self.placements = {placement.name: placement for placement in table}
-        """Logical tensors of this rank by name."""
         self.flat_parameters, flats_of, reduced = group(table, regions, storage.bucket_bytes, reduce_each, make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = shardings[False].offload, mesh
