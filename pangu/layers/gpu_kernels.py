@@ -83,8 +83,7 @@ def flex(
 
     options["return_aux"] = AuxRequest(lse=True)
     output, of_kept = flex_attention(*qkv, without_dropped, **options)
-    # only its sums are needed, so few values; torch's compiler has no backward pass without a gradient of the output,
-    # here 0
+    # only its sums are needed, so few values; the compiled backward pass needs a gradient of the output, here 0
     few = qkv.value[..., :FEWEST_COLUMNS].detach()
     nothing, of_all = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
     share = (of_kept.lse - (of_all.lse + 0.0 * nothing[..., 0])).exp() / (1 - dropout)
@@ -93,8 +92,7 @@ def flex(
 
 def block_mask(mask: AttentionMask, length: int, device: torch.device) -> BlockMask:
     """Return FlexAttention's form of a mask: the tiles that are seen in part, and those that are seen fully."""
-    # A band of queries at a time: torch's own function has numbers for all pairs of tokens at once, 17 GB each for 128K
-    # tokens.
+    # A band of queries at a time: torch's own function takes all pairs of tokens at once, 17 GB each for 128K tokens.
     rows = 1 if mask.documents is None else mask.documents.shape[0]
     step = max(1, MOST_PAIRS // (rows * length * FLEX_TILE)) * FLEX_TILE
     part, whole = [], []

@@ -109,9 +109,8 @@ class Sdpa:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        # with a mask, no fused kernel supports grouped heads
         """Return attention; see `Kernel`."""
-        # with a mask, no fused kernel reads grouped heads as they are
+        # with a mask, no fused kernel supports grouped heads
         parts = qkv if self.mask is None else qkv.ungrouped()
         output = F.scaled_dot_product_attention(
             *parts,

@@ -121,8 +121,7 @@ def _compute(
 
 
 def _require_alignment(block: Block) -> None:
-    # Compiled code assumes the alignment of the first layer's weights for all layers that share it, without a check.
-    """The weights of the layers that share a code must all lie as the first one's: the code does not look."""
+    # compiled code assumes the alignment of the first layer's weights for all layers that share it, without a check
     for parameter in block.parameters():
         if parameter.device.type != "cpu" and parameter.storage_offset() * parameter.itemsize % ALIGNMENT:
             rule = f"a weight of shape {list(parameter.shape)} does not begin at a multiple of {ALIGNMENT} bytes"

@@ -20,8 +20,7 @@ STATUS = 1
 
 def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Exit without saving soon after the torchrun that started this process is gone, even if this process hangs."""
-    # A torchrun killed by force cannot end its processes: they would hold their devices and write where restarted ones
-    # do.
+    # A torchrun killed by force cannot end its processes: they would hold devices and write where restarted ones do.
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     launcher = os.getppid()

@@ -12,8 +12,8 @@ from pangu.topology.recorder import AxisGroup
 def start_sum(part: Tensor, scattered: Handle, copies: AxisGroup, beside: CopyStream) -> Handle:
     """Start to all-reduce `part` over the replicas of the same shard, after the reduce-scatter `scattered`."""
     # computation       B  B  B  B ...
-    #  side stream       waits for the reduce-scatter, so that neither computation nor the host does
-    #  shard, copies     reduce-scatter -> all-reduce
+    # side stream       waits for the reduce-scatter, so that neither computation nor the host does
+    # shard, copies     reduce-scatter -> all-reduce
     # A CPU has no side stream: the host sums in the wait of the returned handle.
     if beside.device.type == "cpu":
         return Completion(lambda: (scattered.wait(), all_reduce(part, copies)))

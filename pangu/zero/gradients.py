@@ -46,8 +46,7 @@ class GradientSum(ReduceRules[FlatParameter]):
         axes = ((flat, {shard.placement.shared for shard in flat.shards}) for flat in self._all)
         self._shared = [(flat, mesh.group(name)) for flat, names in axes for name in names if name]
         for _, group in self._shared:
-            # few models need these groups; NCCL connects one at its first message, which should not happen inside a
-            # step
+            # few models need these groups; NCCL connects one at its first message: do that outside of steps
             all_reduce(torch.zeros(1, device=mesh.device), group)
         self._places: dict[Tensor, tuple[int, int, slice]] = {
             parameter: (chunk, index, span)
