@@ -32,7 +32,6 @@ from pangu.dryrun.operators import (
     tensors_in,
 )
 from pangu.dryrun.races import HOST, Begun, Clock, OnItsWay, RaceDetector, Stream
-from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -43,14 +42,6 @@ _FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
 _DEVICE = torch.ops.prim.device.default
 """Asked most often, and answered by the tensor itself."""
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
-
-
-class Span(NamedTuple):
-    """Live bytes at the beginning of an action, at most, and at its end."""
-
-    start: int
-    peak: int
-    end: int
 
 
 class Scope(NamedTuple):
@@ -87,8 +78,6 @@ class Audit(TorchDispatchMode):
         self.counts: dict[Scope, Counter[tuple[Any, ...]]] = defaultdict(Counter)
         """Scope -> what was counted -> how often, or how much of it."""
         self.scope = Scope()
-        self.spans: dict[Any, Span] = {}
-        """Action -> the memory meanwhile."""
         self.staying: Counter[str] = Counter()
         """Kind -> bytes that the second micro-batch leaves behind until the step ends."""
         self.findings: Counter[str] = Counter()
@@ -118,20 +107,14 @@ class Audit(TorchDispatchMode):
         waits = [(kind, name) for kind in _WORKS for name in ("wait", "is_completed") if name in vars(kind)]
         for kind, name in waits:
             self._patches.enter_context(patch.object(kind, name, self._watched(getattr(kind, name), name == "wait")))
-        resize, put = torch.UntypedStorage.resize_, WeightGradientStore.put
+        resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self.memory.resize(storage, self.place())
             return result
 
-        def postponed(store: WeightGradientStore, parameter: Tensor, *of_product: Any) -> None:
-            put(store, parameter, *of_product)
-            if parameter.dim() > 1:
-                self._postpone()
-
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
-        self._patches.enter_context(patch.object(WeightGradientStore, "put", postponed))
         super().__enter__()
         return self
 
@@ -317,7 +300,7 @@ class Audit(TorchDispatchMode):
                 pending = self._works.pop(id(work))
                 if not waits and pending.begun in self._begun:  # who asks goes on either way: nothing is held up by it
                     self._begun.remove(pending.begun)
-                    self._count_hidden("hidden", pending.begun)
+                    self._count_hidden(pending.begun)
                 self.detector.order(pending.clock, self._stream() if waits else HOST)
             return done
 
@@ -325,26 +308,15 @@ class Audit(TorchDispatchMode):
 
     def hide(self, computing: Stream = 0) -> None:
         """A product hides what has begun and what its stream has not waited for, be it another stream's wait."""
-        for one in self._under_way(computing):
-            self._count_hidden("hidden", one)
-            if one.postponed:
-                self._count_hidden("postponed", one, -1)
+        seen = self.detector.clock(computing)
+        for one in self._begun:
+            if seen.get(one.stream, 0) < one.tick:
+                self._count_hidden(one)
         self._begun.clear()
 
-    def _postpone(self) -> None:
-        """A product of a weight's gradient is left for later, which would hide the same."""
-        for one in self._under_way(self._stream()):
-            if not one.postponed:
-                one.postponed = True
-                self._count_hidden("postponed", one)
-
-    def _under_way(self, computing: Stream) -> list[Begun]:
-        seen = self.detector.clock(computing)
-        return [one for one in self._begun if seen.get(one.stream, 0) < one.tick]
-
-    def _count_hidden(self, what: str, one: Begun, sign: int = 1) -> None:
-        self.counts[one.scope][f"{what}_calls", one.axis, one.kind] += sign
-        self.counts[one.scope][f"{what}_bytes", one.axis, one.kind] += sign * one.size
+    def _count_hidden(self, one: Begun) -> None:
+        self.counts[one.scope]["hidden_calls", one.axis, one.kind] += 1
+        self.counts[one.scope]["hidden_bytes", one.axis, one.kind] += one.size
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         self._follow()

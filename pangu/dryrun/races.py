@@ -49,8 +49,6 @@ class Begun:
     kind: str
     size: int
     """Bytes."""
-    postponed: bool = False
-    """A product that would hide it was left for later."""
 
 
 class OnItsWay(NamedTuple):

@@ -78,14 +78,13 @@ _kept: list[Worker] | None = None
 def kept_workers() -> Iterator[None]:
     """Let all jobs within the block share processes, since each takes seconds to start."""
     global _kept
-    before, _kept = _kept, _kept or []
+    outer, _kept = _kept, []
     try:
         yield
     finally:
-        if before is None:
-            for worker in _kept:
-                worker.end()
-        _kept = before
+        for worker in _kept:
+            worker.end()
+        _kept = outer
 
 
 def require_device(report: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -19,7 +19,7 @@ from pangu.config.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun import kernels
-from pangu.dryrun.audit import Audit, Scope, Span
+from pangu.dryrun.audit import Audit, Scope
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.fake_tensors import FakeTensors
 from pangu.dryrun.ownership import label_states, ownership
@@ -27,7 +27,7 @@ from pangu.layers import attention_blocks, dropping_attention, expert_exchange, 
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
-from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.pipeline.actions import COMPUTE
 from pangu.pipeline.held import Held, held_in
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.schedule import Schedule
@@ -70,10 +70,6 @@ class RankReport:
     flops: int = 0
     products: list[dict[str, Any]] = field(default_factory=list)
     """Products of matrices and fused attention: operator, shapes, format, the share that is computed, how often."""
-    phases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Chunk -> kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`,
-    `memory_bound_bytes`, `host_syncs`, `products`, `collectives`, bytes that are live at its `start`, `peak` and
-    `end`."""
     update: dict[str, int] = field(default_factory=dict)
     """`launches` and `memory_bound_bytes` of what is done once a step; `working_bytes`, most that are live after the
     last micro-batch besides those that last."""
@@ -96,7 +92,6 @@ def dry_run(
     fake: FakeDevice | None = None,
     steps: int = 1,
     whole: bool = False,
-    joins: bool = False,
 ) -> RankReport:
     """Carry out steps of one rank, and report of the last one.
 
@@ -107,16 +102,12 @@ def dry_run(
         fake: what tells its streams apart; None: they are one.
         steps: how many.
         whole: all micro-batches are carried out; otherwise as many as it takes until they repeat.
-        joins: where a schedule computes gradients of weights apart, those of the first micro-batch are not, and
-            `phases` has both.
     """
     layout = chosen.layout
     total = chosen.stages.schedule.micro_batches
     config, stages = as_carried_out(chosen.config), chosen.stages
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
-    if joins and stages.schedule.splits_backward:
-        stages = replace(stages, schedule=_first_joined(stages.schedule))
     with on_fake_tensors(rank, layout.world):
         config = with_kernel(config, device)
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
@@ -153,18 +144,6 @@ def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> 
         if _held(shorter.schedule, stage) == held:
             return replace(config, batch=fewer), shorter
     return config, stages
-
-
-def _first_joined(schedule: Schedule) -> Schedule:
-    """The schedule with the backward of the first micro-batch at once."""
-
-    def of_stage(actions: Sequence[Action]) -> Iterator[Action]:
-        for action in actions:
-            if action.micro or action.kind is not Kind.BACKWARD_WEIGHT:
-                joined = action.micro == 0 and action.kind is Kind.BACKWARD_INPUT
-                yield action._replace(kind=Kind.BACKWARD) if joined else action
-
-    return replace(schedule, actions=tuple(tuple(of_stage(actions)) for actions in schedule.actions))
 
 
 def _held(schedule: Schedule, stage: int) -> set[Held]:
@@ -225,17 +204,14 @@ class Observer:
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
-        self._start = 0
 
     def begin(self, action: Any) -> None:
         """An action begins."""
-        memory = self.audit.memory
-        self.audit.scope, self._start, memory.high = Scope(action), memory.total, memory.total
+        self.audit.scope = Scope(action)
 
     def end(self, action: Any) -> None:
         """An action ends."""
         memory = self.audit.memory
-        self.audit.spans[action] = Span(self._start, memory.high, memory.total)
         self.audit.scope, memory.high = Scope(), memory.total
 
 
@@ -336,7 +312,6 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         counts["copy_bytes",],
         counts["flops",],
         _products(counts),
-        _phases(audit, actions),
         {
             **{what: actions[None][what,] for what in ("launches", "memory_bound_bytes")},
             "working_bytes": audit.memory.high - sum(lasting.values()),
@@ -363,26 +338,3 @@ def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
         for key, amount in counts.items()
         if key[0] == "product"
     ]
-
-
-_OF_PHASES = ("calls", "bytes", "hidden_calls", "hidden_bytes", "postponed_calls", "postponed_bytes")
-"""Collectives, of them those that products hide, and those that products would which were left for later."""
-
-
-def _phases(audit: Audit, actions: Mapping[Any, Counter[tuple[Any, ...]]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Of the second micro-batch; of a backward in one the first's, where the others have it in two parts."""
-    by_chunk: dict[str, dict[str, dict[str, Any]]] = {}
-    computed = {action: counts for action, counts in actions.items() if isinstance(action, Action)}
-    splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in computed)
-    for action, counts in computed.items():
-        joined = splits and action.kind is Kind.BACKWARD
-        if action.kind in COMPUTE and (action.micro == 1 or joined):
-            by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
-                "launches": counts["launches",],
-                "memory_bound_bytes": counts["memory_bound_bytes",],
-                "host_syncs": sum(amount for key, amount in counts.items() if key[0] in ("host_sync", "blocking_copy")),
-                "products": _products(counts),
-                "collectives": _collectives(counts, _OF_PHASES),
-                **audit.spans[action]._asdict(),
-            }
-    return by_chunk

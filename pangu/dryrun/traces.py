@@ -289,9 +289,8 @@ def _carry_out(
     """
     jobs = jobs_of(missing)
     described = [
-        (json.loads(job.ways[0].values), 0, {"chunks": job.chunks, "splits": job.splits, "sizes": sizes})
-        for job in jobs
-        if (sizes := [way.size for way in job.ways])
+        (json.loads(ways[0].values), 0, {"chunks": chunks, "splits": splits, "sizes": [way.size for way in ways]})
+        for ways, chunks, splits in jobs
     ]
     reports = with_progress(run_jobs(described), len(jobs), note_progress)
     for job, report in zip(jobs, reports, strict=True):
@@ -299,13 +298,8 @@ def _carry_out(
 
 
 def trace_of(known: Mapping[str, Any]) -> Trace:
-    """What was measured, with its spans as a table or as a list."""
-    pairs = (
-        known["spans"].items()
-        if isinstance(known["spans"], dict)
-        else ((SpanKey(*key), span) for *key, span in known["spans"])
-    )
-    spans = {key: None if span is None else _span(span) for key, span in pairs}
+    """Return what was measured, given as plain data with `spans` by key."""
+    spans = {key: None if span is None else _span(span) for key, span in known["spans"].items()}
     begin, move, finish = (_span(known[name]) for name in ("begin", "move", "finish"))
     return Trace(spans, begin, move, finish, UpdateTrace(*known["update"]), known["lasting_bytes"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ class Schedule:
     micro_batches: int
     stage_of: tuple[int, ...]
     """Stage of each chunk, in model order."""
-    actions: tuple[tuple[Action, ...], ...] = field(hash=False)  # identified by the other fields, which are short
+    actions: tuple[tuple[Action, ...], ...]
     two_phases: bool = False
     """True if a chunk stays unsharded through all its forward passes, then through all its backward passes."""
     reduce_each: bool = False

@@ -83,8 +83,6 @@ class Collective(NamedTuple):
     calls: float = 1
     hidden: float = 0.0
     """Fraction that overlaps computation."""
-    joined: float = 0.0
-    """Fraction that overlaps if weight gradients are computed directly after input gradients."""
 
 
 @dataclass(frozen=True)

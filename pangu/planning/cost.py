@@ -11,7 +11,7 @@ import heapq
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
@@ -277,18 +277,13 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     busy = m * sums[longest].total
     waiting = min(2 * link * schedule.virtual * m, whole - busy) if schedule.stages > 1 else 0.0
     last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
-    data, update = max((_after(stage, groups, cluster, last) for stage in set_of(ledger.stages)), key=sum)
+    data, update = max((_after(stage, groups, cluster, last) for stage in ledger.distinct), key=sum)
     # on a host the others go on while a stage waits: no core is idle as long as some have work
     even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
     parts = (compute, tensor, waiting, max(0.0, whole - busy - waiting), replicas, expert)
     compute, tensor, waiting, bubble, replicas, expert = (part * faster for part in parts)
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
-
-
-def set_of(stages: Iterable[StageLedger]) -> list[StageLedger]:
-    """Return the stages, each once."""
-    return list({id(stage): stage for stage in stages}.values())
 
 
 def stage_phases(

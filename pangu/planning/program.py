@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
@@ -43,6 +43,11 @@ class StepLedger:
     """With as few micro-batches as it takes until they repeat."""
     more: int
     """Further micro-batches."""
+
+    @property
+    def distinct(self) -> Collection[StageLedger]:
+        """The stages, one of all that share a ledger."""
+        return {id(stage): stage for stage in self.stages}.values()
 
     @property
     def fullest(self) -> int:
@@ -126,31 +131,28 @@ class Program:
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Measure the modules of layouts together. Raises DryRunError if one cannot be carried out, or the dry run is
         unavailable."""
-        requests: dict[Any, Request] = {}
-        for plan in plans:
-            for part in self.cut(plan).distinct:
-                key = self._key(plan, part)
-                if key not in requests and key not in self._known:
-                    requests[key] = self._request(plan, part)
+        stages = ((plan, part) for plan in plans for part in self.cut(plan).distinct)
+        missing = {self._key(*stage): stage for stage in stages if self.known(*stage) is None}
+        requests = {key: self._request(*stage) for key, stage in missing.items()}
         self._traces.measure(list(requests.values()))
         self._known |= {key: self._traces.of(request) for key, request in requests.items()}
 
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether all modules of a layout have been measured."""
-        return all(self._key(plan, part) in self._known for part in self.cut(plan).distinct)
+        return all(self.known(plan, part) for part in self.cut(plan).distinct)
 
     def sketch(self, plans: Iterable[Plan]) -> None:
         """Measure each kind of module in one chunk, for the sizes of micro-batches in `SKETCHED`: the modules of other
         sizes and chunks take at least as much as these tell. Raises DryRunError as `prepare`."""
-        wanted = {self._sketched(plan): plan for plan in plans}
-        requests = {way: self._sketch_requests(plan) for way, plan in wanted.items() if way not in self._sketches}
-        self._traces.measure([request for pair in requests.values() for request in pair])
-        for way, (one, two) in requests.items():
-            self._sketches[way] = self._traces.of(one), self._traces.of(two)
+        missing = {key: plan for plan in plans if (key := self._sketched(plan)) not in self._sketches}
+        requests = {key: self._sketch_requests(plan) for key, plan in missing.items()}
+        self._traces.measure([request for of_plan in requests.values() for request in of_plan])
+        for key, (one, two) in requests.items():
+            self._sketches[key] = self._traces.of(one), self._traces.of(two)
 
     def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
-        """Return the traces that `sketch` has measured, one for each size of micro-batches."""
-        self.sketch([plan] if self._sketched(plan) not in self._sketches else [])
+        """Return the traces that `sketch` measures, one for each size of micro-batches."""
+        self.sketch([plan])
         return self._sketches[self._sketched(plan)]
 
     def _sketched(self, plan: Plan) -> Any:
@@ -159,7 +161,7 @@ class Program:
     def _sketch_requests(self, plan: Plan) -> tuple[Request, ...]:
         model = self.config.model
         plan = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(model.layers,))
-        plan = plan._replace(zero=0, zero_group=0, recompute="none", recomputed=1, offload=())
+        plan = plan._replace(recompute="none", recomputed=1, offload=())
         (part,) = self.cut(plan).distinct
         return tuple(self._request(plan._replace(micro_size=size), part) for size in SKETCHED)
 
@@ -176,11 +178,10 @@ class Program:
         return self._known.get(self._key(plan, part))
 
     def trace(self, plan: Plan, part: Part) -> Trace:
-        """Return what was measured of a stage's modules."""
-        key = self._key(plan, part)
-        if key not in self._known:
-            self._known[key] = self._traces.of(self._request(plan, part))
-        return self._known[key]
+        """Return what was measured of a stage's modules. Raises DryRunError as `prepare`."""
+        if self.known(plan, part) is None:
+            self.prepare([plan])
+        return self._known[self._key(plan, part)]
 
     def kinds(self, plan: Plan, part: Part) -> tuple[Kinds, ...]:
         """Return the kinds of the modules of each chunk."""

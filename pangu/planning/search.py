@@ -95,19 +95,9 @@ class Space(NamedTuple):
     """Fields of a plan that are given."""
 
 
+_PARALLEL = ("tensor", "pipeline", "virtual", "schedule", "data", "context", "context_kind", "expert", "expert_tensor")
 KEYS = {
-    "tensor": "parallel.tensor",
-    "pipeline": "parallel.pipeline",
-    "virtual": "parallel.virtual",
-    "schedule": "parallel.schedule",
-    "data": "parallel.data",
-    "context": "parallel.context",
-    "context_kind": "parallel.context_kind",
-    "expert": "parallel.expert",
-    "expert_tensor": "parallel.expert_tensor",
-    "sequence": "parallel.sequence",
-    "zero": "parallel.zero",
-    "zero_group": "parallel.zero_group",
+    **{field: f"parallel.{field}" for field in (*_PARALLEL, "sequence", "zero", "zero_group")},
     "micro_size": "batch.micro_size",
     "recompute": "memory.recompute",
     "offload": "memory.offload",
@@ -144,13 +134,9 @@ def space_of(
     return Space(Program(config, note_progress), cluster, config, fixed)
 
 
+@kept_workers()
 def search(space: Space, top: int = 10) -> SearchResult:
-    """The `top` fastest layouts that fit."""
-    with kept_workers():
-        return _searched(space, top)
-
-
-def _searched(space: Space, top: int) -> SearchResult:
+    """Return the `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
     bounds, alone = Bounds(space.program, space.cluster), space.cluster.alone  # a bound is of a core that is not shared
     plans = list(enumerate_plans(space, refused))
@@ -179,10 +165,9 @@ def _searched(space: Space, top: int) -> SearchResult:
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
-    tried = min(top, CUT)
     for field, values in (("context_kind", KINDS), ("chunks", CHUNKS)):
         if field not in space.fixed:
-            costed[:tried] = _refined(space, costed[:tried], field, values)
+            costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], field, values)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
     return SearchResult(confirmed[:top], front_of(confirmed), refused, len(plans), len(costed))

@@ -54,10 +54,7 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
         chosen = values(layout)
         for rank in role_ranks(choose_layout(chosen, 1).layout, every=False):
             short, whole = (process.report(chosen, rank, whole=whole) for whole in (False, True))
-            # live bytes of a phase: fewer micro-batches are on the device
-            assert all(
-                report.pop("peak_place") and report.pop("phases") and report.pop("update") for report in (short, whole)
-            )
+            assert all(report.pop("peak_place") and report.pop("update") for report in (short, whole))
             # the losses are added up at the end, in one operation over all micro-batches
             moved = short.pop("memory_bound_bytes")
             assert moved == pytest.approx(whole.pop("memory_bound_bytes"), rel=1e-3)
@@ -70,27 +67,22 @@ def test_lamb_on_the_host_of_one_process_asks_the_device_nothing(process: Shared
     assert report["blocking_copies"] == report["host_syncs"] == {}
 
 
-def test_phases_are_those_of_a_micro_batch(process: SharedWorker) -> None:
-    """One micro-batch more costs a forward and a backward more; what forward leaves is what backward gives back."""
-    fewer, more = (process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4))
-    forward, backward = (more["phases"]["0"][kind] for kind in "FB")
+def test_each_micro_batch_costs_the_same(process: SharedWorker) -> None:
+    reports = [process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4, 5)]
     for count in ("launches", "flops"):
-        assert more[count] > fewer[count] > 0
-    assert more["launches"] - fewer["launches"] == forward["launches"] + backward["launches"]
-    assert forward["end"] - forward["start"] == pytest.approx(backward["start"] - backward["end"], abs=2048)
-    assert forward["peak"] >= forward["end"]
+        fewer, same, more = (report[count] for report in reports)
+        assert more - same == same - fewer > 0
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sums_over_copies_hide_where_what_they_sum_does(process: SharedWorker, zero: int) -> None:
     """Neither the host nor computation waits between a reduce-scatter and the all-reduce behind it."""
     layout = f"batch.global_size=8 parallel.data=4 parallel.zero={zero} parallel.zero_group=2 model.layers=4"
-    sent = process.report(values(layout), 0, whole=True)["phases"]["0"]["B"]["collectives"]
+    sent = process.report(values(layout), 0, whole=True)["collectives"]
     scattered, summed = sent["shard"]["reduce_scatter"], sent["copies"]["all_reduce"]
     assert scattered["calls"] == summed["calls"] == 5
     # but of the first layer and the embedding, behind which no product follows
-    assert scattered["hidden_calls"] == summed["hidden_calls"] == 3
-    assert scattered["hidden_bytes"] == 2 * summed["hidden_bytes"] > 0
+    assert 0 < scattered["hidden_bytes"] == 2 * summed["hidden_bytes"] < scattered["bytes"]
 
 
 def test_a_missing_wait_is_found() -> None:
