@@ -32,11 +32,17 @@ def cache_folder() -> Path:
     except RuntimeError:  # as of a user who is a mere number, in a container
         home = temporary
     for folder in (Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu", temporary):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-                return folder
+        if is_usable(folder):
+            return folder
     return temporary
+
+
+def is_usable(folder: Path) -> bool:
+    """Return whether a folder is the user's own and writable; make it if there is none."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
+    return False
 
 
 def identify(inputs: Any) -> str:

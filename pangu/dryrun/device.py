@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from pangu.dryrun.cache import cache_folder, is_usable
+
 _SOURCE = Path(__file__).with_name("device.cpp")
 _ENTRIES_PER_READ = 256
 
@@ -64,7 +66,9 @@ def load_device() -> FakeDevice | str:
         return "torch is not installed"
     home = Path(torch.submodule_search_locations[0])
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pangu"
+    cache = cache_folder()
+    if not is_usable(cache):  # a library of somebody else is never loaded
+        return f"{cache} is not a folder of yours that can be written; XDG_CACHE_HOME names another one"
     # the library is linked to this very torch, and several machines may share a home
     identity = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
     library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
@@ -84,7 +88,6 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
     """Compile device.cpp into the library. Returns a message if that fails."""
     lib = home / "lib"
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
             command = [compiler, "-O0", "-w", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", str(_SOURCE)]

@@ -54,10 +54,8 @@ def find_layouts(
     if problems:
         raise ConfigError(problems)
     count_frozen(config.model, config.train.frozen)
-    rule, works = (
-        "the planner chooses among layouts without it",
-        "leave it out, or take parallel=data, not parallel=auto",
-    )
+    rule = "the planner chooses among layouts without it"
+    works = "leave it out, or take parallel=data, not parallel=auto"
     if lost := {key: value for key in _NOT_SEARCHED & given if (value := attrgetter(key)(config))}:
         raise ConfigError([Problem(*one, rule, works) for one in lost.items()])
     assert config.cluster is not None
