@@ -152,17 +152,17 @@ class ExplicitBlocks:
             drop, grouped = drops.rows(rows), _grouped(grad[:, :, rows], heads)
             dropped = _grouped(drop(shares.to(dtype), block.key), heads)
             into.of.value.add_(dropped.transpose(-2, -1) @ grouped)
-            of_shares = drop((grouped @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
-            of_logits = shares.mul_(of_shares.to(self.wide) - means[:, :, rows])
+            grad_shares = drop((grouped @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
+            grad_logits = shares.mul_(grad_shares.to(self.wide) - means[:, :, rows])
             if into.bias is not None:
-                self._add_bias(of_logits, tile, into.bias)
+                self._add_bias(grad_logits, tile, into.bias)
             if scores.above is not None:
-                of_logits = scores.above[:, :, rows].add_(of_logits)
-            of_scores = _grouped(of_logits.to(dtype), heads)
-            of_queries = (of_scores @ part.key).view(*shares.shape[:-1], -1)
-            into.of.query[:, :, rows].add_(of_queries, alpha=scale)
+                grad_logits = scores.above[:, :, rows].add_(grad_logits)
+            grad_scores = _grouped(grad_logits.to(dtype), heads)
+            grad_queries = (grad_scores @ part.key).view(*shares.shape[:-1], -1)
+            into.of.query[:, :, rows].add_(grad_queries, alpha=scale)
             queries = _grouped(part.query[:, :, rows], heads)
-            into.of.key.add_(of_scores.transpose(-2, -1) @ queries, alpha=scale)
+            into.of.key.add_(grad_scores.transpose(-2, -1) @ queries, alpha=scale)
 
     def _tiles(self, part: QKV, block: Block) -> Iterator[tuple[slice, Block]]:
         batch, heads = part.query.shape[:2]
@@ -183,9 +183,9 @@ class ExplicitBlocks:
         bias = bias_of(self.terms, tile, self.wide)
         return logits.to(self.wide) if bias is None else logits + bias
 
-    def _add_bias(self, of_logits: Tensor, tile: Block, bias: Tensor) -> None:
+    def _add_bias(self, grad_logits: Tensor, tile: Block, bias: Tensor) -> None:
         distances = _places(tile, bias.device)[2].abs().flatten()
-        bias.index_add_(0, distances, of_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(bias.dtype))
+        bias.index_add_(0, distances, grad_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(bias.dtype))
 
 
 def _places(block: Block, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,10 +232,10 @@ class CpuBlocks:
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         is_causal, mask = self._mask(block)
-        of_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, *part.ungrouped(), whole.output, whole.log_sum, 0.0, is_causal, attn_mask=mask
         )
-        for total, gradient in zip(into.of, of_parts, strict=True):
+        for total, gradient in zip(into.of, grads, strict=True):
             total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
 
     def _mask(self, block: Block) -> tuple[bool, Tensor | None]:
@@ -274,8 +274,8 @@ class FlashBlocks:
         grad, output = self._laid((grad, whole.output))
         tensors = (grad, *self._laid(part), output, log_sum.contiguous())
         probability, *state = whole.state
-        of_parts = flash_backward(tensors, self._lengths(block), probability, state, self._options(block))
-        for total, gradient in zip(into.of, of_parts, strict=True):
+        grads = flash_backward(tensors, self._lengths(block), probability, state, self._options(block))
+        for total, gradient in zip(into.of, grads, strict=True):
             batch, _, length, _ = total.shape
             total.add_(gradient.view(batch, length, *gradient.shape[-2:]).transpose(1, 2))
 

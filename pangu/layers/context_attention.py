@@ -176,21 +176,21 @@ class _Attend(Function):
         query, key, value, output, log_sum, below = ctx.saved_tensors
         attention, drops, states = ctx.rest
         wide, states = torch.promote_types(query.dtype, torch.float32), iter(states)
-        of_query = torch.zeros_like(query, dtype=wide)
-        of_bias = torch.zeros_like(attention.bias) if ctx.needs_input_grad[3] else None
-        of_scores = grads[1].clone() if attention.residual_scores else None
+        grad_query = torch.zeros_like(query, dtype=wide)
+        grad_bias = torch.zeros_like(attention.bias) if ctx.needs_input_grad[3] else None
+        grad_scores = grads[1].clone() if attention.residual_scores else None
         exchange = _exchange(key, value, attention.region)
         for source, pair in exchange:
-            of_pair = torch.zeros_like(pair, dtype=wide)
+            grad_pair = torch.zeros_like(pair, dtype=wide)
             for queries, keys, block in attention.visits(source):
-                passed = Scores(_columns(below, queries, block), _columns(of_scores, queries, block))
+                passed = Scores(_columns(below, queries, block), _columns(grad_scores, queries, block))
                 whole = Attended(output[:, :, queries], log_sum[:, :, queries], next(states))
-                into = Gradients(_part(of_query, of_pair, queries, keys), of_bias)
+                into = Gradients(_part(grad_query, grad_pair, queries, keys), grad_bias)
                 part = _part(query, pair, queries, keys)
                 attention.blocks.backward(
                     grads[0][:, :, queries], part, block, drops.rows(queries), passed, whole, into
                 )
-            exchange.give_back(of_pair)
-        of_key, of_value = exchange.gradient().to(query.dtype)
-        of_below = of_scores if ctx.needs_input_grad[4] else None
-        return of_query.to(query.dtype), of_key, of_value, of_bias, of_below, None, None
+            exchange.give_back(grad_pair)
+        grad_key, grad_value = exchange.gradient().to(query.dtype)
+        grad_below = grad_scores if ctx.needs_input_grad[4] else None
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_bias, grad_below, None, None

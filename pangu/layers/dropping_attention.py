@@ -259,14 +259,16 @@ def _attend_backward(
     *of_mask: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, query, key, value, output = _lined_up(grad, query, key, value, output)
-    of_query, of_key, of_value = _like_attend_backward(grad, query, key, value)
+    grad_query, grad_key, grad_value = _like_attend_backward(grad, query, key, value)
     log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
     launcher = _Launcher(query, key, *of_mask)
-    _, of_queries, of_keys = tiles_of(query.shape[-1])
-    launcher.launch("query_gradients", (query, key, value, grad, output, of_query), sums, oldest, of_queries, "queries")
-    launcher.launch("key_gradients", (query, key, value, grad, of_key, of_value), sums, newest, of_keys, "keys")
-    return of_query, of_key, of_value
+    _, query_tiles, key_tiles = tiles_of(query.shape[-1])
+    launcher.launch(
+        "query_gradients", (query, key, value, grad, output, grad_query), sums, oldest, query_tiles, "queries"
+    )
+    launcher.launch("key_gradients", (query, key, value, grad, grad_key, grad_value), sums, newest, key_tiles, "keys")
+    return grad_query, grad_key, grad_value
 
 
 def _like_heads(part: Tensor) -> Tensor:

@@ -125,12 +125,12 @@ class _Backward(Function):
         if ctx.of_tokens:
             grad_x = sum_rows(grad_x, dispatch)
         gradient = partial(_gradient, grad, dispatch, ctx.of_tokens)
-        of_weight = None
+        grad_weight = None
         if ctx.needs_input_grad[1] and ctx.store is not None and ctx.store.is_open:
             ctx.store.put(ctx.weight, x, ALONE, gradient)
         elif ctx.needs_input_grad[1]:
-            of_weight = gradient(x)
-        return grad_x, of_weight, None, None, None
+            grad_weight = gradient(x)
+        return grad_x, grad_weight, None, None, None
 
 
 def _gradient(grad: Tensor, dispatch: Dispatch, of_tokens: bool, x: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ def _statistics(logits: Tensor, labels: Tensor, start: Tensor, width: Tensor) ->
 def _gradient(logits: Tensor, log_sum: Tensor, labels: Tensor, grad: Tensor, start: Tensor, width: Tensor) -> None:
     columns = torch.arange(logits.shape[-1], device=logits.device)
     at_label = (columns == (labels - start)[:, None]).to(log_sum.dtype)
-    of_loss = (logits - log_sum[:, None]).exp() - at_label
-    logits.copy_(torch.where(columns < width, of_loss * grad[:, None], 0.0))
+    grad_logits = (logits - log_sum[:, None]).exp() - at_label
+    logits.copy_(torch.where(columns < width, grad_logits * grad[:, None], 0.0))
 
 
 def _like_statistics(logits: Tensor, labels: Tensor, start: int, width: int) -> Tensor:

@@ -199,22 +199,22 @@ def _gradients_of_queries(
         part_e = part
         scores = tl.dot(query, tl.trans(part))
         of_value = _load(value, numbers, value_stride, keys, 0, D, SIZE)
-        of_shares = tl.dot(grad, tl.trans(of_value))
+        grad_shares = tl.dot(grad, tl.trans(of_value))
         if E > 0:
             part_e = _load(key, numbers, key_stride, keys, D, E, SIZE)
             scores = tl.dot(query_e, tl.trans(part_e), scores)
             of_value = _load(value, numbers, value_stride, keys, D, E, SIZE)
-            of_shares = tl.dot(grad_e, tl.trans(of_value), of_shares)
+            grad_shares = tl.dot(grad_e, tl.trans(of_value), grad_shares)
         shares = tl.exp2(scores * scale - log_sums[:, None])
         if MASKED:
             shares = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), shares, 0.0)
         if DROPS:
             keep_mask = _is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound)
-            of_shares = tl.where(keep_mask, of_shares * rescale, 0.0)
-        of_scores = (shares * (of_shares - means[:, None])).to(part.dtype)
-        sums = tl.dot(of_scores, part, sums)
+            grad_shares = tl.where(keep_mask, grad_shares * rescale, 0.0)
+        grad_scores = (shares * (grad_shares - means[:, None])).to(part.dtype)
+        sums = tl.dot(grad_scores, part, sums)
         if E > 0:
-            sums_e = tl.dot(of_scores, part_e, sums_e)
+            sums_e = tl.dot(grad_scores, part_e, sums_e)
     return sums, sums_e
 
 
@@ -280,12 +280,12 @@ def _gradients_of_keys(
         of_output = _load(grad, numbers, grad_stride, queries, 0, D, SIZE)
         part_e, of_output_e = part, of_output
         scores = tl.dot(key, tl.trans(part))
-        of_shares = tl.dot(value, tl.trans(of_output))
+        grad_shares = tl.dot(value, tl.trans(of_output))
         if E > 0:
             part_e = _load(query, numbers, query_stride, queries, D, E, SIZE)
             of_output_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE)
             scores = tl.dot(key_e, tl.trans(part_e), scores)
-            of_shares = tl.dot(value_e, tl.trans(of_output_e), of_shares)
+            grad_shares = tl.dot(value_e, tl.trans(of_output_e), grad_shares)
         log_sums = tl.load(log_sum + numbers, mask=numbers < queries, other=0.0) / LOG_2
         means = tl.load(mean + numbers, mask=numbers < queries, other=0.0)
         shares = tl.exp2(scores * scale - log_sums[None, :])
@@ -300,14 +300,14 @@ def _gradients_of_keys(
             low, high = _keys(rows, numbers, queries, place_low, place_high)
             keep_mask = _is_kept(low[None, :], high[None, :], places[:, None], bound)
             left = tl.where(keep_mask, shares, 0.0)
-            of_shares = tl.where(keep_mask, of_shares * rescale, 0.0)
+            grad_shares = tl.where(keep_mask, grad_shares * rescale, 0.0)
         left = left.to(part.dtype)
-        of_scores = (shares * (of_shares - means[None, :])).to(part.dtype)
+        grad_scores = (shares * (grad_shares - means[None, :])).to(part.dtype)
         of_value = tl.dot(left, of_output, of_value)
-        of_key = tl.dot(of_scores, part, of_key)
+        of_key = tl.dot(grad_scores, part, of_key)
         if E > 0:
             of_value_e = tl.dot(left, of_output_e, of_value_e)
-            of_key_e = tl.dot(of_scores, part_e, of_key_e)
+            of_key_e = tl.dot(grad_scores, part_e, of_key_e)
     return of_key, of_key_e, of_value, of_value_e
 
 
