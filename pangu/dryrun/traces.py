@@ -243,7 +243,6 @@ def _content(kind: str) -> str:
 
 @lru_cache(maxsize=1000)
 def _values_of(config: RunConfig) -> str:
-    """`_values` as JSON."""
     return json.dumps(_values(config))
 
 

@@ -263,7 +263,6 @@ class Bounds:
 
 
 def _modules(part: Part) -> Iterator[str]:
-    """Yield the modules with weights of a stage."""
     chunks = part.chunks.values()
     yield from ["embedding"] * any(chunk.first for chunk in chunks)
     yield from (f"layers.{layer}" for chunk in chunks for layer in chunk.layers)
@@ -284,7 +283,6 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
 
 
 def _word(kind: str) -> str:
-    """Return the kind of a module whatever is kept of it on the device."""
     return kind.replace(" resident", "")
 
 

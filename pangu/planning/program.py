@@ -208,7 +208,6 @@ class Program:
         return self._way(plan), splits_backward(plan.schedule), shortest
 
     def _request(self, plan: Plan, part: Part) -> Request:
-        """Return what has to be measured of a stage."""
         way = self._way(plan)
         if way not in self._configs:
             self._configs[way] = configured(self.config, plan)
@@ -325,7 +324,6 @@ def shortest(plan: Plan) -> int:
 
 @lru_cache(maxsize=100)
 def _stage_actions(schedule: Schedule) -> list[StageActions]:
-    """Return the actions of each stage."""
     chunks: list[list[int]] = [[] for _ in range(schedule.stages)]
     for chunk, stage in enumerate(schedule.stage_of):
         chunks[stage].append(chunk)
