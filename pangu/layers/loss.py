@@ -29,8 +29,8 @@ class Head(nn.Module):
         """Return the sum over tokens of weight x negative log likelihood, in fp32 (fp64 for fp64 states).
 
         `hidden`: [sequence (/ ranks with sequence parallelism), batch, width]; `table`: output matrix [vocab / ranks,
-        width], with padding; `labels` (int64), `weights`: [batch, sequence]; `scale`: gradient of the sum (None: 1),
-        required early in chunks.
+        width], with padding; `labels` (int64), `weights`: [batch, sequence]; `scale`: gradient that the
+        sum will get in the backward pass (None: 1), which a loss in chunks needs early.
         """
         tokens = enter(hidden, self.region).flatten(0, 1)
         flat_labels, flat_weights = labels.t().flatten(), weights.t().flatten()

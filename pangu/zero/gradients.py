@@ -120,7 +120,7 @@ class GradientSum(ReduceRules[FlatParameter]):
         self.complete(parameter)
 
     def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
-        """Return the gradient buffer of a parameter (zeroed if `cleared` and new), and whether its sum is new."""
+        """Return a parameter's gradient buffer, in its shape (zeroed if new and `cleared`), and whether it is new."""
         chunk, index, span = self._places[parameter]
         total = self._total(self.flat_parameters[chunk][index])[span].view(parameter.shape)
         begins = parameter in self._empty
