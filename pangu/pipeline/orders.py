@@ -226,6 +226,7 @@ def _fill(orders: list[Order], num_chunks: int, places: int) -> list[Order]:
         return source not in done or done[source] > micro
 
     while any(remaining) or any(owed):
+        # one tick: each stage runs its next F or I if that can start, otherwise a pending W
         tick = [
             (stage, queue.popleft())
             for stage in range(len(orders))

@@ -175,6 +175,7 @@ class Runner(Generic[M]):
                     case Kind.RESHARD:
                         self.hooks.reshard(action.chunk)
             self._free_sent()
+        # all actions are done: wait for the sends in flight
         while self._leaving:
             self._wait(*self._leaving.pop(0))
         return results

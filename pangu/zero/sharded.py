@@ -144,6 +144,7 @@ class ShardedParameters:
             with self._stream.after_computation():
                 decided.copy_(torch.stack([*scaling]), non_blocking=True)
             optimizer.found_inf, optimizer.grad_scale = decided.unbind()  # type: ignore[attr-defined]
+        # start all copies of gradients first, so that they overlap the updates of earlier flat parameters
         arrivals = []
         for flats in groups:
             with self._stream.after_computation():
