@@ -37,6 +37,7 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room
 from pangu.training.step import Trainer
 from pangu.zero import flat_parameter
+from pangu.zero.grouping import IN_FLIGHT
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def dry_run(
                 audit.counts.clear()
                 audit.memory.restart()
                 carry_out(Observer(audit), trainer, micro_batches(config, layout))
-        return report_of(audit, mesh, total, lasting)
+        return report_of(audit, mesh, total, _repeated(stages.schedule), lasting)
 
 
 def as_carried_out(config: RunConfig) -> RunConfig:
@@ -135,7 +136,7 @@ def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> 
     time as it ever does, with the gradients that are summed meanwhile, and there is one between the first and the
     last."""
     total, held = stages.schedule.micro_batches, _held(stages.schedule, stage)
-    for count in range(3, total):
+    for count in range(_repeated(stages.schedule) + 2, total):
         fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
         try:
             shorter = plan_stages(replace(config, batch=fewer), layout)
@@ -146,10 +147,16 @@ def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> 
     return config, stages
 
 
-def _held(schedule: Schedule, stage: int) -> set[Held]:
-    """What a stage holds at its fullest moments."""
+def _repeated(schedule: Schedule) -> int:
+    """Return the micro-batch that stands for those left out: if each is reduced, the first that waits for others."""
+    return IN_FLIGHT if schedule.reduce_each else 1
+
+
+def _held(schedule: Schedule, stage: int) -> list[set[Held]]:
+    """Return what a stage holds at its fullest moments, and at those with as many reductions in flight as ever."""
     computed = (action for action in schedule.actions[stage] if action.kind in COMPUTE)
-    return set(held_in([(action.kind, action.chunk, cast(int, action.micro)) for action in computed], schedule.name))
+    order = [(action.kind, action.chunk, cast(int, action.micro)) for action in computed]
+    return [set(held_in(order, schedule.name, skipped)) for skipped in (0, IN_FLIGHT * schedule.reduce_each)]
 
 
 @contextmanager
@@ -282,13 +289,13 @@ def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
     ]
 
 
-def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> RankReport:
-    """What was counted in a step, as of `total` micro-batches, of which all but the first and the last are alike."""
+def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict[str, int]) -> RankReport:
+    """Return what was counted in a step, as of `total` micro-batches: those left out are like `repeated`."""
     counts: Counter[tuple[Any, ...]] = Counter()
     actions = audit.by_action()
     missing = total - len({action.micro for action in actions if action and action.micro is not None})
     for action, counted in actions.items():
-        times = 1 + (missing if action and action.micro == 1 else 0)
+        times = 1 + (missing if action and action.micro == repeated else 0)
         for key, amount in counted.items():
             counts[key] += times * amount
     # a micro-batch and its loss stay until the step ends

@@ -56,21 +56,23 @@ def _most(order: Order) -> tuple[int, int]:
     return most
 
 
-def held_in(order: Order, schedule: str) -> list[Held]:
-    """Return the states of a stage that no other state dominates, from the order of its work in a schedule."""
+def held_in(order: Order, schedule: str, skipped: int = 0) -> list[Held]:
+    """Return the states of a stage that no other dominates, from the order of its work; `skipped`: backward passes."""
     chunks = sorted({chunk for _, chunk, _ in order})
     sums = len(chunks) * (not reduces_each(schedule))
-    return _fullest(set(_moments(order, chunks, sums)), len(chunks))
+    return _fullest(set(_moments(order, chunks, sums, skipped)), len(chunks))
 
 
-def _moments(order: Order, chunks: Sequence[int], sums: int) -> Iterator[tuple[int, ...]]:
+def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Iterator[tuple[int, ...]]:
     """Yield the state at each step: forwards per chunk, inputs per chunk, `summed`, chunk index and part."""
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held, summed = [0] * (2 * count), [0] * sums
     for kind, chunk, _ in order:
         slot = place[chunk]
         held[slot] += kind is Kind.FORWARD
-        yield *held, *summed, slot, _PARTS[kind]
+        if skipped <= 0:
+            yield *held, *summed, slot, _PARTS[kind]
+        skipped -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         if kind is Kind.BACKWARD_WEIGHT:
             held[slot + count] -= 1
         elif kind is not Kind.FORWARD:

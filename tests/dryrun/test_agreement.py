@@ -50,7 +50,7 @@ def carried_out(rank: int, world: int, layout: str) -> RankReport:
         audit.counts.clear()
         audit.memory.restart()
         carry_out(Observer(audit), trainer, micro_batches(chosen.config, chosen.layout))
-    return report_of(audit, mesh, chosen.stages.schedule.micro_batches, {})
+    return report_of(audit, mesh, chosen.stages.schedule.micro_batches, 1, {})
 
 
 def timeless(collectives: Mapping[str, Any]) -> dict[str, Any]:

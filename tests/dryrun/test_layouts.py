@@ -50,6 +50,9 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
         "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=16",
         "parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 model.layers=4 parallel.data=2 parallel.zero=2 "
         "batch.global_size=16",
+        # one reduction in a micro-batch: those of two are in flight before the next one is at its fullest
+        "parallel.pipeline=2 model.layers=4 parallel.data=2 parallel.zero=2 batch.global_size=16 "
+        "train.frozen=[embedding.*,layers.0.*] parallel.bucket_mib=1",
     ):
         chosen = values(layout)
         for rank in role_ranks(choose_layout(chosen, 1).layout, every=False):
