@@ -163,7 +163,7 @@ class Bounds:
         """Return the least of spans, given with their work and the bytes that they leave behind."""
         found: dict[str, dict[str, float]] = {}
         for key, work, kept in spans:
-            of_kind = found.setdefault(_word(key.module), {})
+            of_kind = found.setdefault(key.module.replace(" resident", ""), {})
             seconds = phase_seconds(work, groups, self._cluster).total
             of_kind[key.action] = min(seconds, of_kind.get(key.action, math.inf))
             if key.action == Kind.FORWARD:
@@ -282,13 +282,9 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
     return numels
 
 
-def _word(kind: str) -> str:
-    return kind.replace(" resident", "")
-
-
 def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
     """Return what a kind of module takes, or one that takes no more."""
-    kind = _word(kind)
+    kind = kind.replace(" resident", "")
     if kind in least:
         return least[kind]
     plain = kind.replace(" recomputed", "").replace(" unreached", "")

@@ -69,11 +69,6 @@ class Plan(NamedTuple):
         return self.data * self.context
 
     @property
-    def shards(self) -> int:
-        """Of these, ranks that the states are sharded over."""
-        return self.layout.shards
-
-    @property
     def axes(self) -> int:
         """Axes along which there is more than one rank, each with a group that sends at least."""
         return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
