@@ -1,6 +1,6 @@
 """pangu: trains GPT and PanGu-α language models from one process to thousands of accelerators.
 
-What this module names is the public API (docs/library.md); each name is imported when it is first used.
+The names of this module are the public API (docs/library.md); each is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m pangu.pretrain`: what pretrain.py of a checkout does, wherever pangu is installed.
+"""Command `python -m pangu.pretrain`: pretrain.py of a checkout, available wherever pangu is installed.
 
-Planning, training and dry runs meet here only: each is loaded by the command that needs it.
+Planning, training and dry runs meet only here; each is loaded by the command that needs it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 def find_configs() -> Path:
-    """The folder with base.yaml: in an installed package, or beside the package of a checkout."""
+    """Return the folder with base.yaml: inside an installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parent
     return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
 
 
 def forecast(*run: Any) -> Forecast | None:
-    """Return what a run on a known cluster is expected to take; see `planning.forecast.forecast_run`."""
+    """Return the predicted step time of a run on a known cluster; see `planning.forecast.forecast_run`."""
     from pangu.planning.forecast import forecast_run
 
     return forecast_run(*run)
 
 
 def train(configs: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Carry out a composed configuration: choose its layout if it asks for that, then train, or make a dry run."""
+    """Run a composed configuration: choose its layout if `parallel.auto` is set, then train or make a dry run."""
     from pangu.topology.launch import Launch, choose_memory_settings, load_torch
     from pangu.training.command import asks_for_layout
 
     choose_memory_settings()
     group = values.get("train")
     with ending_at_once():
-        # all of the trainer, which those who only compose do without
+        # Import the trainer here: commands that only compose a configuration do without it.
         load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
         import torch
 
@@ -64,15 +64,15 @@ def train(configs: Path, values: Mapping[str, Any], overrides: Sequence[str]) ->
 
 
 def pretrain(configs: Path) -> None:
-    """Compose the configuration from the command line and run it; ends the process with the status."""
+    """Compose the configuration from the command line and run it; end the process with its exit status."""
     with ending_at_once():
-        # after help, which is there at once: this imports Hydra and, to train, torch
+        # Import after help has had its turn: this loads Hydra and, to train, torch.
         from pangu.training.command import run_command
     run_command(configs, partial(train, configs))
 
 
 def main() -> None:
-    """Help, or the run that the command line asks for; ends the process with its status."""
+    """Print help or run the configuration of the command line; end the process with its exit status."""
     configs = find_configs()
     with ending_at_once():
         from pangu.config.help import show_help

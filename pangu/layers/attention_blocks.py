@@ -98,7 +98,8 @@ class Blocks(Protocol):
     def __init__(self, terms: MaskAndBias) -> None:
         """Prepare for `terms` of the full sequence."""
 
-    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended: ...
+    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        """Return the attention of a part's queries to one block of keys."""
 
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients

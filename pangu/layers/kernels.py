@@ -86,8 +86,8 @@ class Reference:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = qkv.ungrouped()
         """Return attention and scores; see `Kernel`."""
+        query, key, value = qkv.ungrouped()
         scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
         if below is not None:
             scores = scores + below

@@ -94,7 +94,9 @@ def scores_of(logits: Tensor, router: RouterConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Rows of tokens sorted by expert, and within an expert by token; for example two experts for each of three tokens:
+    """Rows of tokens sorted by expert, and within an expert by token.
+
+    Example with two experts for each of three tokens:
 
         token    0     1     2           row      0  1  2  3  4  5
         experts  2 0   1 2   0 2         token    0  2  1  0  1  2

@@ -38,7 +38,8 @@ class Carried(Protocol):
         """Iterate over the tensors."""
         """Hidden states from which a result is made, after the last part."""
 
-    def __iter__(self) -> Iterator[Tensor | None]: ...
+    def __iter__(self) -> Iterator[Tensor | None]:
+        """Iterate over the tensors."""
 
 
 class StageModel(Protocol):

@@ -33,10 +33,12 @@ class Shardable(Hashable, Protocol):
     """Interface of a flat parameter that the rules need."""
 
     @property
-    def sharding(self) -> Sharding: ...
+    def sharding(self) -> Sharding:
+        """ZeRO sharding of the parameter."""
 
     @property
-    def main_on_host(self) -> bool: ...
+    def main_on_host(self) -> bool:
+        """True if the main weights live in host memory."""
 
 
 F = TypeVar("F", bound=Shardable)
