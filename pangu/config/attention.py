@@ -1,4 +1,4 @@
-"""What each attention kernel can compute, as data, and what stands in the way of one."""
+"""Limits of each attention kernel, as data, and the reasons why a kernel cannot train a model."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pangu.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Abilities:
-    """Limits of a kernel. Every one knows causal, document and sliding-window masks and grouped heads."""
+    """Limits of one attention kernel; every kernel supports causal, document and sliding-window masks and GQA."""
 
     devices: tuple[str, ...] | None = None
-    """Kinds of device on which it has a forward and a backward pass; None: all."""
+    """Device types with a forward and a backward pass; None: all."""
     precisions: tuple[str, ...] | None = None
-    """Formats of `precision.compute`; None: all."""
+    """Supported values of `precision.compute`; None: all."""
     head_sizes: tuple[int, int] | None = None
-    """Smallest and largest width of a head; None: all."""
+    """Smallest and largest supported head size; None: any."""
     head_multiple: int = 1
-    """What the width of a head is a multiple of."""
+    """Number that must divide the head size."""
     positions: tuple[str, ...] = ("learned", "rope", "alibi", "relative")
-    """Values of `model.positions`."""
+    """Supported values of `model.positions`."""
     scores: bool = False
-    """Gives its scores away."""
+    """True if the kernel can return its attention scores."""
     sparse: bool = True
-    """Takes the mask of `model.sparse`."""
+    """True if the kernel applies the mask of `model.sparse`."""
     blocks: bool = False
-    """Can attend to a part of the keys, as context parallelism by gathering or in a ring asks for."""
+    """True if the kernel can attend to a block of the keys, which gather and ring context parallelism need."""
     hashed: bool = False
-    """What it drops is a function of seed, step, place, sample, head and positions, whatever the layout."""
+    """True if the dropout mask depends only on seed, step, layer, sample, head and positions, never on the layout."""
     ordered: bool = True
-    """Adds up in one order, every time."""
+    """True if sums are accumulated in a fixed order, so that results are deterministic."""
 
 
 ABILITIES = {
@@ -51,12 +51,11 @@ ABILITIES = {
         ("cuda",), ("bf16", "fp16"), (1, 256), positions=("learned", "rope"), sparse=False, blocks=True, hashed=True
     ),
 }
-"""By the values of `model.attention`."""
+"""Limits of the kernels, by value of `model.attention`."""
 
 
 def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | None = None) -> Iterator[Problem]:
-    """Why a kernel (a key of `ABILITIES`) cannot train a model. `precision`: `precision.compute`; `device`: its kind,
-    None: not known yet."""
+    """Yield the reasons why a kernel (a key of `ABILITIES`) cannot train a model; `device` None: type not known yet."""
     can = ABILITIES[kernel]
 
     def problem(rule: str, works: str = "") -> Problem:

@@ -1,4 +1,4 @@
-"""What a single value may be, written into the type of its field: `Annotated[int, Bounds(least=1)]`."""
+"""Bounds of single values, written into the type of a field: `Annotated[int, Bounds(least=1)]`."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Annotated
 from unicodedata import category
 
 LARGEST_INT = 2**63 - 1
-"""What tensors, files and libraries count in."""
+"""Largest int64, the type in which tensors, files and libraries count."""
 LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
-"""Of single precision, in which most numbers are used."""
+"""Largest fp32 number; most values are used in single precision."""
 SMALLEST_FLOAT = 2.0**-126
-"""The same: what is below it may be 0 there."""
+"""Smallest normal fp32 number; smaller ones may be flushed to 0."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a number lies. Numbers without bounds of their own are finite and fit their format all the same."""
+    """Range of a number; without explicit bounds a number must still be finite and fit its format."""
 
     least: float | None = None
-    """Smallest value."""
+    """Inclusive lower bound."""
     above: float | None = None
-    """Largest value that is too small."""
+    """Exclusive lower bound."""
     most: float | None = None
-    """Largest value."""
+    """Inclusive upper bound."""
     below: float | None = None
-    """Smallest value that is too large."""
+    """Exclusive upper bound."""
 
     def broken(self, value: float) -> str | None:
-        """The rule that a number breaks, in words."""
+        """Return the rule that a number breaks, as text for a message; None if it is valid."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         fits = (
@@ -46,17 +46,17 @@ class Bounds:
         return None if abs(value) <= largest else f"must be a number of at most {largest:.10g}"
 
     def __str__(self) -> str:
-        """`at least 0 and below 1`."""
+        """Return the bounds as text, e.g. `at least 0 and below 1`."""
         words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
         return " and ".join(f"{word} {bound:.10g}" for word, bound in words if bound is not None)
 
 
 @dataclass(frozen=True)
 class Encodable:
-    """A text that a run's files, which are UTF-8, can hold."""
+    """Text that the UTF-8 files of a run can hold."""
 
     def broken(self, value: str) -> str | None:
-        """Return the rule that a text breaks, in words."""
+        """Return the rule that a text breaks, as text for a message; None if it is valid."""
         if any(category(character) == "Cs" for character in value):  # Python's stand-ins for other bytes
             return "must be UTF-8, and these bytes are not; rename it, or set LC_ALL=C.UTF-8 if this shell misreads it"
         return None
@@ -64,10 +64,10 @@ class Encodable:
 
 @dataclass(frozen=True)
 class Filled(Encodable):
-    """A text with something in it, e.g. a path."""
+    """Non-empty text without control characters, e.g. a path."""
 
     def broken(self, value: str) -> str | None:
-        """Return the rule that a text breaks, in words."""
+        """Return the rule that a text breaks, as text for a message; None if it is valid."""
         if rule := super().broken(value):
             return rule
         if not value.strip():
@@ -77,19 +77,20 @@ class Filled(Encodable):
         return None
 
     def __str__(self) -> str:
+        """Return the rule in words."""
         return "not empty"
 
 
 FREE: dict[object, Bounds | Encodable] = {int: Bounds(), float: Bounds(), str: Encodable()}
-"""Bounds of numbers and texts that say nothing else."""
+"""Bounds of numbers and texts that declare none."""
 
 Count = Annotated[int, Bounds(least=1)]
 Natural = Annotated[int, Bounds(least=0)]
 ExitStatus = Annotated[int, Bounds(least=0, most=255)]
 Length = Annotated[int, Bounds(least=1, most=2**31 - 1)]
-"""Of a tensor's dimension or a part of it."""
+"""Size of a tensor dimension or of a part of it."""
 Positive = Annotated[float, Bounds(above=0)]
 NotNegative = Annotated[float, Bounds(least=0)]
 Share = Annotated[float, Bounds(least=0, below=1)]
-"""A probability, or the decay of a moment."""
+"""Probability, or decay rate of a moment."""
 Filename = Annotated[str, Filled()]

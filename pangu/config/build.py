@@ -1,4 +1,4 @@
-"""Builds the frozen dataclasses of `schema` from plain dictionaries; names all unknown keys and wrong values."""
+"""Construction of the `schema` dataclasses from plain dictionaries, reporting all unknown keys and invalid values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true 
 
 
 class UnusableError(Exception):
-    """A rule used a value that is wrong by itself."""
+    """Error raised when a rule uses a value that is invalid by itself."""
 
 
 class Wrong:
-    """Stands in a configuration where a value is wrong by itself. Whoever computes with it meets `UnusableError`, so
-    that rules that join several keys find what else is wrong."""
+    """Placeholder for an invalid value: every use raises `UnusableError`, so that rules across keys can still run."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UnusableError
@@ -41,8 +40,7 @@ WRONG: Any = Wrong()
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a `kind` (a dataclass of `schema`) from nested dictionaries. Raises ConfigError with one line for every
-    unknown key, missing key and value of the wrong type or out of bounds."""
+    """Build a dataclass of `schema` from nested dictionaries; raises ConfigError with a line per wrong key or value."""
     built, problems = read(kind, values)
     if problems:
         raise ConfigError(problems)
@@ -50,21 +48,20 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def read(kind: type[T], values: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
-    """As `build`, returning what is wrong; the dataclass then has `WRONG` in place of the wrong values. `path`: dotted
-    name of the group."""
+    """Return the dataclass of group `path` and all problems; invalid values are replaced by `WRONG`. See `build`."""
     problems: list[Problem] = []
     return _Reader(kind, problems).group((kind,), values, path), problems
 
 
 def read_keys(kind: type, values: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Some keys of a dataclass, which another program calls `names`, and what is wrong with them."""
+    """Read some keys of a dataclass, called `names` in messages, and return their values and all problems."""
     problems: list[Problem] = []
     reader, hints = _Reader(kind, problems, texts=False), hints_of(kind)
     return {key: reader.convert(hints[key], value, names[key]) for key, value in values.items()}, problems
 
 
 def findings(rule: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
-    """The problems that a rule finds before it uses a value that is wrong by itself."""
+    """Return the problems that a rule reports before it uses an invalid value."""
     problems = []
     with suppress(UnusableError):
         for problem in rule(*arguments):
@@ -74,7 +71,7 @@ def findings(rule: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Pr
 
 
 def keys_of(kind: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all leaf keys of a dataclass; every alternative of a union contributes its own."""
+    """Yield the dotted names of all leaf keys of a dataclass, those of every alternative of a union included."""
     for field, hint in hints_of(kind).items():
         nested = [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
         if not nested:
@@ -86,31 +83,31 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[str]:
 
 @cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """Fields of a dataclass and their types, bounds included."""
+    """Return the fields of a dataclass with their types, bounds included."""
     return get_type_hints(kind, include_extras=True)
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the hint alone."""
+    """Return the alternatives of a union, or the hint itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def tag_of(kind: type) -> tuple[str, str] | None:
-    """The field that selects a dataclass of a union, its first, a one-word Literal, and that word."""
+    """Return the discriminator of a union member: its first field, if that is a one-word Literal, and the word."""
     field, hint = next(iter(hints_of(kind).items()))
     words = get_args(hint) if get_origin(hint) is Literal else ()
     return (field, words[0]) if len(words) == 1 else None
 
 
 class _Reader:
-    """Converts values; what is wrong goes into `problems`."""
+    """Converter of values that collects `problems` instead of raising."""
 
     def __init__(self, root: type, problems: list[Problem], texts: bool = True) -> None:
-        """`texts`: YAML 1.1 reads `1e-4` as a text, so texts that are numbers count as numbers."""
+        """Keep the problem list; with `texts`, numeric texts count as numbers, as YAML 1.1 reads `1e-4` as a text."""
         self._root, self._problems, self._texts = root, problems, texts
 
     def group(self, options: tuple[Any, ...], values: Any, path: str) -> Any:
-        """A dataclass, one of several."""
+        """Return the dataclass for a group of keys, which may be one of several."""
         if not isinstance(values, Mapping):
             return self._wrong(path, values, "must be a group of keys")
         kind = _select(options, values)
@@ -133,7 +130,7 @@ class _Reader:
         return self.convert(hint, value, _join(path, field))
 
     def _unknown(self, key: str, kind: type, options: tuple[Any, ...], path: str) -> tuple[str, str]:
-        """What is wrong with a key that a group does not have, and what would work."""
+        """Return the rule and the suggestion for a key that a group does not have."""
         for other in options:
             if key in hints_of(other) and (tag := tag_of(kind)) and (chosen := tag_of(other)):
                 rule = f"there is no such key with {_join(path, tag[0])} = {tag[1]}"
@@ -146,7 +143,7 @@ class _Reader:
         return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
 
     def convert(self, hint: Any, value: Any, path: str) -> Any:
-        """`value` as the type that `hint` asks for, or `WRONG`."""
+        """Return `value` as the type `hint`, or `WRONG`."""
         options = options_of(hint)
         if value is None and type(None) in options:
             return None
@@ -163,7 +160,7 @@ class _Reader:
         return self._wrong(path, repr(value) if isinstance(value, str) else value, f"must be {describe(hint)}")
 
     def _one(self, option: Any, value: Any, path: str, optional: bool) -> Any:
-        """`value` as one alternative of a union; `_MISSING` if it is of another type."""
+        """Return `value` as one alternative of a union; `_MISSING` if it has another type."""
         bounds: Bounds | Encodable | None = FREE.get(option) if isinstance(option, type) else None
         if get_origin(option) is Annotated:
             option, bounds = get_args(option)
@@ -196,7 +193,7 @@ class _Reader:
 
 
 def _plain(kind: type, value: Any) -> Any:
-    """`value` as an int, float, str, bool or object; `_MISSING` where it is none."""
+    """Return `value` as an int, float, str, bool or object; `_MISSING` if it has another type."""
     if kind is float:
         number = _number(value)
         return _MISSING if number is None else number
@@ -208,7 +205,7 @@ def _plain(kind: type, value: Any) -> Any:
 
 
 def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
-    """The dataclass of a union whose tag equals the value's."""
+    """Return the union member whose discriminator equals the given value."""
     for option in options:
         tag = tag_of(option)
         if len(options) == 1 or (tag is not None and values.get(tag[0]) == tag[1]):
@@ -217,19 +214,19 @@ def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
 
 
 def _tags(options: tuple[Any, ...]) -> tuple[Any, str]:
-    """The type of the field that selects one of several dataclasses, and its name."""
+    """Return the type and the name of the discriminator of a union."""
     tags = [tag for option in options if (tag := tag_of(option))]
     return Literal[tuple(word for _, word in tags)], tags[0][0]
 
 
 def _choices(options: tuple[Any, ...], path: str) -> str:
-    """How a group is chosen, if there are several."""
+    """Return a suggestion with all alternatives of a union; empty if there is only one."""
     tags = [tag for option in options if (tag := tag_of(option))]
     return f"{' or '.join(_option(path, tag) for tag in tags)} works" if len(tags) > 1 else ""
 
 
 def _option(path: str, tag: tuple[str, str]) -> str:
-    """How one of several dataclasses is chosen: a group of keys by a file of it, what lies in a group by its tag."""
+    """Return the command-line setting that selects a union member: `optimizer=lamb` or `model.sparse.kind=fixed`."""
     return f"{path}.{tag[0]}={tag[1]}" if "." in path else f"{path}={tag[1]}"
 
 
@@ -245,7 +242,7 @@ def _number(value: Any) -> float | None:
 
 
 def describe(hint: Any) -> str:
-    """A type in words, without its bounds."""
+    """Return the name of a type for messages, without its bounds."""
     words = []
     for option in options_of(hint):
         plain = get_args(option)[0] if get_origin(option) is Annotated else option

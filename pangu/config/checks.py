@@ -1,5 +1,4 @@
-"""Contradictions between the keys of a configuration, all found in one pass. The bounds of single values stand beside
-their fields, see `bounds` and `build`."""
+"""Contradictions between the keys of a configuration; bounds of single values are declared with their fields."""
 
 from __future__ import annotations
 
@@ -18,17 +17,19 @@ from pangu.config.schema import RunConfig
 from pangu.config.sparse import FixedSparsity
 
 MINIMUM_STDLIB_VOCAB = 512
-"""256 bytes, ten special pieces and the characters of Python sources need about this many pieces."""
+"""Smallest vocabulary of the stdlib tokenizer: 256 bytes, ten special tokens and the characters of Python sources."""
 
 BF16_BETA = 0.99
-"""Largest decay of a moment that bf16 can follow: x - x / 100 rounds to another number than x, x - x / 1000 to x."""
+"""Largest beta for bf16 moments: x - x / 100 rounds to a different number, x - x / 1000 back to x."""
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
 
 def check(config: RunConfig, world: int) -> int:
-    """Check a configuration against the number of processes; returns the data-parallel size, `parallel.data` or what
-    remains. For a dry run it need not fit `world`. Raises ConfigError with all wrong values and contradictions."""
+    """Check a configuration against the number of processes and return the data-parallel size.
+
+    A dry run need not fit `world`. Raises ConfigError with all invalid values and contradictions.
+    """
     checked, problems = find_problems(asdict(config))
     problems += layout_problems(checked, world)
     if problems:
@@ -37,20 +38,20 @@ def check(config: RunConfig, world: int) -> int:
 
 
 def find_problems(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """A configuration and all that is wrong with it on any number of processes; see `build.read`."""
+    """Return the parsed configuration and all problems that do not depend on the number of processes."""
     config, problems = read(RunConfig, values)
     problems += contradictions(config.model) + [problem for rule in _RULES for problem in findings(rule, config)]
     return config, problems
 
 
 def find_model_problems(model: ModelConfig) -> list[Problem]:
-    """All that is wrong with an architecture that was not read by `build`: single values and contradictions."""
+    """Return all problems of an architecture that `build` did not read: invalid values and contradictions."""
     checked, problems = read(ModelConfig, asdict(model), "model")
     return problems + contradictions(checked)
 
 
 def contradictions(model: ModelConfig) -> list[Problem]:
-    """What is wrong between the keys of an architecture, whatever computes it."""
+    """Return the contradictions between the keys of an architecture, independent of kernel and layout."""
     rules = (_heads, _rotation, _scaling, _distances, _sparse, _query_layer, _experts)
     return [problem for rule in rules for problem in findings(rule, model)]
 
@@ -361,7 +362,7 @@ def _evaluate(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_tokenizer(data: DataConfig, key: str, value: int) -> Iterator[Problem]:
-    """What is wrong with a key that needs the tokenizer of the data if there is none."""
+    """Yield the problem of a key that needs the tokenizer of the data where there is none."""
     if isinstance(data, SyntheticData) or (isinstance(data, (IndexedData, StreamData)) and data.tokenizer is None):
         works = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
         yield Problem(key, value, f"data.kind = {data.kind} has no tokenizer here", f"{key}=0 works{works}")

@@ -1,7 +1,7 @@
-"""The devices that a run is planned for: what they compute, hold and send a second.
+"""Description of the devices that a run is planned for: compute rates, memory and bandwidths.
 
-A file of configs/cluster/ says of each figure where it is from; `tools/calibrate.py` writes one of the user's own
-machine. Training reads none of it: only what plans does.
+A file of configs/cluster/ gives the source of each figure; `tools/calibrate.py` writes one for your own machine. Only
+planning reads it, training does not.
 """
 
 from __future__ import annotations
@@ -15,128 +15,128 @@ from pangu.config.build import read
 from pangu.config.errors import ConfigError
 
 Part = Annotated[float, Bounds(above=0, most=1)]
-"""What is reached of a peak."""
+"""Fraction of a peak that is reached."""
 
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """How fast a matrix product of some shape is: peak x `efficiency`, less what small and crooked shapes lose."""
+    """Cost model of matmuls: peak x `efficiency`, less the losses of small and unaligned shapes."""
 
     tflops: Positive
-    """Peak rate in the 16-bit formats (dense), 10^12 operations a second."""
+    """Peak rate in 16-bit formats (dense), 10^12 operations per second."""
     tflops_fp32: Positive
-    """Peak rate in fp32."""
+    """Peak rate in fp32, 10^12 operations per second."""
     efficiency: Part
-    """Share of the peak that large, well-shaped products reach."""
+    """Fraction of the peak that large, well-shaped matmuls reach."""
     depth: NotNegative
-    """Length of the inner dimension that takes as long as starting and ending a tile: k is charged as k + `depth`."""
+    """Inner-dimension length that costs as much as starting and finishing a tile: k is charged as k + `depth`."""
     waves: NotNegative
-    """Waves of tiles lost to the last one, which is not full: w waves are charged as w + `waves`."""
+    """Waves of tiles lost to the last, partly filled one: w waves are charged as w + `waves`."""
     alignment: NotNegative
-    """Share of time that a dimension of the weights adds that is not a multiple of 64 elements."""
+    """Fraction of time added by a weight dimension that is not a multiple of 64 elements."""
     unaligned: Annotated[float, Bounds(least=1)]
-    """Factor by which products are slower with a dimension that is no multiple of 8: tensor cores cannot load it."""
+    """Slowdown factor of matmuls with a dimension that is not a multiple of 8, which tensor cores cannot load."""
     attention: Part
-    """Share of the peak that the products of fused attention kernels reach."""
+    """Fraction of the peak that the matmuls in fused attention kernels reach."""
     units: Count
-    """Multiprocessors (cube cores): tiles of 128 x 128 computed at a time."""
+    """Multiprocessors (cube cores) of a device: tiles of 128 x 128 computed at a time."""
     measured: tuple[tuple[Positive, Positive, Positive, Positive], ...]
-    """Products that were timed: [rows, columns, inner dimension, share of the peak]. A shape near one of them takes its
-    share; others are computed from the numbers above, which were fitted to these."""
+    """Measured matmuls: [rows, columns, inner dimension, fraction of the peak]. A shape near one of them uses its
+    fraction; others are computed from the numbers above, which were fitted to these."""
     tflops_fp8: Positive | None = None
-    """Peak rate in fp8 (dense), of which products reach the same share; null: there is none."""
+    """Peak rate in fp8 (dense), 10^12 operations per second, with the same `efficiency`; null: not supported."""
 
 
 @dataclass(frozen=True)
 class DeviceMemoryConfig:
-    """A device's own memory."""
+    """Memory of a device."""
 
     gib: Positive
-    """GiB on a device."""
+    """Device memory, GiB."""
     context_gib: NotNegative
-    """Of these the device's context (loaded kernels, driver)."""
+    """GiB taken by the device context (loaded kernels, driver)."""
     workspace_gib: NotNegative
-    """Of these workspaces of libraries, and what the allocator cannot use."""
+    """GiB taken by library workspaces and by memory the allocator cannot use."""
     communicator_gib: NotNegative
-    """Of these the buffers of each group of processes that sends."""
+    """GiB taken by the buffers of each communicator."""
     fragmentation: NotNegative
-    """Part of the activations that comes on top: holes between blocks, copies for messages."""
+    """Fraction added to the activations for fragmentation and for copies of messages."""
     gb_s: Positive
-    """Peak bandwidth, 10^9 bytes a second."""
+    """Peak bandwidth, 10^9 bytes per second."""
     efficiency: Part
-    """Share of the bandwidth that operations on whole tensors reach."""
+    """Fraction of the bandwidth that elementwise operations reach."""
 
     def overhead_gib(self, communicators: int) -> float:
-        """Return the GiB that hold no tensors: context, workspaces, and buffers of the groups that send."""
+        """Return the GiB that hold no tensors: context, workspaces, and buffers of the communicators."""
         return self.context_gib + self.workspace_gib + communicators * self.communicator_gib
 
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """A level of links: a message of n bytes takes latency_us + n / gb_s."""
+    """Links of one level: a message of n bytes takes latency_us + n / gb_s."""
 
     latency_us: NotNegative
-    """Microseconds of a message however short."""
+    """Latency of a message, microseconds."""
     gb_s: Positive
-    """10^9 bytes a second that a device sends while it receives as many."""
+    """Bandwidth per device and direction, both directions at once, 10^9 bytes per second."""
     measured: tuple[tuple[str, Count, Positive, Positive], ...] = ()
-    """Collectives that were timed: [kind, ranks, bytes of the whole tensor, microseconds]. One of as many ranks takes a
-    time between those of the nearest sizes; others are computed from the numbers above."""
+    """Measured collectives: [kind, ranks, bytes of the full tensor, microseconds]. A collective of as many ranks is
+    interpolated between the nearest sizes; others are computed from the numbers above."""
 
 
 @dataclass(frozen=True)
 class PriceConfig:
-    """What a device uses up."""
+    """Power and price of a device."""
 
     watts: NotNegative
-    """Power of a device with its share of host, network and cooling."""
+    """Power of a device with its share of host, network and cooling, watts."""
     per_hour: NotNegative
-    """Money for a device and hour, in any currency; 0: not told."""
+    """Price of a device per hour, in any currency; 0: unknown."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Equal devices in nodes of equal size."""
+    """Cluster of identical devices in nodes of equal size."""
 
     name: Filename
-    """What reports call it."""
+    """Name shown in reports."""
     devices: Count
-    """Devices that a plan may use."""
+    """Number of devices that a plan may use."""
     node: Count
-    """Devices of a node, all joined by links of the fastest level."""
+    """Devices per node, all connected by the fastest links."""
     nics: Count
-    """Network interfaces of a node, which its devices share."""
+    """Network interfaces per node, shared by its devices."""
     matmul: MatmulConfig
-    """Matrix products."""
+    """Cost model of matmuls."""
     memory: DeviceMemoryConfig
     """Device memory."""
     inside: LinkConfig
     """Links inside a node."""
     between: LinkConfig
-    """Links between nodes, `gb_s` of one of the `nics`."""
+    """Links between nodes; `gb_s` is that of one of the `nics`."""
     launch_us: NotNegative
-    """Microseconds between two kernels that a host starts: what a step of tiny kernels takes of each."""
+    """Microseconds between two kernel launches of a host: the time per kernel of a step of tiny kernels."""
     message_us: NotNegative
-    """Microseconds of the host for a message between pipeline stages."""
+    """Host time of a message between pipeline stages, microseconds."""
     step_us: NotNegative
-    """Microseconds of a step that do not depend on its size: the host's part of the update, the loss read back."""
+    """Fixed microseconds per step: the host's part of the update, the device-to-host copy of the loss."""
     overlap: Annotated[float, Bounds(least=1)]
-    """Factor by which computing slows while communication runs beside it, and the other way round."""
+    """Slowdown factor of compute and communication while they overlap."""
     host_gb_s: Positive
-    """10^9 bytes a second between a device and host memory, in each direction."""
+    """Bandwidth between a device and host memory, 10^9 bytes per second in each direction."""
     price: PriceConfig
-    """Power and money."""
+    """Power and price."""
     queued: bool = True
-    """Kernels wait in a queue of the device while the host starts others; false: the device is the host, which starts a
-    kernel after it has computed the one before."""
+    """True if kernels are queued on the device while the host launches others; false: the device is the host itself,
+    which launches a kernel after it has computed the one before."""
     alone: Annotated[float, Bounds(least=1)] = 1.0
-    """Factor by which a device is faster while the others of its node are idle: processes that share cores."""
+    """Speedup factor of a device while the others of its node are idle: processes that share cores."""
     host_memory_gb_s: Positive = 40.0
-    """10^9 bytes a second that the host reads and writes for one of its devices while all want it."""
+    """Host memory bandwidth per device while all devices use it, 10^9 bytes per second."""
 
 
 def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:
-    """Return the cluster of a configuration's group `path`. Raises ConfigError for all that is wrong with it."""
+    """Return the cluster in group `path` of a configuration. Raises ConfigError with all problems."""
     cluster, problems = read(ClusterConfig, values, path)
     if problems:
         raise ConfigError(problems)

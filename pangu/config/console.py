@@ -1,4 +1,4 @@
-"""Standard output and standard error that may go away: a reader that has left, a full disk, a closed descriptor."""
+"""Standard output and standard error that survive a reader that has left, a full disk or a closed descriptor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("pangu")
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor that drops what is written after its first failure, and remembers that."""
+    """File descriptor that discards all output after its first failure and remembers the failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "wb", closefd=False)
@@ -35,8 +35,7 @@ class _Descriptor(io.FileIO):
 
 
 def guard_console() -> None:
-    """Let this process outlive the loss of its standard output and standard error. Characters that the console cannot
-    show are escaped."""
+    """Let this process survive the loss of its standard output and standard error; escape unprintable characters."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -66,7 +65,7 @@ def outlive_console() -> None:
 
 
 def output_failure() -> OSError | None:
-    """Return why standard output, which this process is for, could not be written; None if it could."""
+    """Return the error that kept standard output from being written; None if there was none or output is not needed."""
     if sys.stdout is not None:
         sys.stdout.flush()
     raw = _raw(sys.stdout)
@@ -74,7 +73,7 @@ def output_failure() -> OSError | None:
 
 
 def _raw(stream: object) -> io.FileIO | None:
-    """The descriptor below a text stream, if there is one; Python leaves out the buffer where it is asked to."""
+    """Return the descriptor below a text stream, if there is one; an unbuffered Python has no buffer in between."""
     buffer = getattr(stream, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, io.FileIO) else None

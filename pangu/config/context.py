@@ -1,4 +1,4 @@
-"""What context parallelism asks of a model and its layout."""
+"""Requirements of context parallelism on a model and its layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pangu.config.schema import RunConfig
 
 
 def context_kind(config: RunConfig) -> str:
-    """`parallel.context_kind`, or what `auto` stands for: what sends least."""
+    """Return `parallel.context_kind` with `auto` resolved to the kind that sends fewest bytes."""
     parallel, model = config.parallel, config.model
     if parallel.context_kind != "auto":
         return parallel.context_kind
@@ -23,14 +23,16 @@ def context_kind(config: RunConfig) -> str:
 
 
 def _exchanged(heads: int, kv_heads: int, ranks: int) -> float:
-    """Vectors of a head's size for each token of a sequence that a rank sends in forward and backward, to exchange
-    heads: queries and outputs, keys and values. Gathering sends 6 for each key head: keys and values, the same in
-    backward, and their gradients."""
+    """Return the head vectors per token that a rank sends in forward and backward for Ulysses' all-to-alls.
+
+    These are queries, outputs, keys and values. Gathering sends 6 per key head: keys and values in forward, the same in
+    backward, and their gradients.
+    """
     return 4 * (heads + math.lcm(kv_heads, ranks)) / ranks
 
 
 def context_problems(config: RunConfig) -> Iterator[Problem]:
-    """What speaks against sharing sequences."""
+    """Yield the problems of a context-parallel layout."""
     parallel, model = config.parallel, config.model
     ranks, length = parallel.context, model.sequence
     slices = parallel.tensor if parallel.sequence else 1

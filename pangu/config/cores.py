@@ -15,8 +15,10 @@ def available_cores() -> int:
 
 
 def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the processor seconds per second that the control groups of this process grant it, infinite without a
-    limit. A container sees its own group as the root, though `membership` may name a path of the host."""
+    """Return the CPU quota of this process's control groups, in cores; infinite without a limit.
+
+    A container sees its own group as the root, though `membership` may name a path of the host.
+    """
     quotas = [math.inf]
     with suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
@@ -29,7 +31,7 @@ def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
 
 
 def _quota(group: Path) -> float:
-    """Return the quota of one control group, of version 2 or 1."""
+    """Return the quota of one control group (cgroup version 2 or 1) in cores; infinite without a limit."""
     with suppress(OSError, ValueError, ZeroDivisionError):  # `max`: no limit
         quota, period = map(float, (group / "cpu.max").read_text().split())
         return quota / period

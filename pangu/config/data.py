@@ -10,72 +10,74 @@ from pangu.config.bounds import Bounds, Count, Filename, Natural, NotNegative, P
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """How tokens become samples and masks. The rules are those of PanGu-α's data pipeline."""
+    """Rules for turning tokens into samples and masks, as in PanGu-α's data pipeline."""
 
     eod: Natural | None
-    """Id that ends a document. null: the tokenizer's own (data=stream, data=instructions), or the data has none."""
+    """Id of the end-of-document token. null: the tokenizer's own (data=stream, data=instructions), or the data has
+    none."""
     pad: Natural | None
-    """Id of padding. A position whose *input* is this id does not count in the loss; null where there is none."""
+    """Id of the padding token. A position whose *input* is this id does not count in the loss; null: there is none."""
     reset_mask: bool
-    """Tokens do not attend across the end of a document."""
+    """Mask attention across document ends."""
     reset_positions: bool
-    """Position ids restart at 0 after the end of a document."""
+    """Restart position ids at 0 after the end of a document."""
     # younger than the first run folders, whose config.yaml lacks it
     stop: tuple[Natural, ...] = ()
-    """Ids that end a generated text beside `eod`, e.g. a chat model's end of turn; in samples they are as any other."""
+    """Ids that end generated text besides `eod`, e.g. a chat model's end of turn; samples treat them as ordinary
+    tokens."""
     method: Literal["concat", "best_fit", "single"] = "concat"
-    """`concat`: all documents in a row, cut every `model.sequence` tokens; `best_fit`: whole documents together in
-    samples, so that they are nearly full (Ding et al. 2024), a document being cut only if it is longer than a sample;
-    `single`: one document in a sample. What is left of a sample is padding, which neither counts nor is attended to.
-    The last two begin each document behind `bos`, or behind `eod` without one, which predicts its first token;
-    data=stream has only `concat`."""
+    """`concat`: documents are concatenated and cut every `model.sequence` tokens; `best_fit`: full documents are packed
+    together so that samples are nearly full (Ding et al. 2024), and a document is cut only if it is longer than a
+    sample; `single`: one document per sample. The rest of a sample is padding, which is masked in loss and attention.
+    The last two start each document with `bos`, or else with `eod`, which predicts its first token; data=stream
+    supports `concat` only."""
     index: Filename | None = None
-    """Folder of the indexes that say which documents share a sample, which are made once; null: beside the tokens."""
+    """Folder of the cached packing indexes (which documents share a sample); null: next to the tokens."""
     bos: Natural | Literal["auto"] | None = None
-    """Id before each text: in streams, conversations, packed documents, prompts and what is evaluated. `auto`: the one
-    that the tokenizer puts there, if any; null: none. tools/preprocess_data.py has the same as `--bos`."""
+    """Id before each text: in streams, conversations, packed documents, prompts and evaluation. `auto`: the one that
+    the tokenizer adds, if any; null: none. tools/preprocess_data.py has the same as `--bos`."""
 
 
 Encoding = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base"]
-"""tiktoken's."""
+"""Encodings of tiktoken."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Turns text into ids."""
+    """Tokenizer, which turns text into ids."""
 
     kind: Literal["sentencepiece", "pangu", "huggingface", "gpt2", Encoding, "bytes"]
-    """`sentencepiece`: the model file as it is; `pangu`: jieba, then SentencePiece, as PanGu-α's corpus was made;
+    """`sentencepiece`: the model file unchanged; `pangu`: jieba, then SentencePiece, as PanGu-α's corpus was made;
     `huggingface`: a local folder that transformers' AutoTokenizer loads, or a tokenizer.json; `gpt2`: a folder with
-    vocab.json and merges.txt; `r50k_base` to `o200k_base`: a .tiktoken file with that encoding; `bytes`: those of
-    UTF-8, and 256 as the end of a document."""
+    vocab.json and merges.txt; `r50k_base` to `o200k_base`: a .tiktoken file with that encoding; `bytes`: UTF-8 bytes,
+    and 256 as the end of a document."""
     path: str = ""
-    """The file or the folder; `bytes` has none."""
+    """Path of the file or folder; empty for `bytes`."""
 
 
 @dataclass(frozen=True)
 class StdlibData:
-    """The sources and docstrings of the Python standard library: real text that is on every machine."""
+    """Sources and docstrings of the Python standard library: real text that every machine has."""
 
     kind: Literal["stdlib"]
     """Selects the data source."""
     folder: Filename
-    """Where the text, the SentencePiece model and the indexed files are cached. The model is trained with
-    `model.vocab` pieces."""
+    """Cache folder of the text, the SentencePiece model and the indexed files. The model is trained with `model.vocab`
+    pieces."""
     validation_fraction: Annotated[float, Bounds(above=0, below=1)]
-    """Share of the documents held out, chosen by a hash of their names."""
+    """Fraction of the documents held out, chosen by a hash of their names."""
     packing: PackingConfig
     """Documents, masks and padding."""
 
 
 @dataclass(frozen=True)
 class LaterWeights:
-    """A blend that takes over from another one."""
+    """Mixing weights that replace earlier ones from some sample on."""
 
     sample: Count
-    """Number of the first sample that is drawn so: samples are counted from 0, `batch.global_size` of them a step."""
+    """First sample drawn with these weights, counted from 0; a step takes `batch.global_size` samples."""
     weights: tuple[NotNegative, ...]
-    """One for each prefix of `data.train`; 0: nothing of it is drawn. Each prefix goes on where it was."""
+    """Weight of each prefix of `data.train`; 0 draws nothing from it. Each prefix continues where it was."""
 
 
 @dataclass(frozen=True)
@@ -87,53 +89,53 @@ class IndexedData:
     train: tuple[Filename, ...]
     """Prefixes, e.g. [/data/web, /data/books]."""
     weights: tuple[NotNegative, ...] | None
-    """One for each prefix of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
+    """Mixing weight of each prefix of `train`. null: in proportion to their tokens."""
     validation: tuple[Filename, ...]
     """Prefixes of held-out data, read in proportion to their tokens; may be empty if `validation.every` is 0."""
     tokenizer: TokenizerConfig | None
-    """Used to sample text from the model; null samples nothing."""
+    """Tokenizer for text sampled from the model; null: no samples."""
     packing: PackingConfig
     """Documents, masks and padding."""
     later_weights: tuple[LaterWeights, ...] = ()
-    """Weights from some sample on, e.g. [{sample: 100000, weights: [0.5, 0.5]}]. A resumed run may get more of them,
-    and prefixes that had the weight 0: what was drawn before stays what it was."""
+    """Weights from a later sample on, e.g. [{sample: 100000, weights: [0.5, 0.5]}]. A resumed run may append entries,
+    and prefixes that had weight 0: samples already drawn do not change."""
 
 
 @dataclass(frozen=True)
 class StreamData:
-    """Text that is encoded, shuffled and packed while it is read, without a preparation."""
+    """Text that is tokenized, shuffled and packed while it is read, without preprocessing."""
 
     kind: Literal["stream"]
     """Selects the data source."""
     train: tuple[Filename, ...]
-    """Files, folders, globs, URLs of these that fsspec opens, or hf:NAME[:CONFIGURATION[:SPLIT]]: all that
+    """Files, folders, globs, URLs that fsspec opens, or hf:NAME[:CONFIGURATION[:SPLIT]]: all that
     `tools/preprocess_data.py --input` reads."""
     weights: tuple[Positive, ...] | None
-    """One for each of `train`: samples are drawn in proportion to them. null: all of `train` is one source."""
+    """Mixing weight of each entry of `train`. null: all of `train` is one source."""
     validation: tuple[Filename, ...]
-    """Held-out text, as `train`, whose first `validation.sequences` samples are read at the start."""
+    """Held-out text in the form of `train`; its first `validation.sequences` samples are read at the start."""
     holdout: Share
-    """Share of the documents of `train`, chosen by a hash of their text, that is held out instead."""
+    """Fraction of the documents of `train`, chosen by a hash of their text, that is held out instead."""
     text_key: Filename
-    """Field of a record with its text."""
+    """Field of a record that holds its text."""
     shuffle: Natural
-    """Tokens of the text after it that a document lets pass at most, which are in memory (4 bytes each) and are read
-    again when a run is resumed. 0: documents come in order."""
+    """Size of the shuffle buffer in tokens: at most so many later tokens may overtake a document. The buffer is in
+    memory (4 bytes each) and is read again on resume. 0: documents come in order."""
     max_bad: Natural
-    """Lines of an epoch that may be left out because they hold no document; each is named."""
+    """Lines per epoch that may be skipped because they hold no document; each is logged."""
     workers: Count
-    """Processes that encode for each rank, and for each source if there are `weights`; 1: its loader's thread does."""
+    """Tokenizer processes per rank, and per source if there are `weights`; 1: the loader's own thread."""
     tokenizer: TokenizerConfig | None
-    """Turns text into ids; null: for a dry run."""
+    """Tokenizer, which turns text into ids; null: for a dry run."""
     packing: PackingConfig
     """Documents, masks and padding. `eod` ends each document; null: the tokenizer's own, without masks."""
     whole_files: bool = False
-    """Each .txt file is one document, of at most 64 MiB; false: blank lines end documents."""
+    """Treat each .txt file as one document, of at most 64 MiB; false: blank lines end documents."""
 
 
 @dataclass(frozen=True)
 class SyntheticData:
-    """Tokens drawn from a counter-based generator: for measuring speed, nothing can be learned from them."""
+    """Random tokens from a counter-based generator, for measuring speed; there is nothing to learn."""
 
     kind: Literal["synthetic"]
     """Selects the data source."""
@@ -143,44 +145,44 @@ class SyntheticData:
 
 @dataclass(frozen=True)
 class InstructionsData:
-    """Conversations to fine-tune on: the loss counts at what the assistant says, and at what ends it."""
+    """Conversations to fine-tune on: the loss counts only the assistant's messages and the token that ends each."""
 
     kind: Literal["instructions"]
     """Selects the data source."""
     train: tuple[Filename, ...]
-    """Files of one JSON object in each line (.jsonl, also packed), folders or globs of them."""
+    """Files with one JSON object per line (.jsonl, may be compressed), folders or globs of them."""
     weights: tuple[NotNegative, ...] | None
-    """One for each of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
+    """Mixing weight of each entry of `train`. null: in proportion to their tokens."""
     validation: tuple[Filename, ...]
-    """The same of held-out conversations; may be empty if `validation.every` is 0."""
+    """Held-out conversations in the form of `train`; may be empty if `validation.every` is 0."""
     folder: Filename
-    """Where their tokens are cached."""
+    """Cache folder of the tokens."""
     tokenizer: TokenizerConfig | None
-    """Must be given."""
+    """Tokenizer, which turns text into ids; required."""
     template: Filename
-    """How a conversation becomes text: `plain` (texts as they are, the end of a document behind each response),
-    `chatml`, `alpaca`, `llama3`, `qwen3`, or the path of a Jinja template: a file, a tokenizer_config.json or its
-    folder."""
+    """Chat template: `plain` (the texts unchanged, an end-of-document token after each response), `chatml`, `alpaca`,
+    `llama3`, `qwen3`, or the path of a Jinja template: a file, a tokenizer_config.json or its folder."""
     messages_key: Filename
     """Field with a list of messages, each with a `role` (system, user, assistant, tool) and a text as its `content`, as
     OpenAI writes them, or with `from` and `value`, as ShareGPT does; `conversations` is read too."""
     prompt_key: Filename
-    """Where there are no messages: field with what the user says."""
+    """Field with the user's message, in records without a message list."""
     response_key: Filename
-    """Field with what the assistant answers."""
+    """Field with the assistant's response, in records without a message list."""
     too_long: Literal["truncate", "leave_out", "refuse"]
-    """Of conversations of more than `model.sequence` tokens. `truncate`: their end is cut off, and those without a
-    response then are left out; `refuse`: the run ends with an error. The log counts what was cut or left out."""
+    """Rule for conversations longer than `model.sequence` tokens. `truncate`: cut the end off, and skip a conversation
+    that has no response then; `leave_out`: skip it; `refuse`: end the run with an error. The log counts cut and skipped
+    ones."""
     max_bad: Natural
-    """Lines without a conversation that are left out and counted; the run ends with an error at one more."""
+    """Lines without a conversation that are skipped and counted; one more ends the run with an error."""
     workers: Count
-    """Processes that encode, the first time."""
+    """Tokenizer processes of the first run, which fills the cache."""
     packing: PackingConfig
     """Masks and padding; `method` is best_fit or single."""
     turns: Literal["all", "last"] = "all"
-    """Responses that the loss counts: `all` of a conversation, or those after the `last` message of the user, as for
-    templates that leave the reasoning out of earlier ones."""
+    """Responses that count in the loss: `all`, or those after the `last` user message, for templates that omit the
+    reasoning of earlier turns."""
 
 
 DataConfig = StdlibData | IndexedData | StreamData | InstructionsData | SyntheticData
-"""A source of data."""
+"""Data source."""

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, and the one form in which they are told."""
+"""Errors that the user can fix, and the single form in which they are reported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOST_SHOWN = 200
-"""Characters of a value in a message."""
+"""Longest value in a message, in characters."""
 MOST_DIGITS = 4300
-"""Digits of an integer that Python reads by default."""
+"""Longest integer that Python parses by default, in digits."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlong = _SHORT.maxother = 60
 
@@ -24,46 +24,47 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 
 def printable(text: str) -> str:
-    """`text` with each character that a terminal would obey instead of showing written as its escape, `\\x1b`."""
+    """Return `text` with the control characters that a terminal would obey replaced by escapes."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log messages as they are, made printable: they quote names and values of files."""
+    """Log formatter that escapes control characters, since log messages quote names and values from files."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the formatted record with control characters escaped."""
         return printable(super().format(record))
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: a key, a file, the number of devices, the disk.
+    """Error outside the program: a key, a file, the number of devices, the disk.
 
-    The message is for a person: it names the key or file, the value, the rule and what would work. Commands print it
-    without a traceback and end with a status that is not 0.
+    The message is for a person: it names the key or file, the value, the rule and values that work. Commands print it
+    without a traceback and end with a non-zero status.
     """
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One contradiction in a configuration."""
+    """Contradiction in a configuration."""
 
     key: str
     """Dotted name of the key, or several joined by commas."""
     value: object
-    """What the user gave."""
+    """Value given by the user."""
     rule: str
-    """What a value has to fulfil."""
+    """Rule that the value breaks."""
     works: str = ""
-    """The nearest values that work."""
+    """Nearest values that work."""
 
     def __str__(self) -> str:
+        """Return the line shown to the user."""
         text = f"{shown(self.key)} = {shown(self.value)}: {self.rule}"
         return f"{text}; {self.works}" if self.works else text
 
 
 def shown(value: object, depth: int = 20) -> str:
-    """A value of a user or of a foreign file, as YAML has it: what is long or deep is cut, control characters are
-    escaped."""
+    """Return a value of a user or of a foreign file as YAML, truncated, with control characters escaped."""
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, (list, tuple, Mapping)) and not depth:
@@ -79,7 +80,7 @@ def shown(value: object, depth: int = 20) -> str:
 
 
 def _joined(texts: Iterator[str]) -> str:
-    """As many of them as are shown; a file of a few bytes may stand for more than there is time for."""
+    """Join texts up to the length that is shown; a file of a few bytes may expand to more than there is time for."""
     parts: list[str] = []
     while sum(map(len, parts)) <= MOST_SHOWN and (text := next(texts, None)) is not None:
         parts.append(text)
@@ -87,17 +88,18 @@ def _joined(texts: Iterator[str]) -> str:
 
 
 class LocalError(UserError):
-    """An error that this process alone knows of, so that it must speak even if it is not the first."""
+    """Error that only this process knows of, so that it must report it even if it is not the first process."""
 
 
 class LostError(LocalError):
-    """Other processes of the run are gone or stuck. The same command may succeed."""
+    """Error raised when other processes of the run are gone or stuck; the same command may succeed."""
 
 
 class ConfigError(UserError):
     """All contradictions of one configuration, reported at once."""
 
     def __init__(self, problems: list[Problem]) -> None:
+        """Build the message from a list of problems."""
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  {problem}" for problem in problems)
@@ -147,13 +149,12 @@ def reading(source: object, *errors: type[Exception], rule: str = "cannot be rea
 
 # How long a process of a run waits, besides parallel.timeout_s, where another one may be gone or slow.
 FIRST_SPEAKS_SECONDS = 30.0
-"""For the first process to say why all fail: the launcher ends all processes as soon as one has failed."""
+"""Time for the first process to report the error: the launcher ends all processes as soon as one has failed."""
 SILENCE_SECONDS = 2.0
-"""For the others to notice a stuck rank as well: all begin to wait for it within about a step."""
+"""Time for the other ranks to notice a stuck rank: all start to wait for it within about a step."""
 STORE_SECONDS = 3.0
-"""For the store to answer; torch itself would wait for it without end."""
+"""Time for the store to answer; torch itself would wait for it without end."""
 SAVE_SECONDS = 60.0
-"""At the end of a run with an error, for a checkpoint that is being written; not where a rank is silent, whose part
-will not come."""
+"""Time for a pending checkpoint at the end of a failed run, unless a rank whose part would be missing hangs."""
 LAUNCHER_SECONDS = 3.0
-"""For the launcher to end this process, where others join the run: it looks every 0.1 s whether they have come."""
+"""Time for the launcher to end this process, where others join the run: it looks every 0.1 s whether they have come."""

@@ -1,4 +1,4 @@
-"""How every command ends."""
+"""Exit statuses of all commands, and the error message that goes with each."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from pangu.config.console import guard_console, output_failure
 from pangu.config.errors import FIRST_SPEAKS_SECONDS, LocalError, LostError, UserError, printable, writing
 
 USER_ERROR = 2
-"""Exit status after one message for what the user can mend."""
+"""Exit status after one message, for errors that the user can fix."""
 RETRYABLE = 128 + signal.SIGTERM
-"""Exit status where the same command may succeed: other processes are gone. As of what SIGTERM ends, which schedulers
-start anew."""
+"""Exit status when other processes are gone, so that the same command may succeed: that of SIGTERM, which schedulers
+restart."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as of any command that SIGINT ends."""
+"""Exit status after Ctrl-C, that of any command ended by SIGINT."""
 READER_GONE = 128 + signal.SIGPIPE
-"""Exit status where nobody reads standard output any more, as of any command that SIGPIPE ends."""
+"""Exit status when the reader of standard output has left, that of any command ended by SIGPIPE."""
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
-"""Errors of a path that cannot even be asked about, which a user gave. All others of the system are faults of ours."""
+"""Errors of a user's path that cannot even be looked up. All other system errors are faults of the program."""
 
 
 def exit_status(action: Callable[[], object], says: str, first: bool = True) -> int:
     """Run a command's action and return its exit status.
 
     Args:
-        action: what the command does; it may end with SystemExit.
-        says: what the one message of an error begins with.
-        first: whether this is the first process of the command, which prints what is wrong for all.
+        action: The command's work; it may end with SystemExit.
+        says: Start of the error message.
+        first: True in the first process of the command, which reports errors that all processes share.
 
     Returns:
-        0 if it succeeds; 2, with one message on standard error, for what the user can mend; RETRYABLE, with one too, if
-        other processes are gone; INTERRUPTED after Ctrl-C; READER_GONE, without a word, if nobody reads its output.
+        0 on success; 2, with one message on standard error, for errors that the user can fix; RETRYABLE, also with
+        a message, if other processes are gone; INTERRUPTED after Ctrl-C; READER_GONE, silently, if nobody reads its
+        output.
     """
     guard_console()
     try:
@@ -79,8 +80,7 @@ def _require_output() -> None:
 
 
 def tell_launcher(text: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Leave a message where torchrun looks for the cause of a failure: its report, the last that stands on the screen,
-    ends with it."""
+    """Write a message where torchrun looks for the cause of a failure; its final report on the screen ends with it."""
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

@@ -12,7 +12,7 @@ from pangu.config.schema import CheckpointConfig
 
 
 def expert_problems(model: ModelConfig) -> list[Problem]:
-    """All that is wrong between them."""
+    """Return all contradictions between the keys of a mixture of experts."""
     if model.experts is None:
         return findings(_without, model)
     rules = (_layers, _chosen, _groups, _limited, _bias)
@@ -75,7 +75,7 @@ def _bias(model: ModelConfig, experts: int) -> Iterator[Problem]:
 
 
 def upcycling_problems(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Why experts that are copies of dense layers would not compute what these did."""
+    """Yield the reasons why experts copied from dense layers would not compute the same as those layers."""
     given = "with checkpoint.upcycle = true"
     if checkpoint.init_from is None:
         rule = "makes experts of a dense model's layers, and checkpoint.init_from names none"

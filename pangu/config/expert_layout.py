@@ -1,4 +1,4 @@
-"""What keeps ranks from sharing the experts."""
+"""Requirements of expert parallelism on a model and its layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pangu.config.schema import RunConfig
 
 
 def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
-    """All that is wrong with `parallel.expert` and `parallel.expert_tensor`, on so many replicas."""
+    """Yield all problems of `parallel.expert` and `parallel.expert_tensor` for a number of replicas."""
     model, parallel = config.model, config.parallel
     expert, tensor, of_each = parallel.expert, parallel.tensor, parallel.expert_tensor
     if model.experts is None:
@@ -35,10 +35,10 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
 
 
 def holds_groups(ranks: int, expert: int) -> bool:
-    """Whether so many ranks that share states are whole groups of `expert` ranks, or whole parts of one."""
+    """Return whether `ranks` that share states form complete groups of `expert` ranks, or divide one evenly."""
     return max(ranks, expert) % min(ranks, expert) == 0
 
 
 def least_data(expert: int, expert_tensor: int | None, tensor: int, context: int) -> int:
-    """The smallest data-parallel size with which so many ranks can hold all experts together."""
+    """Return the smallest data-parallel size with which `expert` ranks can hold all experts together."""
     return expert // math.gcd(expert, context * (tensor // (expert_tensor or tensor)))

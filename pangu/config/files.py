@@ -1,4 +1,4 @@
-"""Files that others may have written or may see: read with one message for what is wrong, written whole or not at all.
+"""Safe reading and atomic writing of files in folders that others may write to or read.
 
 A run folder, and a checkpoint in it, may be shared: whoever may write there could plant a symbolic link to a file of
 yours under a name that a run is about to write. Hence no link is followed below a run folder; paths that the user
@@ -20,16 +20,16 @@ from typing import Any, BinaryIO
 from pangu.config.errors import UserError, reading
 
 MOST_VALUES = 100_000
-"""Values that references in a YAML file may stand for."""
+"""Largest number of values that references (anchors) in a YAML file may expand to."""
 DEPTH = 100
-"""Brackets within brackets that a file may have. Files of this field have fewer than ten; Python's own limit depends on
-what else is on the stack."""
+"""Largest nesting depth of a file. Settings nest fewer than ten levels; Python's own limit depends on the call
+stack."""
 _OPEN_FILES = Path("/proc/self/fd")
-"""The open files of this process, where the system shows them."""
+"""Open files of this process, where the system shows them."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, with the reason, for any text that is none."""
+    """Return the value of a JSON text. Raises ValueError, with the reason, if it is invalid or nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -43,8 +43,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def refuse_expanding(values: Any) -> None:
-    """Raise ValueError where references inside YAML stand for more values than a file of settings has, or for endlessly
-    many: a file of a kilobyte may name a billion."""
+    """Raise ValueError if YAML references are cyclic or expand to too many values: a kilobyte may name a billion."""
     left, count = [values], 0
     while left and count <= MOST_VALUES:
         value, count = left.pop(), count + 1
@@ -60,7 +59,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def read_json(path: Path, *, shared: bool = False) -> Any:
-    """The value in a JSON file; in a `shared` folder it must be a regular file. Raises UserError if it is none."""
+    """Return the value in a JSON file; a `shared` folder must hold a regular one. Raises UserError if it is invalid."""
     with reading(path):
         if shared:
             with open_regular(path, "rb") as file:
@@ -74,7 +73,7 @@ def read_json(path: Path, *, shared: bool = False) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if it is none."""
+    """Return the object in a JSON file. Raises UserError if the file holds anything else."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: is no JSON object")
@@ -82,8 +81,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def open_regular(path: Path, mode: str, **options: Any) -> Any:
-    """As `open`, of a file in a folder where others may write. Raises UserError if it is a symbolic link or no regular
-    file, OSError as `open`."""
+    """Open a file as `open` does, but raise UserError if it is a symbolic link or no regular file."""
     return open(path, mode, opener=_open_regular, **options)
 
 
@@ -112,7 +110,7 @@ def refuse_links(paths: Iterable[Path]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk, whoever has written it."""
+    """Wait until a file's content, or a folder's list of names, is on disk, whichever process wrote it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,13 +119,14 @@ def flush(path: Path) -> None:
 
 
 class NewFile:
-    """A file that gets its name when it is whole. All of it raises OSError.
+    """File that gets its name only when it is complete. All methods raise OSError.
 
-    Where the file system has files without a name (Linux; not over NFS), nothing is left of one that is given up, even
-    if the process is killed. Elsewhere it has a temporary name, which is left then.
+    Where the file system has unnamed files (Linux; not over NFS), nothing is left of an abandoned one, even if the
+    process is killed. Elsewhere it has a temporary name, which is left then.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file in the folder of `path`, unnamed where the file system allows it."""
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         unnamed = _open_unnamed(path.parent)
@@ -138,7 +137,7 @@ class NewFile:
         self.file: BinaryIO = self._temporary.open("xb") if unnamed is None else unnamed
 
     def finish(self, sync: bool = True) -> None:
-        """Have everything written so far under the temporary name, and on disk, unless `sync` is false."""
+        """Write all buffered data under the temporary name, and to disk unless `sync` is false."""
         self.file.flush()
         if sync:
             os.fsync(self.file.fileno())
@@ -149,11 +148,11 @@ class NewFile:
         self.file.close()
 
     def publish(self) -> None:
-        """Give a finished file its name, in the place of any file that has it."""
+        """Give a finished file its final name, replacing any file that has it."""
         self._temporary.replace(self._path)
 
     def discard(self) -> None:
-        """Leave nothing of a file that is not published; nothing happens to one that is."""
+        """Delete a file that is not published; a published file stays."""
         with suppress(OSError):  # closing flushes, which fails again on a full disk
             self.file.close()
         if self._named:
@@ -161,7 +160,7 @@ class NewFile:
 
 
 def _open_unnamed(folder: Path) -> BinaryIO | None:
-    """A file without a name, if there can be one in the folder."""
+    """Return an unnamed file in the folder, or None if the file system has none."""
     if not hasattr(os, "O_TMPFILE") or not _OPEN_FILES.is_dir():
         return None
     try:
@@ -181,8 +180,7 @@ def _give_name(file: BinaryIO, path: Path) -> None:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a new file or folder, which becomes `path` when the block ends and all is on disk; after
-    an error nothing of it is left. Raises OSError."""
+    """Yield a temporary path that is renamed to `path` once the block ends and all is on disk; deleted on error."""
     partial = path.with_name(f".{path.name}.partial")
     remove(partial)
     try:
@@ -195,7 +193,7 @@ def new_path(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
+    """Delete a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -203,8 +201,7 @@ def remove(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a file, flush it to disk (unless `sync` is false) and only then give it its name, so that it is whole or
-    absent. Raises OSError and then leaves nothing."""
+    """Write a file, flush it to disk (unless `sync` is false) and only then name it: it is complete or absent."""
     new = NewFile(path)
     try:
         new.file.write(content)

@@ -1,4 +1,4 @@
-"""Nested tables of foreign files as one table."""
+"""Flattening of nested tables in foreign files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 
 def flatten(values: Mapping[str, Any], most: int = 10_000) -> dict[str, Any]:
-    """Dotted names and values of what nested tables hold; lists are values. Raises ValueError for more than `most` of
-    them, which a few lines of YAML may stand for."""
+    """Return the values of nested tables by dotted name; lists are values. Raises ValueError for more than `most`."""
     flat = dict(islice(_flattened(values, "", 20), most + 1))
     if len(flat) > most:
         raise ValueError(f"more than {most:,} settings")

@@ -1,4 +1,4 @@
-"""What `pretrain.py --help` prints: the groups of keys, and each key with its type and its docstring.
+"""Text of `pretrain.py --help`: the groups of keys, and each key with its type and its docstring.
 
 Read from the sources of the dataclasses, so that help needs neither torch nor Hydra.
 """
@@ -57,8 +57,7 @@ nothing says what to train. To start:
 
 
 def show_help(words: Sequence[str], configs: Path) -> bool:
-    """Print help if a command line asks for it, and return whether it does. Ends the process without words, and for an
-    unknown key. `words`: the arguments; `configs`: folder with a folder of options for each group."""
+    """Print help if the command line asks for it and return whether it does; end the process if there are no words."""
     if not words:
 
         def refuse() -> None:
@@ -78,7 +77,7 @@ def show_help(words: Sequence[str], configs: Path) -> bool:
 
 
 def overview(configs: Path) -> str:
-    """The command, the options of each group, and the groups of keys."""
+    """Return the help page with the command, the options of each group, and the groups of keys."""
     folders = sorted(path for path in configs.iterdir() if path.is_dir())
     options = [(folder.name, ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))) for folder in folders]
     groups = [(name, docstrings(RunConfig)[name]) for name in hints_of(RunConfig)]
@@ -86,19 +85,18 @@ def overview(configs: Path) -> str:
 
 
 class Entry(NamedTuple):
-    """A key, or a group of keys, with its explanation."""
+    """Key, or group of keys, with its explanation."""
 
     name: str
     type: str
     text: str
     when: str = ""
-    """Choices of groups that have it; empty: all have."""
+    """Alternatives of a union that have the key; empty: all have it."""
     is_group: bool = False
 
 
 def explain(name: str) -> str:
-    """Return names, types and docstrings of a group of keys, of one key, or of `all`. Raises UserError for what is none
-    of them."""
+    """Return names, types and docstrings of a group of keys, of one key, or of `all`. Raises UserError if unknown."""
     known = list(entries(RunConfig))
     chosen = [one for one in known if name == "all" or one.name == name or one.name.startswith(f"{name}.")]
     if not chosen:
@@ -149,7 +147,7 @@ def entries(kind: type, path: str = "") -> Iterator[Entry]:
 
 
 def type_in_words(hint: Any) -> str:
-    """`an integer or null; at least 1`."""
+    """Return a type with its bounds as text, e.g. `an integer or null; at least 1`."""
     each = [get_args(option)[0] for option in options_of(hint) if get_origin(option) is tuple]
     bounds = [str(get_args(option)[1]) for option in options_of(hint) if get_origin(option) is Annotated]
     bounds += [f"each {get_args(item)[1]}" for item in each if get_origin(item) is Annotated]
@@ -158,7 +156,7 @@ def type_in_words(hint: Any) -> str:
 
 @cache
 def docstrings(kind: type) -> dict[str, str]:
-    """The text under each field of a dataclass."""
+    """Return the docstring under each field of a dataclass, by field name."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}

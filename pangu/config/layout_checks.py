@@ -11,20 +11,21 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 
 FP8_MULTIPLE = 16
-"""Of the sizes of products in fp8."""
+"""Divisor of all matmul dimensions in fp8."""
 MOST_FORWARDS = 2**15
-"""Forwards of a step, over all stages: a schedule lists each, GPT-3's pipeline of 12 stages on one replica 18,432."""
+"""Largest number of forward passes in a step's schedule, over all stages; GPT-3 with 12 stages on one replica has
+18,432."""
 
 
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
-    """What is wrong with the layout of a configuration, on a number of processes."""
+    """Return all problems of a layout on a number of processes."""
     rules = (_tensor, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
     return problems or findings(_batch, config, world) + findings(_experts, config, world)
 
 
 def data_size(config: RunConfig, world: int) -> int:
-    """`parallel.data`, or what `world` leaves for it; where no devices are needed, at least what the experts need."""
+    """Return `parallel.data`, or the size that `world` leaves for it; in a dry run at least what the experts need."""
     parallel, least = config.parallel, 1
     if config.dry_run and parallel.expert > 1:
         from pangu.config.expert_layout import least_data
@@ -34,7 +35,7 @@ def data_size(config: RunConfig, world: int) -> int:
 
 
 def one_copy(config: RunConfig) -> int:
-    """Devices that hold one copy of the model, or share its sequences."""
+    """Return the number of devices that hold one copy of the model and split its sequences."""
     return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
 
 
@@ -44,8 +45,7 @@ def _tensor(config: RunConfig) -> Iterator[Problem]:
 
 
 def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, experts: bool = True) -> Iterator[Problem]:
-    """What keeps `tensor` devices from sharing every matrix of a model, those of experts only with `experts`, and with
-    `sequence` what is between them."""
+    """Yield why `tensor` devices cannot split a model's matrices, and with `sequence` the activations between them."""
     # a number that divides the key heads divides the query heads too
     key = "heads" if model.kv_heads is None else "kv_heads"
     cut = {f"model.{key} = ": getattr(model, key)}
@@ -107,7 +107,7 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
 
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
-    """Sizes of products that no kernel takes; in fp64 they are emulated."""
+    """Yield the problem of matmul sizes that no fp8 kernel supports; not in fp64, where fp8 is emulated."""
     if config.precision.matmul == "fp8" and config.model.experts is not None:
         rule = f"model.experts = {config.model.experts}, whose products are not done in fp8"
         yield Problem("precision.matmul", "fp8", rule, "precision=bf16 works")
@@ -184,18 +184,18 @@ def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def divisors_near(number: int, near: int) -> list[int]:
-    """The three divisors of `number` that are nearest to `near`, in increasing order."""
+    """Return the three divisors of `number` nearest to `near`, in increasing order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
     return sorted(divisors[:3])
 
 
 def multiples_near(factor: int, near: int) -> list[int]:
-    """The multiples of `factor` on either side of `near`, without 0."""
+    """Return the multiples of `factor` on either side of `near`, without 0."""
     below = near // factor * factor
     return [multiple for multiple in (below, below + factor) if multiple > 0]
 
 
 def any_of(values: list[int]) -> str:
-    """How they are told."""
+    """Return the suggestion that lists valid values."""
     return f"nearest that work: {', '.join(map(str, values))}"

@@ -9,61 +9,60 @@ from pangu.config.bounds import Bounds, Count, Length, Natural, NotNegative, Pos
 from pangu.config.sparse import SparseConfig
 
 MOST_LAYERS = 1000
-"""Of the deepest Transformers that were trained (DeepNet, Wang et al. 2022)."""
+"""Depth of the deepest Transformers that were trained (DeepNet, Wang et al. 2022)."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's rotary embedding for texts longer than those of pretraining (Grattafiori et al. 2024, section 3.4.2,
-    and its released code): pairs that turn slowly turn slower still, those that turn fast stay as they are."""
+    """Llama 3.1's RoPE for longer texts (Grattafiori et al. 2024, section 3.4.2, and code): slows down slow pairs."""
 
     factor: Annotated[float, Bounds(least=1)]
-    """Pairs with fewer than `low_freq_factor` turns in the original texts turn so many times slower."""
+    """Slowdown factor of pairs with fewer than `low_freq_factor` turns in the original texts."""
     low_freq_factor: Positive
     """Turns in `original_sequence` tokens up to which a pair is slow."""
     high_freq_factor: Positive
-    """Turns from which on a pair is fast; between the two the frequency is interpolated."""
+    """Turns above which a pair is fast; between the two the frequency is interpolated."""
     original_sequence: Length
-    """Tokens in a sample of pretraining."""
+    """Tokens in a pretraining sample."""
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a mixture-of-experts layer sends tokens to experts, and keeps their loads alike."""
+    """Routing of tokens to experts in a mixture-of-experts layer, and its load balancing."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the logits of a token, in fp32: `softmax` over all experts (Shazeer et al. 2017), or each expert's `sigmoid`
-    (DeepSeek-V3, arXiv 2412.19437)."""
+    """Score function of a token's logits, in fp32: `softmax` over all experts (Shazeer et al. 2017), or each expert's
+    `sigmoid` (DeepSeek-V3, arXiv 2412.19437)."""
     normalised: bool = True
-    """The weights of a token's experts are divided by their sum, as Mixtral and DeepSeek-V3 do."""
+    """Divide the weights of a token's experts by their sum, as Mixtral and DeepSeek-V3 do."""
     scale: Positive = 1.0
-    """Factor of the weights, as DeepSeek's `routed_scaling_factor`."""
+    """Factor of the expert weights, as DeepSeek's `routed_scaling_factor`."""
     selection: Literal["top", "group_limited", "each_group"] = "top"
-    """Where a token's experts may be: `top`: those with the best scores; `group_limited`: the best of the
-    `groups_per_token` groups that it likes best, by the sum of the two best scores in each (DeepSeek-V3);
-    `each_group`: equally many of every group (Pangu Pro MoE, arXiv 2505.21411). Of equal scores the first expert."""
+    """Selection of a token's experts. `top`: the best scores; `group_limited`: the best within the `groups_per_token`
+    groups with the largest sum of their two best scores (DeepSeek-V3); `each_group`: equally many from each group
+    (Pangu Pro MoE, arXiv 2505.21411). Ties go to the first expert."""
     groups: Count = 1
-    """Groups of neighbouring experts; must divide `model.experts`. 1 with `selection` = top."""
+    """Groups of consecutive experts; must divide `model.experts`. 1 with `selection` = top."""
     groups_per_token: Count | None = None
-    """With `group_limited`, groups that a token's experts lie in at most. Must be null with other selections."""
+    """With `group_limited`, the number of groups that a token's experts come from at most. Must be null otherwise."""
     balance: Literal["none", "sequence", "global", "bias"] = "sequence"
-    """`sequence`: a loss of each sequence, number of experts x sum over experts of (share of choices x mean score)
-    (Fedus et al. 2021, section 2.2; DeepSeek-V3, equation 17), a mean over the sequences of the global batch; `global`:
-    the same with the shares of the global batch of the step before; `bias`: no loss, but a number beside each expert's
-    score where experts are chosen, which falls while the expert has more than the mean load (DeepSeek-V3, section
+    """`sequence`: a loss per sequence, number of experts x sum over experts of (fraction of choices x mean score)
+    (Fedus et al. 2021, section 2.2; DeepSeek-V3, equation 17), averaged over the sequences of the global batch;
+    `global`: the same with the fractions of the previous step's global batch; `bias`: no loss, but a bias added to each
+    expert's score for selection only, which falls while the expert has more than the mean load (DeepSeek-V3, section
     2.1.2); `none`."""
     balance_weight: NotNegative = 0.01
-    """Factor of the loss of `sequence` and `global`."""
+    """Factor of the balance loss of `sequence` and `global`."""
     bias_rate: NotNegative = 0.001
-    """What a step adds to or takes from the number of `bias`."""
+    """Change of each expert's bias per step, with `bias`."""
     z_loss: NotNegative = 0.0
-    """Factor of the mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022, section
-    3.3)."""
+    """Factor of the router z-loss, the mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al.
+    2022, section 3.3)."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture. Nothing in here depends on how the model is spread over devices."""
+    """Architecture of the model, independent of its layout over devices."""
 
     kind: Literal["pangu", "gpt"]
     """`pangu`: PanGu-α (a query layer on top of the blocks); `gpt`: the GPT-2/GPT-3 decoder."""
@@ -74,9 +73,9 @@ class ModelConfig:
     heads: Count
     """Number of attention heads; must divide `hidden` unless `head_dim` is given."""
     vocab: Length
-    """Number of rows of the word embedding."""
+    """Vocabulary size: number of rows of the token embedding."""
     sequence: Length
-    """Tokens in a training sample, and rows of the position (and query) table where there is one."""
+    """Tokens in a training sample, and rows of the position (and query) embedding where there is one."""
     ffn: Annotated[int, Bounds(least=1, most=2**24)] | None
     """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
     activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
@@ -88,31 +87,31 @@ class ModelConfig:
     """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017. The
     final norm stays either way."""
     biases: bool | Literal["attention", "qkv"]
-    """Linear layers add a bias: true: all; `attention`: all of attention; `qkv`: queries, keys and values only (Qwen2);
-    false: none. A layer norm keeps its own either way."""
+    """Bias terms of the linear layers. true: all; `attention`: all of attention; `qkv`: queries, keys and values only
+    (Qwen2); false: none. Layer norms keep theirs in any case."""
     tied_head: bool
-    """The word embedding is the output matrix as well; false: the head has its own, `head.weight`."""
+    """Use the token embedding as the output matrix; false: the head has its own, `head.weight`."""
     kv_heads: Count | None
-    """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
+    """Number of key and value heads, each shared by `heads` / `kv_heads` neighboring query heads (grouped-query
     attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
     positions: Literal["learned", "rope", "alibi", "relative"]
-    """`learned`: a table of position vectors; `rope` (Su et al. 2021): queries and keys turn by their positions;
-    `alibi` (Press et al. 2022): scores fall linearly with the distance, by a slope of each head; `relative` (T5, Raffel
-    et al. 2020): each head learns a bias for each bucket of distances, in one table for all layers. Only `learned` has
-    position vectors; PanGu-α's query layer keeps its own table whatever this says."""
+    """Position encoding. `learned`: an embedding of positions; `rope` (Su et al. 2021): queries and keys are rotated by
+    their positions; `alibi` (Press et al. 2022): scores fall linearly with the distance, with one slope per head;
+    `relative` (T5, Raffel et al. 2020): each head learns a bias for each bucket of distances, in one table for all
+    layers. Only `learned` adds position vectors; PanGu-α's query layer keeps its own table in any case."""
     rope_base: Positive | None
-    """With `rope`, pair i of a head turns by position x `rope_base`^(-2i / head size); null means 10000. Must be null
-    with other positions."""
+    """Base of rotary embeddings: pair i of a head rotates by position x `rope_base`^(-2i / head size); null means
+    10000. Must be null unless `positions` is `rope`."""
     relative_buckets: Annotated[int, Bounds(least=2, most=2**20)] | None
-    """With `relative`, number of buckets; null means 32. Must be null with other positions."""
+    """Number of distance buckets with `relative`; null means 32. Must be null with other positions."""
     relative_distance: Length | None
-    """With `relative`, distance in tokens from which on all share the last bucket; null means 128. Must be null with
+    """Distance in tokens from which on all share the last bucket, with `relative`; null means 128. Must be null with
     other positions."""
     window: Length | None
-    """Sliding window: a query sees so many latest keys, its own among them; null: all."""
+    """Sliding window: a query attends to so many latest keys, its own included; null: to all."""
     residual_scores: bool
     """RealFormer (He et al. 2021): each layer adds the attention scores of the layer below, before bias and mask, to
-    its own. Needs `attention=reference`, which `auto` takes then."""
+    its own. Needs `attention=reference`, which `auto` then chooses."""
     dropout: Share
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
     attention_dropout: Share
@@ -122,51 +121,51 @@ class ModelConfig:
     init_std: Positive
     """Standard deviation of initial weights; outputs into the residual stream get `init_std` / sqrt(2 x `layers`)."""
     final_norm: Literal["before_query", "after_query"]
-    """Where PanGu-α's final norm stands. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
+    """Position of PanGu-α's final norm. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
     pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
     attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "flex", "flash_attn", "triton"]
     """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
-    `cudnn`: the same by cuDNN; `flash`: torch's flash attention, which skips other documents and what is outside of the
-    window; `flex`: torch's FlexAttention; `flash_attn`: the package flash-attn; `triton`: our own flash attention. All
-    but the first two are for GPUs, and all of these but `flex` for bf16 and fp16. `reference`, `flex` and `triton` drop
-    the same probabilities in every layout. `auto`: the fastest one here, with `attention_dropout` of those three, timed
-    at the start and named in the log."""
+    `cudnn`: cuDNN's attention; `flash`: torch's flash attention, which skips other documents and keys outside the
+    window; `flex`: torch's FlexAttention; `flash_attn`: the package flash-attn; `triton`: pangu's flash attention in
+    Triton. All but the first two need a GPU, and all of these but `flex` need bf16 or fp16. `reference`, `flex` and
+    `triton` drop the same probabilities in every layout. `auto`: the fastest kernel on this device (one of those three
+    with `attention_dropout`), timed at the start and named in the log."""
 
     # Younger than the first run folders, whose config.yaml lacks them: the defaults are what those runs computed.
     head_dim: Annotated[int, Bounds(least=1, most=2**16)] | None = None
-    """Width of one attention head; null means `hidden` / `heads`."""
+    """Head size: width of one attention head; null means `hidden` / `heads`."""
     qk_norm: bool = False
-    """Each head's queries and keys pass a norm of the kind of `norm` before they turn; all heads share its gain
-    (Dehghani et al. 2023, section 2; Qwen3)."""
+    """Normalize each head's queries and keys with a `norm` before rotation; all heads share its gain (Dehghani et al.
+    2023, section 2; Qwen3)."""
     rope_scaling: RopeScaling | None = None
-    """With `rope`, slows the slow pairs down for texts longer than those of pretraining; null: none are. Must be null
-    with other positions."""
+    """Slowdown of slowly rotating pairs, with `rope`, for texts longer than in pretraining; null: unchanged. Must be
+    null with other positions."""
     sparse: SparseConfig | None = None
-    """Block-sparse attention: a query sees the keys of some blocks only, counted from the start of its document, and of
-    these what `window` leaves; null: all. FlexAttention skips the others, other kernels mask them."""
+    """Block-sparse attention: a query attends to some blocks of keys only, counted from the start of its document, and
+    within `window`; null: to all. FlexAttention skips the other blocks, other kernels mask them."""
 
     experts: Count | None = None
     """Routed experts of a mixture-of-experts layer, each a feed-forward layer; null: all layers are dense."""
     experts_per_token: Count | None = None
-    """Routed experts that compute a token; null means 2. Must be null without `experts`."""
+    """Routed experts per token; null means 2. Must be null without `experts`."""
     expert_ffn: Annotated[int, Bounds(least=1, most=2**24)] | None = None
     """Width of one expert; null means the width of a dense layer. Must be null without `experts`."""
     shared_experts: Natural = 0
-    """Experts that compute every token, beside the routed ones: one feed-forward layer of so many times `expert_ffn`.
-    Must be 0 without `experts`."""
+    """Experts that every token passes through, besides the routed ones: one feed-forward layer of so many times
+    `expert_ffn`. Must be 0 without `experts`."""
     dense_layers: Natural = 0
-    """Layers, from the first on, that stay dense. PanGu-α's query layer is dense whatever this says."""
+    """Number of leading layers that stay dense. PanGu-α's query layer is dense in any case."""
     expert_every: Count = 1
-    """Of so many layers after those, each time the last one has experts; 1: all have."""
+    """Period of expert layers after those: the last layer of every so many has experts; 1: all have."""
     expert_capacity: Positive | None = None
-    """In training an expert computes so many times its even share of each sequence at most; what the sequence sends it
-    beyond that, in the order of tokens, passes by (Lepikhin et al. 2020). null: nothing is dropped."""
+    """Capacity factor in training: an expert computes at most so many times its even share of each sequence; tokens
+    beyond that, in order, skip it (Lepikhin et al. 2020). null: nothing is dropped."""
     router: RouterConfig = field(default_factory=RouterConfig)
-    """Must be as it is without `experts`."""
+    """Routing and load balancing. Must keep its defaults without `experts`."""
 
     @property
     def explicit(self) -> ModelConfig:
-        """The same model with the values that null stands for written out."""
+        """Model with all null defaults written out."""
         ropes, relates, experts = self.positions == "rope", self.positions == "relative", self.experts is not None
         return replace(
             self,
@@ -182,7 +181,7 @@ class ModelConfig:
 
     @property
     def without_experts(self) -> ModelConfig:
-        """The same model with dense layers only."""
+        """Model with dense layers only."""
         return replace(
             self,
             experts=None,
@@ -196,39 +195,39 @@ class ModelConfig:
         )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
+        """Return whether a layer is a mixture of experts."""
         place = layer - self.dense_layers
         is_expert = place >= 0 and place % self.expert_every == self.expert_every - 1
         return self.experts is not None and is_expert and layer != self.query_layer
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts."""
+        """Indices of the layers with experts."""
         return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
 
     @property
     def num_chosen(self) -> int:
-        """Routed experts of a token with the default filled in."""
+        """Routed experts per token, default filled in."""
         return self.experts_per_token if self.experts_per_token is not None else 2
 
     @property
     def expert_size(self) -> int:
-        """Width of one expert with the default filled in."""
+        """Width of one expert, default filled in."""
         return self.expert_ffn if self.expert_ffn is not None else self.ffn_size
 
     @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer with the default filled in."""
+        """Width of the feed-forward layer, default filled in."""
         return self.ffn if self.ffn is not None else 4 * self.hidden
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head, default filled in."""
         return self.head_dim if self.head_dim is not None else self.hidden // self.heads
 
     @property
     def head_size_key(self) -> str:
-        """Where `head_size` comes from, for messages."""
+        """Key or formula that `head_size` comes from, for messages."""
         return "model.head_dim" if self.head_dim is not None else "model.hidden / model.heads"
 
     @property
@@ -238,31 +237,31 @@ class ModelConfig:
 
     @property
     def rotary_base(self) -> float:
-        """Base of the rotary angles with the paper's default filled in."""
+        """Base of the rotary angles, with the paper's default filled in."""
         return self.rope_base if self.rope_base is not None else 10000.0
 
     @property
     def num_relative_buckets(self) -> int:
-        """Buckets of distances with T5's default filled in."""
+        """Number of distance buckets, with T5's default filled in."""
         return self.relative_buckets if self.relative_buckets is not None else 32
 
     @property
     def furthest_relative(self) -> int:
-        """Distance of the last bucket with T5's default filled in."""
+        """Distance of the last bucket, with T5's default filled in."""
         return self.relative_distance if self.relative_distance is not None else 128
 
     @property
     def query_layer(self) -> int | None:
-        """Number of PanGu-α's query layer, the last one; None: GPT has none."""
+        """Index of PanGu-α's query layer, the last one; None: GPT has none."""
         return self.layers - 1 if self.kind == "pangu" else None
 
     @property
     def norms_before_query(self) -> bool:
-        """Whether the final norm belongs to the query layer, whose input it norms, rather than to the head."""
+        """True if the final norm normalizes the query layer's input, rather than the head's."""
         return self.query_layer is not None and self.final_norm == "before_query"
 
     def has_biases(self, where: Literal["qkv", "output", "mlp"]) -> bool:
-        """Whether queries, keys and values, the attention's output, or the feed-forward layer add a bias."""
+        """Return whether queries, keys and values, the attention output, or the feed-forward layer have a bias."""
         return self.biases is True or (self.biases, where) in {
             ("qkv", "qkv"),
             ("attention", "qkv"),
@@ -271,5 +270,5 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Width of all key heads together, and of all value heads together."""
         return self.head_size * (self.kv_heads if self.kv_heads is not None else self.heads)

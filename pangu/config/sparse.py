@@ -1,4 +1,4 @@
-"""The configuration of block-sparse attention: which blocks of earlier tokens a block of tokens sees."""
+"""Configuration of block-sparse attention: which earlier blocks of tokens a block attends to."""
 
 from __future__ import annotations
 
@@ -10,52 +10,49 @@ from pangu.config.bounds import Count, Length, Natural
 
 @dataclass(frozen=True)
 class FixedSparsity:
-    """A block sees its own group of neighbouring blocks, and the last blocks of every group before it (Child et al.
-    2019, section 4.3, both of whose patterns each head has)."""
+    """Pattern of a block's own group and the ends of earlier ones (Child et al. 2019, 4.3; both patterns per head)."""
 
     kind: Literal["fixed"]
     """Selects the pattern."""
     block: Length
     """Tokens in a block; FlexAttention computes tiles of 128 x 128 scores, whole or not at all."""
     local_blocks: Count
-    """Blocks in a group."""
+    """Blocks per group."""
     global_blocks: Count
-    """Blocks at the end of a group that all later groups see."""
+    """Blocks at the end of a group that all later groups attend to."""
 
 
 @dataclass(frozen=True)
 class StridedSparsity:
-    """A block sees the latest blocks, and every so many-th before it (Child et al. 2019, section 4.3, both of whose
-    patterns each head has)."""
+    """Pattern of the latest blocks and every n-th one before (Child et al. 2019, 4.3; both patterns per head)."""
 
     kind: Literal["strided"]
     """Selects the pattern."""
     block: Length
     """Tokens in a block; FlexAttention computes tiles of 128 x 128 scores, whole or not at all."""
     local_blocks: Count
-    """Latest blocks, its own among them."""
+    """Latest blocks, its own included."""
     stride: Count
-    """Blocks from one that is seen to the next."""
+    """Distance in blocks between two attended ones."""
 
 
 @dataclass(frozen=True)
 class BigBirdSparsity:
-    """A block sees the latest blocks, the first ones of the text, and some that are drawn among the others before it
-    (Zaheer et al. 2020, section 2, the part that is causal)."""
+    """Pattern of the latest, the first and some random blocks (Zaheer et al. 2020, section 2, its causal part)."""
 
     kind: Literal["bigbird"]
     """Selects the pattern."""
     block: Length
     """Tokens in a block; FlexAttention computes tiles of 128 x 128 scores, whole or not at all."""
     local_blocks: Count
-    """Latest blocks, its own among them."""
+    """Latest blocks, its own included."""
     global_blocks: Natural
-    """First blocks, which all see."""
+    """First blocks, which all blocks attend to."""
     random_blocks: Natural
-    """Blocks that are drawn for each block, the same in all layers and heads."""
+    """Random blocks per block, equal in all layers and heads."""
     seed: int
-    """What is drawn is a function of this and the number of the block."""
+    """Seed of the random blocks, which depend on it and on the index of the block only."""
 
 
 SparseConfig = FixedSparsity | StridedSparsity | BigBirdSparsity
-"""A pattern."""
+"""Sparsity pattern."""

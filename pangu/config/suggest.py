@@ -1,4 +1,4 @@
-"""Keys that a mistyped name, or a name of another program, may stand for."""
+"""Suggestions of keys for a mistyped name, or for a name of another program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 MOST = 3
-"""Suggestions at most."""
+"""Largest number of suggestions."""
 WORDS = {
     "accumulation": "batch global size",
     "clipping": "clip",
@@ -39,12 +39,11 @@ WORDS = {
     "vp": "parallel virtual",
     "vpp": "parallel virtual",
 }
-"""Words of other programs' settings -> ours."""
+"""Words in other programs' settings, mapped to pangu's."""
 
 
 def close_names(name: str, names: Iterable[str]) -> list[str]:
-    """Return the dotted names that `name` may stand for: those whose last part is spelled much like its own, otherwise
-    those that share most words with it (`--tensor-model-parallel-size`: `parallel.tensor`)."""
+    """Return the keys that `name` may stand for: with a similar last part, otherwise sharing most words with it."""
     everywhere = dict.fromkeys(names)
     last, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
     close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
@@ -59,7 +58,7 @@ def close_names(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _shared(given: set[str], of_last: set[str], name: str) -> float:
-    """Return how well the words of a name and of its last part say a key: all of it, its last part, or a part of it."""
+    """Return how well the words of a name, and of its last part, match a key: all of it, its last part, or a part."""
     whole, last = set(_words(name)), set(_words(name.rsplit(".", 1)[-1]))
     if whole <= given:
         return len(whole)
