@@ -1,4 +1,4 @@
-"""Files around the package agree with each other: shortcuts, hooks and workflows run what CONTRIBUTING.md and CI run."""
+"""Files around the package agree with each other: shortcuts, hooks and workflows run what CI runs."""
 
 from __future__ import annotations
 

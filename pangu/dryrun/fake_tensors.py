@@ -96,12 +96,10 @@ def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> _Outputs 
 
 
 def _given(place: int) -> _Outputs:
-    """An input, changed in place."""
     return lambda mode, function, args, kwargs: [*tensors_in((*args, *kwargs.values()))][place]
 
 
 def _shared(devices: list[torch.device], several: bool) -> _Outputs:
-    """Other shapes of an input's memory."""
 
     def view(mode: FakeTensors, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with in_kernel_invocation_manager(mode):
@@ -114,7 +112,6 @@ def _shared(devices: list[torch.device], several: bool) -> _Outputs:
 
 
 def _is_new(output: Any, memory: set[int]) -> bool:
-    """Whether it can be made from its description."""
     if type(output) is not FakeTensor:
         return type(output) in _PLAIN
     storage = output.untyped_storage()

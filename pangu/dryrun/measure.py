@@ -124,7 +124,6 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
 
 
 def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]) -> dict[str, Any]:
-    """What `Trace` says, as plain data."""
     audit: Audit = recorder.audit
     spans: dict[SpanKey, Span | None] = {
         key: None

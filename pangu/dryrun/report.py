@@ -66,7 +66,6 @@ def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], every: bool) -> None:
-    """The fullest device, and with `every` a line for each role."""
     for name, text in _rows(layout, report):
         console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
     if not every:

@@ -244,7 +244,6 @@ class _Move(NamedTuple):
 
 
 def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> None:
-    """One step."""
     schedule = trainer.stages.schedule
     actions = tuple(map(_ObservedActions, schedule.actions))
     for of_stage in actions:

@@ -199,7 +199,7 @@ class Program:
         return place_tensors(model, [ModelPart.whole(model)], TensorRank(), self.config.train.frozen)
 
     def _way(self, plan: Plan) -> Any:
-        """Return what its work of modules depends on: with frozen weights also on the sharding (`Traces`)."""
+        # with frozen weights, modules depend on the sharding too (`Traces`)
         others = (plan.zero, plan.zero_group, plan.data, plan.offload) if self.config.train.frozen else None
         return Way.of(plan), others
 

@@ -381,7 +381,6 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
 
 
 def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Iterable[Any]:
-    """What may be, or what is given."""
     return (fixed[name],) if name in fixed else options
 
 
