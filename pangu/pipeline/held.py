@@ -88,5 +88,4 @@ def _fullest(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
     for one in sorted(moments, key=sum, reverse=True):
         if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in fullest):
             fullest.append(one)
-    both = 2 * chunks
-    return [Held(one[:chunks], one[chunks:both], one[both:-2], *one[-2:]) for one in fullest]
+    return [Held(one[:chunks], one[chunks : 2 * chunks], one[2 * chunks : -2], *one[-2:]) for one in fullest]

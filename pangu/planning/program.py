@@ -25,6 +25,7 @@ from pangu.planning.plan import Plan, configured
 from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import PlacementTable, TensorRank
+from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES
 
@@ -314,9 +315,10 @@ _schedule = lru_cache(maxsize=100)(make_schedule)
 
 
 def shortest(plan: Plan) -> int:
-    """Return as many micro-batches as it takes until no stage holds more of them."""
+    """Return as many micro-batches as it takes until no stage holds more of them, or has more reductions in flight in
+    the round that stands for all others."""
     numbers = plan.schedule, plan.pipeline, plan.virtual
-    least = 4 * plan.pipeline + plan.micro_batches % plan.pipeline
+    least = max(4 * plan.pipeline, 2 * IN_FLIGHT + 1) + plan.micro_batches % plan.pipeline
     if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
         return least
     return plan.micro_batches

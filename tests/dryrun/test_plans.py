@@ -8,6 +8,7 @@ import pytest
 
 from tests.covering import Case
 from tests.dryrun.conftest import SharedWorker
+from tests.dryrun.layouts import values
 from tests.dryrun.plan_cases import LONG, SHORT, all_cases, chosen_of
 from tests.dryrun.planned import assert_planned
 from tests.parallel.cases import name_of
@@ -26,3 +27,9 @@ def drawn_cases() -> list[Case]:
 def test_a_plan_is_what_a_dry_run_finds(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
     case = drawn_cases[number]
     assert_planned(chosen_of(case)[0], process, name_of(case))
+
+
+@pytest.mark.parametrize("layout", ["parallel.bucket_mib=1000", "train.frozen=[layers.*,embedding.*]"])
+def test_no_more_reductions_are_in_flight_the_more_micro_batches_there_are(layout: str, process: SharedWorker) -> None:
+    """One reduction in a micro-batch: from the third one on as many begin as end."""
+    assert_planned(values(f"{layout} parallel.data=2 parallel.zero=2 batch.global_size=24"), process)
