@@ -11,8 +11,10 @@ from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
-from pangu.config.layout_checks import any_of, data_size, divisors_near, layout_problems, multiples_near
+from pangu.config.expert_checks import expert_problems, upcycling_problems
+from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
+from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import FixedSparsity
 
@@ -115,8 +117,6 @@ def _query_layer(model: ModelConfig) -> Iterator[Problem]:
 
 def _experts(model: ModelConfig) -> Iterator[Problem]:
     if model.experts is not None or model != model.without_experts:
-        from pangu.config.expert_checks import expert_problems
-
         yield from expert_problems(model)
 
 
@@ -308,8 +308,6 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
         rule = f"a run that continues checkpoint.resume = {checkpoint.resume} has its weights from there"
         yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "null works, or checkpoint.resume=auto")
     if checkpoint.upcycle:
-        from pangu.config.expert_checks import upcycling_problems
-
         yield from upcycling_problems(checkpoint, config.model)
     if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
         near = multiples_near(checkpoint.every, checkpoint.keep_every)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pangu.config.build import findings
 from pangu.config.errors import Problem
-from pangu.config.layout_checks import any_of, divisors_near, multiples_near
 from pangu.config.model import ModelConfig
+from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.schema import CheckpointConfig
 
 

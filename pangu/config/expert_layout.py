@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pangu.config.errors import Problem
-from pangu.config.layout_checks import any_of, divisors_near
+from pangu.config.nearest import any_of, divisors_near
 from pangu.config.schema import RunConfig
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pangu.config.build import findings
+from pangu.config.context import context_problems
 from pangu.config.errors import Problem
+from pangu.config.expert_layout import least_data, spread_problems
 from pangu.config.model import ModelConfig
+from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.schema import RunConfig
 
 FP8_MULTIPLE = 16
@@ -15,6 +19,12 @@ FP8_MULTIPLE = 16
 MOST_FORWARDS = 2**15
 """Largest number of forward passes in a step's schedule, over all stages; GPT-3 with 12 stages on one replica has
 18,432."""
+
+
+def asks_for_layout(values: Mapping[str, Any]) -> bool:
+    """Return whether the planner is to choose the layout of a composed configuration, not checked yet."""
+    parallel = values.get("parallel")
+    return isinstance(parallel, Mapping) and parallel.get("auto") is True
 
 
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
@@ -28,8 +38,6 @@ def data_size(config: RunConfig, world: int) -> int:
     """Return `parallel.data`, or the size that `world` leaves for it; in a dry run at least what the experts need."""
     parallel, least = config.parallel, 1
     if config.dry_run and parallel.expert > 1:
-        from pangu.config.expert_layout import least_data
-
         least = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context)
     return parallel.data or max(least, world // one_copy(config))
 
@@ -77,8 +85,6 @@ def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
 def _context(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.context > 1:
-        from pangu.config.context import context_problems
-
         yield from context_problems(config)
     elif parallel.context_kind != "auto":
         rule, works = "has nothing to exchange with parallel.context = 1", "auto works, or a larger parallel.context"
@@ -178,24 +184,4 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
 
 def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.parallel.expert > 1 or config.parallel.expert_tensor is not None:
-        from pangu.config.expert_layout import spread_problems
-
         yield from spread_problems(config, data_size(config, world) * config.parallel.context)
-
-
-def divisors_near(number: int, near: int) -> list[int]:
-    """Return the three divisors of `number` nearest to `near`, in increasing order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
-    return sorted(divisors[:3])
-
-
-def multiples_near(factor: int, near: int) -> list[int]:
-    """Return the multiples of `factor` on either side of `near`, without 0."""
-    below = near // factor * factor
-    return [multiple for multiple in (below, below + factor) if multiple > 0]
-
-
-def any_of(values: list[int]) -> str:
-    """Return the suggestion that lists valid values."""
-    return f"nearest that work: {', '.join(map(str, values))}"

@@ -1,0 +1,23 @@
+"""Values near a rejected one, which error messages suggest instead."""
+
+from __future__ import annotations
+
+import math
+
+
+def divisors_near(number: int, near: int) -> list[int]:
+    """Return the three divisors of `number` that are nearest to `near`, in increasing order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
+    return sorted(divisors[:3])
+
+
+def multiples_near(factor: int, near: int) -> list[int]:
+    """Return the multiples of `factor` on either side of `near`, without 0."""
+    below = near // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple > 0]
+
+
+def any_of(values: list[int]) -> str:
+    """Return the suggestion for an error message."""
+    return f"nearest that work: {', '.join(map(str, values))}"
