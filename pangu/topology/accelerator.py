@@ -10,10 +10,18 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pangu.config.errors import UserError
-from pangu.topology.launch import PLUG_IN, VISIBLE
 
 if TYPE_CHECKING:  # importing torch fails when one of its plug-ins fails to load
     import torch
+
+
+VISIBLE = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+}
+"""Device type -> variables that restrict which devices of the node a process sees."""
+PLUG_IN = "torch_npu"
+"""Plug-in package that registers Ascend's `npu` device type with torch."""
 
 
 def load_plug_in(requested: object) -> None:

@@ -9,10 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pangu.config.cores import cpu_quota
 from pangu.config.errors import LocalError, UserError, shown
+from pangu.topology.accelerator import PLUG_IN, VISIBLE, load_plug_in, not_imported
 
 if TYPE_CHECKING:  # composing a configuration needs the rank, but not torch
     import torch
@@ -92,15 +94,8 @@ def _natural(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-VISIBLE = {
-    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
-}
-"""Device type -> variables that restrict which devices of the node a process sees."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 """Names of the allocator setting in torch's releases and plug-ins; torch_npu rejects more than one of them."""
-PLUG_IN = "torch_npu"
-"""Plug-in package that registers Ascend's `npu` device type with torch."""
 GROWING = "expandable_segments:True"
 """Allocator setting that avoids fragmentation by blocks of changing sizes."""
 
@@ -118,8 +113,11 @@ def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -
         environment.setdefault(name, capacity)
 
 
-def load_torch(requested: object) -> None:
-    """Import torch, and the Ascend plug-in if `requested` (`train.device`) needs it; raise `UserError` on failure."""
+def load_torch(requested: object) -> ModuleType:
+    """Import and return torch, with the Ascend plug-in if `requested` (`train.device`) needs it.
+
+    Raise `UserError` if either import fails.
+    """
     # torch loads plug-ins by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0.
     if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch would create it in the first optimizer
         try:
@@ -128,16 +126,14 @@ def load_torch(requested: object) -> None:
             rule = f"torch cannot make this folder for compiled code ({error.strerror})"
             raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; another one works") from error
     try:
-        import torch
+        # after `choose_memory_settings`, whose variables it reads; composing a configuration does without
+        import torch  # noqa: PLC0415
     except RuntimeError as error:
-        from pangu.topology.accelerator import not_imported
-
         raise not_imported(requested, error) from error
     finds_none = requested == "auto" and not torch.accelerator.is_available()
     if (requested == "npu" or (finds_none and find_spec(PLUG_IN) is not None)) and not hasattr(torch, "npu"):
-        from pangu.topology.accelerator import load_plug_in
-
         load_plug_in(requested)
+    return torch
 
 
 def choose_device(
@@ -149,9 +145,7 @@ def choose_device(
     `--virtual-local-rank`), which then has index 0. Raise `UserError` if the machine lacks the device type or has too
     few.
     """
-    load_torch(requested)
-    import torch
-
+    torch = load_torch(requested)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = requested if requested != "auto" else (accelerator.type if accelerator else "cpu")
     torch.set_num_threads(threads or num_threads(launch.local_world, environment))

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from pangu.config.errors import LocalError, LostError, UserError, shown
+from pangu.topology import experts
+from pangu.topology.accelerator import VISIBLE, number_on_node
+from pangu.topology.backends import connect_groups, group_options
 from pangu.topology.layout import GROUPS, Coordinates, Layout
+from pangu.topology.orphan import end_with_launcher, missing_ranks
 from pangu.topology.recorder import AxisGroup, Recorder
 
 
@@ -56,8 +60,6 @@ class Mesh:
         Raise `LostError` if not all processes arrive within `timeout_s`, `LocalError` if two differ in layout or share
         a device, `UserError` if the world size does not match.
         """
-        from pangu.topology.orphan import end_with_launcher, missing_ranks
-
         end_with_launcher()
         if layout.world == 1:
             return cls(layout, 0, device, timeout_s=timeout_s)
@@ -97,8 +99,6 @@ class Mesh:
                 if is_member:
                     mesh.groups[axis] = group
         if dist.get_backend() in ("nccl", "hccl"):
-            from pangu.topology.backends import connect_groups
-
             connect_groups(mesh.groups, device)
         return mesh
 
@@ -116,8 +116,6 @@ class Mesh:
     def _axes(self) -> Iterator[tuple[str, list[int]]]:
         yield from ((axis, self.layout.peers(self.rank, axis)) for axis in GROUPS)
         if self.layout.splits_experts:
-            from pangu.topology import experts
-
             layout = experts.ExpertLayout(self.layout)
             yield from ((axis, layout.peers(self.rank, axis)) for axis in experts.GROUPS)
 
@@ -132,8 +130,6 @@ class Mesh:
         """Create a group of global ranks along an axis, or for `messages`; all members call this in the same order."""
         timeout, options = timedelta(seconds=self.timeout_s), None
         if dist.get_backend() == "nccl":
-            from pangu.topology.backends import group_options
-
             options = group_options(axis, timeout)
         # only members take part: by default every process of the run would have to call this for every group
         group = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
@@ -206,9 +202,6 @@ def require_own_device(store: dist.Store, rank: int, device: torch.device) -> No
     """Raise `LocalError` if two ranks share a device, which backends report less plainly, before groups are made."""
     if device.type == "cpu":
         return
-    from pangu.topology.accelerator import number_on_node
-    from pangu.topology.launch import VISIBLE
-
     uuid = str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
     # torch_npu has no UUID before 2.13, and later reports zeros if the driver does not provide one
     number = uuid if uuid.strip("0-") else f"{device.type} {number_on_node(device)}"

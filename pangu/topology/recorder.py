@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pangu.topology.recording import Tape, Watched
+    from pangu.topology.recording import Tape
 
 
 @dataclass
@@ -35,9 +36,28 @@ class Recorder:
             return work
         if self.tape is not None:
             return self.tape.begun(self, axis, work, read)
-        from pangu.topology.recording import Watched
-
         return Watched(self, axis, work.wait, None, None, None)
+
+
+class Watched(NamedTuple):
+    """Asynchronous collective whose wait is recorded as a span."""
+
+    recorder: Recorder
+    axis: str
+    waits: Callable[[], object]
+    tape: Tape | None
+    """Tape that recorded the start."""
+    number: int | None
+    read: Tensor | None
+    """Tensor that NCCL reads; the reference keeps its memory from being reused while another stream waits."""
+
+    def wait(self) -> object:
+        """Wait for the collective, recorded as a span if a tape runs on the compute stream."""
+        tape = self.recorder.tape
+        if tape is None or tape.is_elsewhere:
+            return self.waits()
+        with tape.span(self.axis, self.number if tape is self.tape else None):
+            return self.waits()
 
 
 @dataclass(frozen=True)

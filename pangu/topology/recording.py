@@ -7,7 +7,7 @@ keeps that stream from other work. Spans are nested; each moment belongs to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pangu.topology.copy_stream import Moment
-from pangu.topology.recorder import Recorder
+from pangu.topology.recorder import Recorder, Watched
 
 
 class Span(NamedTuple):
@@ -136,27 +136,6 @@ class Tape:
         finally:
             span.stop = self._now()
             self._stack.pop()
-
-
-class Watched(NamedTuple):
-    """Asynchronous collective whose wait is recorded as a span."""
-
-    recorder: Recorder
-    axis: str
-    waits: Callable[[], object]
-    tape: Tape | None
-    """Tape that recorded the start."""
-    number: int | None
-    read: Tensor | None
-    """Tensor that NCCL reads; the reference keeps its memory from being reused while another stream waits."""
-
-    def wait(self) -> object:
-        """Wait for the collective, recorded as a span if a tape runs on the compute stream."""
-        tape = self.recorder.tape
-        if tape is None or tape.is_elsewhere:
-            return self.waits()
-        with tape.span(self.axis, self.number if tape is self.tape else None):
-            return self.waits()
 
 
 def stop(recorder: Recorder) -> Recording:
