@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from pangu.collectives.meeting import meet, silent_ranks
 from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LostError, UserError
 from pangu.topology.mesh import Mesh, is_silence
 
@@ -34,8 +35,6 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not is_silence(error):
             raise
-        from pangu.collectives.meeting import silent_ranks
-
         place = where()
         try:
             silent = answer_of_store(SILENCE_SECONDS + STORE_SECONDS, partial(silent_ranks, mesh))
@@ -82,8 +81,6 @@ def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     # Raises RuntimeError (see `is_silence`) if a process does not arrive within `parallel.timeout_s`.
     if mesh.layout.world == 1:
         return answer([value])
-    from pangu.collectives.meeting import meet
-
     return answer_of_store(mesh.timeout_s + STORE_SECONDS, partial(meet, mesh, value, answer))
 
 

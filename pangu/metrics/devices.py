@@ -7,9 +7,11 @@ import re
 import resource
 import sys
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+from pangu.topology.launch import Launch
 
 Compute = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -94,3 +96,13 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def device_here(launch: Launch) -> Any:
+    """Return the properties (`name`, `total_memory` in bytes) of this process's accelerator, or None if unknown.
+
+    This takes none of the device's memory. Torch reports no properties for some devices, such as Apple's.
+    """
+    kind = torch.accelerator.current_accelerator()
+    ask = None if kind is None else getattr(torch.get_device_module(kind), "get_device_properties", None)
+    return None if ask is None or launch.local_rank >= torch.accelerator.device_count() else ask(launch.local_rank)

@@ -62,7 +62,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
         """Open `folder`, hiding its events after `resumed_step`; raise `UserError` if it is not writable."""
         # Imported late: it takes more than a second, and not every run needs it.
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional package
 
         self._folder = folder
         with writing(folder):
@@ -133,7 +133,7 @@ class WandbWriter:
         )
         try:
             # Not in the thread: concurrent imports from two threads can see half-initialized modules.
-            import wandb  # noqa: F401
+            import wandb  # noqa: F401, PLC0415 - optional package
         except Exception as error:
             self._fail(error)
         else:
@@ -162,7 +162,7 @@ class WandbWriter:
         _log.warning("wandb is off for the rest of this run (%s: %s)", type(error).__name__, reason)
 
     def _work(self, output: Path, mode: str, project: str, resumed_step: int, config: dict[str, Any]) -> None:
-        import wandb
+        import wandb  # noqa: PLC0415 - optional package
 
         try:
             run = _start(output, mode, project, resumed_step, config)
@@ -180,7 +180,7 @@ class WandbWriter:
 
 def _start(output: Path, mode: Any, project: str, resumed_step: int, config: dict[str, Any]) -> Any:
     """Start or resume the wandb run; raise any error of wandb."""
-    import wandb
+    import wandb  # noqa: PLC0415 - optional package
 
     if mode == "auto":
         # Clusters without internet access commonly set WANDB_MODE for everyone.

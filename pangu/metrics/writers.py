@@ -16,6 +16,7 @@ from pangu.config.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.record import StepRecord, from_json, read_lines, to_json
 from pangu.metrics.text import compact, duration
+from pangu.metrics.trackers import TensorBoardWriter, WandbWriter
 
 
 class Writer(Protocol):
@@ -131,11 +132,7 @@ def make_writers(
         ConsoleWriter(config.every, total_steps),
     ]
     if config.tensorboard:
-        from pangu.metrics.trackers import TensorBoardWriter
-
         writers.append(TensorBoardWriter(output / "tensorboard", resumed_step))
     if config.wandb != "off":
-        from pangu.metrics.trackers import WandbWriter
-
         writers.append(WandbWriter(output, config.wandb, config.wandb_project, resumed_step, resolved_config))
     return writers
