@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pangu.collectives.context import ContextRegion
+from pangu.collectives.exchange import ExpertRegion
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable
 
 if TYPE_CHECKING:
-    from pangu.collectives.context import ContextRegion
-    from pangu.collectives.exchange import ExpertRegion
     from pangu.layers.expert_balance import ExpertBalance
     from pangu.layers.fp8 import Fp8Products, Fp8Scales
     from pangu.layers.weight_gradient_store import WeightGradientStore
@@ -46,12 +46,8 @@ class Builder:
         """Return an empty builder for training on a rank of `mesh`."""
         region, context, experts = TensorRegion.of(mesh, config.parallel.overlap_chunks), None, None
         if mesh.layout.context > 1:
-            from pangu.collectives.context import ContextRegion
-
             context = ContextRegion.of(mesh, config)
         if mesh.layout.splits_experts:
-            from pangu.collectives.exchange import ExpertRegion
-
             experts = ExpertRegion.on(mesh)
         return cls(region=region, context=context, experts=experts, **fields)
 

@@ -29,7 +29,9 @@ from pangu.layers.attention_blocks import (
 )
 from pangu.layers.biases import Bias
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.kernels import QKV, Kernel, MaskAndBias, kernel_named
+from pangu.layers.dropping_attention import TritonBlocks
+from pangu.layers.kernel_table import kernel_named
+from pangu.layers.kernels import QKV, Kernel, MaskAndBias
 from pangu.layers.recompute import checkpointed
 
 
@@ -120,8 +122,6 @@ def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
     if name == "flash":
         return FlashBlocks
     if name == "triton":
-        from pangu.layers.dropping_attention import TritonBlocks
-
         return TritonBlocks
     learned = terms.bias is not None and terms.bias.slopes is None
     fused = name == "sdpa" and terms.device.type == "cpu"

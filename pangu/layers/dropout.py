@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pangu.layers.builder import Builder
+from pangu.layers.dropout_masks import DropAndAdd, row_keys
 from pangu.topology.random import random_key
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ class DropoutKeys:
 
     def on(self, tokens: Tensor, part: ContextRank | None = None) -> DropoutKeys:
         """Return the keys with `rows` for tokens [batch, sequence], on their device; `part`: part of the sequences."""
-        from pangu.layers.dropout_masks import row_keys
-
         assert self.samples == tuple(range(self.samples[0], self.samples[0] + tokens.shape[0])), self.samples
         chunks, numbers = ((tokens,), (0,)) if part is None else (tokens.chunk(2, 1), part.chunks)
         starts = (number * chunks[0].shape[1] for number in numbers)
@@ -51,8 +50,6 @@ class Masks(NamedTuple):
 
 def keys_of_heads(rows: Tensor, like: Tensor, first: int) -> Tensor:
     """Return int64 [batch, heads, sequence] from row keys [sequence, batch], for heads from `first` on (`like`)."""
-    from pangu.layers.dropout_masks import row_keys
-
     # -1 is no sample; contiguous once, where every layer's kernel would make it so
     return (rows.t()[:, None] ^ row_keys(like, -1, first)).contiguous()
 
@@ -72,8 +69,6 @@ class Dropout:
         # One kernel for both; `keys` is None in evaluation: no dropout.
         if keys is None or self.probability == 0.0:
             return x if residual is None else residual + x
-        from pangu.layers.dropout_masks import DropAndAdd
-
         assert keys.rows is not None
         rows = self.region.local_sequence(keys.rows)
         return DropAndAdd.apply(x, residual, rows, self.key(keys), self.probability)
@@ -82,8 +77,6 @@ class Dropout:
         """Drop from attention probabilities [batch, heads / ranks, queries, keys]."""
         if keys is None or self.probability == 0.0:
             return x
-        from pangu.layers.dropout_masks import DropAndAdd
-
         return DropAndAdd.apply(x, None, self.rows_of(x, keys), self.key(keys), self.probability)
 
     def rows_of(self, x: Tensor, keys: DropoutKeys) -> Tensor:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pangu.collectives.exchange import Exchange, ExpertRegion, exchange_counts, host_numbers
-from pangu.layers.experts import Choices, Experts, MixtureOfExperts, permute, unpermute
-from pangu.layers.routing import Dispatch
+from pangu.layers.routing import Dispatch, permute, unpermute
+
+if TYPE_CHECKING:
+    from pangu.layers.experts import Choices, Experts, MixtureOfExperts
 
 
 @dataclass(frozen=True)

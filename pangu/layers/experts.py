@@ -21,6 +21,7 @@ from pangu.collectives.regions import enter, leave
 from pangu.config.model import ModelConfig
 from pangu.layers.builder import Builder
 from pangu.layers.expert_balance import Attach
+from pangu.layers.expert_exchange import exchanged
 from pangu.layers.grouped_matmul import grouped_matmul
 from pangu.layers.recompute import checkpointed
 from pangu.layers.routing import (
@@ -28,11 +29,10 @@ from pangu.layers.routing import (
     balance_loss,
     choose,
     chosen_by,
-    copy_to_rows,
     expert_weights,
     room_of,
     scores_of,
-    sum_rows,
+    unpermute,
     within_room,
     z_loss,
 )
@@ -61,16 +61,6 @@ class Routes:
     """True at padding, which no expert computes in training, bool [sequence, batch]; None: no padding."""
     decided: dict[nn.Module, Route] = field(default_factory=dict)
     """Decisions by router."""
-
-
-def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Copy tokens [tokens, width] to rows [rows, width], sorted by expert."""
-    return conjugate(x, dispatch, copy_to_rows, sum_rows)
-
-
-def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Sum rows [rows, width] per token, to [tokens, width]."""
-    return conjugate(x, dispatch, sum_rows, copy_to_rows)
 
 
 def _by_row(x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -255,8 +245,6 @@ class MixtureOfExperts(nn.Module):
             out = unpermute(self.experts(tokens, weights, dispatch), dispatch)
             beside = self._shared(x, routes)
         else:
-            from pangu.layers.expert_exchange import exchanged
-
             out, beside = exchanged(self, tokens, choices, lambda: self._shared(x, routes))
         out = leave(out.view_as(whole), self.region)
         return out if beside is None else out + beside

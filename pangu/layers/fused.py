@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ def fused(
     function: Callable[..., Tensor | None],
     result: Callable[..., Tensor | None],
     on_cpu: Callable[..., Tensor | None] | None = None,
+    without_triton: Callable[..., Tensor | None] | None = None,
 ) -> Callable[..., Any]:
     """Register and return the operator torch.ops.pangu with this schema.
 
@@ -31,12 +33,14 @@ def fused(
             runs as it is. Untested on devices so far: `tests/gpu` checks it.
         result: Function that returns an uninitialized result; None if an argument is overwritten. Autograd does not
             look into the operator, and the auditor of a dry run counts one launch.
-        on_cpu: Computation on a CPU; None: `function`.
+        on_cpu: Computation on a CPU; None: as `without_triton`.
+        without_triton: Computation where nothing is compiled; None: `function`.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, on_cpu or function, "CPU")
-    _LIBRARY.impl(name, _compiled(function) if has_triton() else function, "CompositeExplicitAutograd")
+    plain = without_triton or function
+    _LIBRARY.impl(name, on_cpu or plain, "CPU")
+    _LIBRARY.impl(name, _on_accelerator(function, plain), "CompositeExplicitAutograd")
     torch.library.register_fake(f"pangu::{name}", result, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.pangu, name).default
     return operator
@@ -53,6 +57,19 @@ def of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensors
+
+
+def _on_accelerator(
+    function: Callable[..., Tensor | None], plain: Callable[..., Tensor | None]
+) -> Callable[..., Tensor | None]:
+    """Return the kernel of an accelerator: `function`, compiled, where torch has Triton, otherwise `plain`."""
+
+    # at the first call: `has_triton` imports torch's compiler, which a run on a CPU does without
+    @functools.cache
+    def chosen() -> Callable[..., Tensor | None]:
+        return _compiled(function) if has_triton() else plain
+
+    return lambda *args: chosen()(*args)
 
 
 def _compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

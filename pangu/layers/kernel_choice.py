@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from pangu.config.attention import ABILITIES, obstacles
+from pangu.config.context import context_kind
 from pangu.config.errors import ConfigError
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import SparseConfig
 from pangu.layers.attention import AttentionCore, split_heads
+from pangu.layers.biases import Bias
+from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp32_matmul import random
-from pangu.layers.kernels import KERNELS, QKV, MaskAndBias, kernel_named
+from pangu.layers.gpu_kernels import candidates, missing
+from pangu.layers.kernel_table import KERNELS, kernel_named
+from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.layers.root import Root
 from pangu.topology.placement import PlacementTable
@@ -40,16 +45,12 @@ def attention_kernels(
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if not problems and model.attention not in KERNELS:
-            from pangu.layers.gpu_kernels import missing
-
             problems = list(missing(model.attention, device))
         if problems:
             raise ConfigError(problems)
         return [model.attention]
     order = ["sdpa", "reference"]
     if device.type != "cpu":
-        from pangu.layers.gpu_kernels import candidates
-
         masked = documents or model.window is not None or model.sparse is not None
         biased, drops = model.positions in ("alibi", "relative"), model.attention_dropout > 0
         order = candidates(device, masked or biased or drops or context in ("gather", "ring"))
@@ -70,8 +71,6 @@ def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
     """Return the kernels that a run chooses from."""
     context = None
     if config.parallel.context > 1:
-        from pangu.config.context import context_kind
-
         context = context_kind(config)
     documents, ordered = config.data.packing.reset_mask, config.train.deterministic
     return attention_kernels(config.model, config.precision.compute, device, documents, context, ordered)
@@ -128,13 +127,9 @@ def attention_trial(
     bias = None
     if shape.biased:
         (distances,) = random(device, torch.promote_types(dtype, torch.float32), (length, shape.heads))
-        from pangu.layers.biases import Bias
-
         bias = Bias(distances)
     sparse = None
     if shape.sparse is not None:
-        from pangu.layers.block_pattern import BlockPattern
-
         sparse = BlockPattern.of(shape.sparse, length, device)
     core = AttentionCore(Builder(PlacementTable()), shape.dropout)
     keys = None

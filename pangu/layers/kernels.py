@@ -122,18 +122,6 @@ class Sdpa:
         return output, None
 
 
-KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
-
-
-def kernel_named(name: str) -> type[Kernel]:
-    """Return the kernel class of a value of `model.attention`; see `pangu.config.attention` for their abilities."""
-    if name in KERNELS:
-        return KERNELS[name]
-    from pangu.layers.gpu_kernels import GPU_KERNELS
-
-    return GPU_KERNELS[name]
-
-
 def densely_masked(kernel: type[Kernel]) -> type[Kernel]:
     """Return a kernel for cached keys or documents without bounds: `sdpa` if `kernel` cannot handle these."""
     return kernel if kernel is Reference else Sdpa

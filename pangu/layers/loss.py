@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pangu.collectives.regions import enter
 from pangu.layers.builder import Builder
+from pangu.layers.chunked_loss import ChunkedLoss, Chunks
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul, leaves_no_gradient
 from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 
@@ -39,8 +40,6 @@ class Head(nn.Module):
             logits = column_parallel_matmul(tokens, table, None, ALONE, self.store)
             losses = VocabParallelLoss.apply(logits, flat_labels, self.region, self.vocab)
             return (losses * flat_weights).sum()
-        from pangu.layers.chunked_loss import ChunkedLoss, Chunks
-
         chunks = Chunks(self.chunk, table, self.store, self.region, self.vocab, torch.is_grad_enabled())
         matrix = table.detach() if leaves_no_gradient(tokens, self.store) else table
         return ChunkedLoss.apply(tokens, matrix, flat_labels, flat_weights, scale, chunks)

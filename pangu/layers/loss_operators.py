@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
 
 from pangu.layers.fused import fused
 from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
@@ -33,11 +32,13 @@ def _like_statistics(logits: Tensor, labels: Tensor, start: int, width: int) -> 
 
 loss_statistics = fused(
     "loss_statistics(Tensor logits, Tensor labels, int start, int width) -> Tensor",
-    _statistics if has_triton() else row_statistics,
+    _statistics,
     _like_statistics,
+    without_triton=row_statistics,
 )
 loss_gradient = fused(
     "loss_gradient(Tensor(a!) logits, Tensor log_sum, Tensor labels, Tensor grad, int start, int width) -> ()",
-    _gradient if has_triton() else overwrite_with_gradient,
+    _gradient,
     lambda *arguments: None,
+    without_triton=overwrite_with_gradient,
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pangu.collectives.conjugate import conjugate
 from pangu.config.model import RouterConfig
 
 
@@ -151,3 +152,13 @@ def sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
     """Sum rows [rows, width] per token to [tokens, width]: the transpose of `copy_to_rows`."""
     # a fixed order of addition on every device, unlike a scatter
     return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)
+
+
+def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Copy tokens [tokens, width] to rows [rows, width], sorted by expert."""
+    return conjugate(x, dispatch, copy_to_rows, sum_rows)
+
+
+def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Sum rows [rows, width] per token, to [tokens, width]."""
+    return conjugate(x, dispatch, sum_rows, copy_to_rows)

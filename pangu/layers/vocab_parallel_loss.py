@@ -11,6 +11,8 @@ from torch.autograd import Function
 
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.collectives.regions import TensorRegion
+from pangu.layers.loss_operators import loss_gradient, loss_statistics
+from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
 
 
 class VocabParallelLoss(Function):
@@ -56,9 +58,5 @@ def overwrite(logits: Tensor, log_sum: Tensor, labels: Tensor, grad: Tensor, reg
 
 def _row_functions(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., None]]:
     if device.type == "cpu":
-        from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
-
         return row_statistics, overwrite_with_gradient
-    from pangu.layers.loss_operators import loss_gradient, loss_statistics
-
     return loss_statistics, loss_gradient

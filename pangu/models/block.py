@@ -16,6 +16,7 @@ from pangu.config.schema import RunConfig
 from pangu.layers.attention import AttentionCore, KVCache, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.experts import MixtureOfExperts
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed
@@ -157,8 +158,6 @@ class FeedForward(nn.Module):
 def _feed_forward(config: ModelConfig, build: Builder, options: Options, number: int) -> nn.Module:
     if not config.has_experts(number):
         return FeedForward(config, build, options)
-    from pangu.layers.experts import MixtureOfExperts
-
     shared = FeedForward(config, build.at("shared"), options) if config.shared_experts else None
     recompute = "activation" in options.recompute_parts
     return MixtureOfExperts(config, build, number, ACTIVATIONS[config.activation], recompute, shared)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.utils._triton import has_triton
 
 from pangu.config.errors import ConfigError, LocalError, Problem
@@ -33,8 +32,9 @@ def obstacle(device: torch.device) -> str | None:
     """Return why nothing can be compiled for a device here, or None if it can."""
     if device.type != "cpu":
         return None if has_triton() else f"torch has no Triton for {device.type} here"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+    # torch's compiler: only runs that compile load it
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+    from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
     try:
         get_cpp_compiler()
@@ -94,7 +94,7 @@ class CompiledBlocks:
             torch._dynamo.maybe_mark_dynamic(bounds, 0)  # as many as the micro-batch has documents
         try:
             return self._compute(block, below, replace(context, keys=keys, saved=GraphTensors()), queries, on)
-        except TorchDynamoException as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason = " ".join(str(error).strip().splitlines()[:2])
             raise LocalError(f"compile = true: a layer cannot be compiled ({reason}); compile=false works") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +12,26 @@ from torch import Tensor, nn
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
+from pangu.layers.biases import make_bias
+from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
+from pangu.layers.context_attention import context_kernel
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.kernels import Kernel, MaskAndBias, densely_masked, kernel_named
+from pangu.layers.expert_balance import ExpertBalance
+from pangu.layers.experts import Routes
+from pangu.layers.kernel_table import kernel_named
+from pangu.layers.kernels import Kernel, MaskAndBias, densely_masked
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
+from pangu.layers.offload import Offload
 from pangu.layers.recompute import SavedTensors, address, checkpointed
+from pangu.layers.rotary import RotaryEmbedding
+from pangu.layers.scores import logits, token_losses
 from pangu.models.block import Block, ForwardContext, HiddenStates, Options
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import hidden_state_shapes
 from pangu.topology.placement import PlacementTable, TensorRank
-
-if TYPE_CHECKING:
-    from pangu.layers.expert_balance import ExpertBalance
 
 
 class ModuleHooks:
@@ -77,8 +82,6 @@ class LanguageModel(nn.Module):
         self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
         self.position_bias = None
         if config.positions in ("alibi", "relative"):
-            from pangu.layers.biases import make_bias
-
             self.position_bias = make_bias(config, build)
         self.layers = nn.ModuleDict(
             {
@@ -95,14 +98,10 @@ class LanguageModel(nn.Module):
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = kernel_named(options.kernel)
         if config.sparse is not None:
-            from pangu.layers.block_pattern import BlockPattern
-
             self._pattern = lru_cache(1)(BlockPattern.of)
         self._lasting_kernel = lru_cache(1)(self._new_kernel)
         self.context = build.context
         if build.context is not None:
-            from pangu.layers.context_attention import context_kernel
-
             recompute = "attention" in options.recompute_parts
             self._context_kernel = context_kernel(config, options.kernel, recompute, build.context)
         self.recomputed_layers, self.offload = options.recompute, options.offload
@@ -155,16 +154,12 @@ class LanguageModel(nn.Module):
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return losses and misses [2, batch, sequence], see `scores.token_losses`."""
-        from pangu.layers.scores import token_losses
-
         assert self.head is not None
         losses = token_losses(self.head, hidden, self._output_matrix, batch.labels, batch.weights)
         return self.hooks.after("head", losses)
 
     def logits_of(self, hidden: Tensor, places: slice = slice(None)) -> Tensor:
         """Return the logits [places, batch, vocab] of the tokens after these places."""
-        from pangu.layers.scores import logits
-
         assert self.head is not None
         return self.hooks.after("head", logits(self.head, hidden, self._output_matrix, places))
 
@@ -209,18 +204,12 @@ class LanguageModel(nn.Module):
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions, batch.part) if keys is not None and drops else None
         if config.positions == "rope":
-            from pangu.layers.rotary import RotaryEmbedding
-
             rotary = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
         if self.offload:
-            from pangu.layers.offload import Offload
-
             resident = (*self.parameters(), *vars(kernel).values())
             offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
         routes = None
         if config.experts is not None:
-            from pangu.layers.experts import Routes
-
             routes = Routes(None if batch.padding is None else batch.padding.t())
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
 
@@ -251,7 +240,5 @@ def build_model(
     build, parts = build or Builder(), parts or [ModelPart.whole(config)]
     build = replace(build, table=place_tensors(config, parts, build.region, frozen, build.experts))
     if config.experts is not None:
-        from pangu.layers.expert_balance import ExpertBalance
-
         build = replace(build, balance=ExpertBalance(config))
     return LanguageModel(config, build, options or Options(), parts), build.table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pangu.config.model import ModelConfig
+from pangu.layers.sparse import computed_share
 from pangu.topology.placement import TensorRank
 
 Matrices = list[tuple[int, int]]
@@ -72,8 +73,6 @@ def layer_flops(config: ModelConfig, layer: int = 0) -> float:
     """
     seen = 1.0
     if config.sparse is not None:
-        from pangu.layers.sparse import computed_share
-
         seen = computed_share(config.sparse, config.sequence, config.sparse.block)
     return 2.0 * _numel(layer_matrices(config, layer=layer)) + 4.0 * seen * config.sequence * config.query_size
 

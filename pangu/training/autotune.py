@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from pangu.collectives.algorithms import Collective
 from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.config.attention import ABILITIES
 from pangu.config.errors import LocalError, writing
@@ -23,14 +24,13 @@ from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
 from pangu.layers.fp32_matmul import MATMUL_TIE, Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
 from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
-from pangu.layers.kernels import KERNELS
+from pangu.layers.kernel_table import KERNELS
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, one_thread, time_candidates
+from pangu.models.compiled import ways
 from pangu.models.size import layer_matrices
 from pangu.topology.mesh import Mesh
-
-if TYPE_CHECKING:
-    from pangu.collectives.algorithms import Collective
+from pangu.training.layer_timing import time_layers
 
 log = logging.getLogger("pangu")
 
@@ -73,8 +73,6 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     kernels, shared = kernels_of(config, device), config.parallel.context > 1
     compiles = ["false"]
     if config.compile and not shared:
-        from pangu.models.compiled import ways
-
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute], _matmul(config, mesh)[0])
@@ -113,8 +111,6 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
     if len(seconds["compile"]) > 1:
-        from pangu.training.layer_timing import time_layers
-
         seconds["compile"] = time_layers(config, mesh, attention, products, timer)
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
@@ -158,8 +154,6 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
 
 def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
     """The gathers and reduce-scatters of a layer."""
-    from pangu.collectives.algorithms import Collective
-
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
     compute = DTYPES[config.precision.compute]

@@ -25,7 +25,8 @@ from pangu.layers.attention_blocks import Attended, Block, Drops, ExplicitBlocks
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import Reach, Tiles, TritonBlocks, head_parts
-from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
+from pangu.layers.kernel_table import kernel_named
+from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.models import compiled
 from pangu.topology.layout import Layout
@@ -188,7 +189,7 @@ def test_compiled_layers_drop_the_same(recompute: str, monkeypatch: pytest.Monke
     """Of a model over documents, whose layers are one graph each."""
     known = replace(abilities.ABILITIES["triton"], devices=None, precisions=None)
     monkeypatch.setitem(abilities.ABILITIES, "triton", known)
-    monkeypatch.setattr("pangu.layers.gpu_kernels.missing", lambda *_: ())
+    monkeypatch.setattr("pangu.layers.kernel_choice.missing", lambda *_: ())
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     found = []
     for words in (("triton", "true"), ("triton", "false"), ("reference", "false")):

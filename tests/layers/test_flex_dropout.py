@@ -19,12 +19,13 @@ from torch.nn.attention import flex_attention as torchs
 
 from pangu.collectives.regions import TensorRegion
 from pangu.config import attention as abilities
-from pangu.layers import gpu_kernels
+from pangu.layers import gpu_kernels, kernel_choice
 from pangu.layers.attention import AttentionCore
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.dropout_masks import dropout, is_kept, row_keys
-from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
+from pangu.layers.kernel_table import kernel_named
+from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.models import compiled
 from pangu.topology.layout import Layout
@@ -172,7 +173,7 @@ def test_compiled_layers_drop_the_same(recompute: str, monkeypatch: pytest.Monke
     """Of a model, whose layers are one graph each."""
     known = replace(abilities.ABILITIES["flex"], devices=None, precisions=None, head_sizes=None)
     monkeypatch.setitem(abilities.ABILITIES, "flex", known)
-    monkeypatch.setattr(gpu_kernels, "missing", lambda *_: ())
+    monkeypatch.setattr(kernel_choice, "missing", lambda *_: ())
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     found = []
     for words in (("flex", "true"), ("flex", "false"), ("reference", "false")):
