@@ -208,7 +208,7 @@ def _chunks(source: str, text_key: str, place: Place, of_text: Literal["file", "
 def _open(source: str, packed: str) -> BinaryIO:
     file: Any = open_url(source) if is_url(source) else source
     if packed == ".zst":
-        import pyarrow
+        import pyarrow  # noqa: PLC0415 - optional package
 
         raw = pyarrow.PythonFile(file, mode="r") if is_url(source) else pyarrow.OSFile(file)
         return cast(BinaryIO, pyarrow.CompressedInputStream(raw, "zstd"))

@@ -29,7 +29,7 @@ def bands_of(text: str, threshold: float) -> NDArray[np.int64]:
     """One number for each band of a text's MinHash, [bands]: texts that share one are near duplicates. Raises
     UserError without rensa."""
     try:
-        from rensa import RMinHash
+        from rensa import RMinHash  # noqa: PLC0415 - optional package
     except ImportError as error:
         works = "pip install rensa (or this package's extra: preprocess)"
         raise UserError(f"to find near duplicates takes the package rensa: {works}") from error

@@ -24,6 +24,7 @@ from pangu.data.indexed import bin_path, idx_path
 from pangu.data.inputs import Chunk, Place, read_chunks
 from pangu.data.journal import Journal
 from pangu.data.manifest import FORMAT, manifest_path
+from pangu.data.near_duplicates import bands_and_rows, bands_of
 from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.statistics import length_statistics, plot_lengths
 from pangu.data.workers import parallel_map
@@ -116,8 +117,6 @@ def _digest(document: Document) -> bytes:
 def _bands(recipe: Recipe, texts: Sequence[Document]) -> NDArray[np.int64]:
     if recipe.near_duplicates is None:
         return np.empty((0, 0), dtype=np.int64)
-    from pangu.data.near_duplicates import bands_and_rows, bands_of
-
     rows = [bands_of(document.text, recipe.near_duplicates) for document in texts]
     return np.array(rows, dtype=np.int64).reshape(len(texts), bands_and_rows(recipe.near_duplicates)[0])
 

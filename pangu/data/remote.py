@@ -34,6 +34,6 @@ def find_urls(pattern: str) -> list[tuple[str, list[str]]]:
 
 
 def _system(url: str) -> tuple[Any, str]:
-    import fsspec
+    import fsspec  # noqa: PLC0415 - optional package
 
     return fsspec.url_to_fs(url)

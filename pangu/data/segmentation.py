@@ -33,8 +33,8 @@ class Segmenter:
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old escapes and of setuptools
-            import jieba
-            from jieba import finalseg
+            import jieba  # noqa: PLC0415 - optional package
+            from jieba import finalseg  # noqa: PLC0415 - optional package
         # jieba's `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone
         # may have put another one, and is no faster
         counts, total = jieba.Tokenizer.gen_pfdict(jieba.Tokenizer().get_dict_file())

@@ -18,8 +18,15 @@ from pangu.config.data import (
 )
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
+from pangu.data.boundaries import packing_with_ids
+from pangu.data.encoding import cached_tokenizer
 from pangu.data.indexed import bin_path, idx_path, open_indexed
+from pangu.data.instructions import open_split, prepare_instructions
+from pangu.data.packing import PackedDocuments, packings, write_packing
+from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared, prepare_stdlib
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
+from pangu.data.text_stream import check_exist, open_held_out, open_text
+from pangu.data.tokenizers import fitting_tokenizer
 
 if TYPE_CHECKING:
     from pangu.data.tokenizers import Tokenizer
@@ -43,23 +50,15 @@ def prepare(
     on, from the calling thread, and ends it by raising. Raises UserError."""
     data = with_ids(data)
     if isinstance(data, StdlibData):
-        from pangu.data.stdlib import prepare_stdlib
-
         fraction = data.validation_fraction
         prepare_stdlib(data.folder, model.vocab, fraction, data.packing, show_progress, note_progress)
     elif isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
     elif isinstance(data, InstructionsData):
-        from pangu.data.instructions import prepare_instructions
-
         prepare_instructions(data, model, show_progress, note_progress)
     elif isinstance(data, StreamData):
-        from pangu.data.text_stream import check_exist
-
         check_exist(data, note_progress)
     if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
-        from pangu.data.packing import packings, write_packing
-
         files = _as_indexed(data, model) if isinstance(data, StdlibData) else data
         for packing in packings([*files.train, *files.validation], data.packing, model.sequence):
             write_packing(packing, note_progress)
@@ -86,8 +85,6 @@ def open_sources(
         _check_exist([*data.train, *data.validation])
     tokenizer = None
     if data.tokenizer:
-        from pangu.data.tokenizers import fitting_tokenizer
-
         tokenizer = fitting_tokenizer(data.tokenizer, model.vocab)
     if isinstance(data, InstructionsData):
         return _open_instructions(data, model, seed, tokenizer)
@@ -102,8 +99,6 @@ def open_sources(
 
 
 def _open_instructions(data: InstructionsData, model: ModelConfig, seed: int, tokenizer: Tokenizer | None) -> Sources:
-    from pangu.data.instructions import open_split
-
     train = [f"train-{number}" for number in range(len(data.train))]
     held_out = [f"validation-{number}" for number in range(len(data.validation))]
     alone: dict[str, Stream] = {}
@@ -123,8 +118,6 @@ def _open_stream(
     num_validation: int,
     note_progress: Callable[[], None],
 ) -> Sources:
-    from pangu.data.text_stream import open_held_out, open_text
-
     train, recipes = open_text(data, model, seed, global_size, note_progress)
     if not num_validation or not (data.holdout or data.validation):
         return Sources(train, None, tokenizer)
@@ -148,9 +141,6 @@ def with_ids(data: DataConfig) -> DataConfig:
     own_end = isinstance(data, (StreamData, InstructionsData))
     if data.packing.bos != "auto" and (data.packing.eod is not None or not own_end):
         return data
-    from pangu.data.boundaries import packing_with_ids
-    from pangu.data.encoding import cached_tokenizer
-
     tokenizer = None if config is None else cached_tokenizer(config)
     return replace(data, packing=packing_with_ids(data.packing, tokenizer, own_end=own_end))
 
@@ -164,8 +154,6 @@ def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
 
 
 def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
-    from pangu.data.stdlib import StdlibPaths, find_damage
-
     paths = StdlibPaths(Path(data.folder))
     if paths.manifest.is_file() and paths.tokenizer.is_file() and find_damage(paths, paths.tokenizer.name):
         raise UserError(
@@ -177,8 +165,6 @@ def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
 
 def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
     """The indexed files and the tokenizer that `prepare` made."""
-    from pangu.data.stdlib import StdlibPaths, is_prepared
-
     paths = StdlibPaths(Path(data.folder))
     if not is_prepared(paths, model.vocab, data.validation_fraction):
         raise UserError(
@@ -199,8 +185,6 @@ def _open(
     pairs = list(zip(readers, weights, strict=True))
     packed = []
     if data.packing.method != "concat":
-        from pangu.data.packing import PackedDocuments, packings
-
         packed = [
             PackedDocuments(packing, model.vocab, data.packing)
             for packing in packings(prefixes, data.packing, model.sequence)

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
+
+from pangu.metrics.plots import write_figure
 
 _BINS = 16
 """Bins of the histogram in a doubling of the length."""
@@ -77,10 +80,6 @@ def _length(number: int) -> int:
 def plot_lengths(statistics: dict[str, Any], path: Path, title: str) -> None:
     """Draw how many documents, and how many tokens, are in documents of each length. Raises UserError if the picture
     cannot be written."""
-    from matplotlib.figure import Figure
-
-    from pangu.metrics.plots import write_figure
-
     lengths = np.array([int(length) for length in statistics["histogram"]])
     counts = np.array(list(statistics["histogram"].values()))
     octaves = np.floor(np.log2(lengths)).astype(int)

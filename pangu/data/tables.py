@@ -29,7 +29,7 @@ def is_dataset(source: str) -> bool:
 
 def parquet_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
     """Parts of a column, after so many rows. Only pages of it are in memory, not whole groups of rows."""
-    from pyarrow import parquet
+    from pyarrow import parquet  # noqa: PLC0415 - optional package
 
     content: Any = open_url(source) if is_url(source) else source
     metadata = parquet.read_metadata(content)
@@ -56,7 +56,7 @@ def parquet_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
 
 def arrow_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
     """Parts of a column of a file of Arrow's, streamed or not, after so many rows."""
-    import pyarrow
+    import pyarrow  # noqa: PLC0415 - optional package
 
     remote = is_url(source)
     with pyarrow.PythonFile(open_url(source), mode="r") if remote else pyarrow.memory_map(source) as file:
@@ -82,8 +82,8 @@ def arrow_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
 
 def _column_parts(column: Any, skipped: int) -> Iterator[Any]:
     """Yield copies of parts of an array of about `CHUNK` bytes, after so many rows, with dictionaries decoded."""
-    import pyarrow
-    from pyarrow import compute
+    import pyarrow  # noqa: PLC0415 - optional package
+    from pyarrow import compute  # noqa: PLC0415 - optional package
 
     is_dictionary = pyarrow.types.is_dictionary(column.type)
     rows, begin = _rows(column.nbytes, len(column)), skipped
@@ -163,7 +163,7 @@ def _rows(size: int, rows: int) -> int:
 
 def streamed_records(source: str, key: str, skipped: int) -> Iterator[object]:
     """The text of records that the `datasets` library streams, of its own or of a table, after so many."""
-    import datasets
+    import datasets  # noqa: PLC0415 - optional package
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if is_dataset(source):

@@ -12,6 +12,7 @@ import sentencepiece
 
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading
+from pangu.data import other_tokenizers as other
 from pangu.data.boundaries import beginning_of_text, end_of_document, tokenizer_facts
 from pangu.data.segmentation import NEWLINE, SPACE, Segmenter
 from pangu.data.token_spans import APART, TokenSpan, library_spans, split_special, without_apart
@@ -189,7 +190,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer  # noqa: PLC0415 - optional package
         except ImportError as error:
             raise UserError(
                 "a huggingface tokenizer needs transformers: pip install transformers (or this package's extra: test)"
@@ -239,8 +240,6 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
         return PanguTokenizer(config.path)
     if config.kind == "huggingface" and not Path(config.path).is_file():
         return HuggingFaceTokenizer(config.path)
-    from pangu.data import other_tokenizers as other
-
     if config.kind == "bytes":
         return other.ByteTokenizer()
     if config.kind in other.ENCODINGS:

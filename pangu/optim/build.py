@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pangu.config.optimizer import AdamConfig, LambConfig
+from pangu.optim.lamb import Lamb
 from pangu.optim.moments import start_moments, updates_at_once
 from pangu.optim.uncompiled import AdamW
 from pangu.topology.placement import Placement
@@ -51,8 +52,6 @@ def make_optimizer(
         adam = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         start_moments(adam, (tensor for _, tensor in tensors), None)
         return adam
-    from pangu.optim.lamb import Lamb
-
     shards: dict[str, Any] = {"moments": moments, "exclude_vectors": False, "reuse_gradients": True}  # shards are flat
     if isinstance(config, AdamConfig):
         groups = [{**group, "adapt": False} for group in groups]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pangu.collectives.point_to_point import Channels
 from pangu.config.errors import LostError
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
@@ -23,7 +24,7 @@ from pangu.topology.placement import TensorRank
 from pangu.topology.recorder import Recorder
 
 if TYPE_CHECKING:
-    from pangu.collectives.point_to_point import Channels, Transfer
+    from pangu.collectives.point_to_point import Transfer
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 Key = tuple[int, int]
@@ -121,8 +122,6 @@ class Runner(Generic[M]):
         name = f"{mesh.name}, stage {mesh.at.pipeline}"
         channels = None
         if mesh.layout.pipeline > 1:
-            from pangu.collectives.point_to_point import Channels
-
             channels = Channels(mesh, schedule.channels)
         return cls(model, parts, mesh.at.pipeline, name, channels, recorder=mesh.recorder, **fields)
 

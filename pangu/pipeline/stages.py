@@ -11,8 +11,10 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.actions import Durations
+from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES, NumbersError
 from pangu.pipeline.schedule import Schedule, make_schedule
+from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
 
 
@@ -34,8 +36,6 @@ def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) 
     """Split the model into `chunks` parts of equal time, or as in `explicit`; raise `NumbersError` if impossible."""
     spans = [range(model.layers)]
     if chunks > 1 or explicit is not None:
-        from pangu.pipeline.balance import split_layers
-
         spans = split_layers(model.layers, chunks, explicit, _costs(model))
     parts = [ModelPart(layers) for layers in spans]
     parts[0] = replace(parts[0], first=True)
@@ -53,8 +53,6 @@ def _costs(model: ModelConfig) -> list[float]:
 def _most_shards(layout: Layout) -> int:
     if not layout.splits_experts:
         return layout.shards
-    from pangu.topology.experts import ExpertLayout
-
     return max(layout.shards, ExpertLayout(layout).shards)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pangu.collectives.reduce import Completion, Handle, all_reduce, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Mesh
+from pangu.zero.copies import start_sum
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation, ReduceRules
 
@@ -158,8 +159,6 @@ class GradientSum(ReduceRules[FlatParameter]):
             part = flat.grad if in_place else torch.empty_like(flat.grad, dtype=message)
             handle = start_reduce_scatter(part, total, mesh.group(sharding.axis("shard")), mesh.algorithms)
             if (copies := mesh.group(sharding.axis("copies"))) is not None:
-                from pangu.zero.copies import start_sum
-
                 handle = start_sum(part, handle, copies, self._stream)
             if sharding.stage >= 2:
                 flat.total = None  # the next micro-batch allocates a new one

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable
 
@@ -41,8 +42,6 @@ class Sharding:
         # a rank that shares with no other still has to fetch its parameters from the host
         shards, replicas, replica = layout.shards, layout.replicas, layout.replica(at)
         if experts:
-            from pangu.topology.experts import ExpertLayout
-
             apart = ExpertLayout(layout)
             shards, replicas, (_, replica) = apart.shards, apart.replicas, apart.place(at)
         stage = layout.zero if shards > 1 or "parameters" in on_host else 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce
+from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
@@ -64,8 +65,6 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     if placement.shared is not None and at.pipeline != 0:
         return False
     if placement.expert:
-        from pangu.topology.experts import ExpertLayout
-
         return ExpertLayout(layout).counts(at, is_cut(placement, layout))
     return layout.replica(at) < layout.shards and (is_cut(placement, layout) or at.tensor == 0)
 

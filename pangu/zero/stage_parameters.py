@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
+from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import Regions, Sharding, Uses, divide, trained_modules
@@ -96,8 +97,6 @@ def place_stage(
     """Return the placement of a stage's parameters, their uses by modules, and shardings by is_expert."""
     share, shardings = None, {False: Sharding.of(layout, at, config.memory.offload)}
     if layout.splits_experts:
-        from pangu.topology.experts import ExpertRank
-
         share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
     table = _placed(config.model, tuple(chunks.values()), tensor_rank, tuple(config.train.frozen), share)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
+from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import Sharding, buffer_table, divide
@@ -70,8 +71,6 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
     share = None
     shardings = {False: Sharding.of(layout, at, config.memory.offload)}
     if layout.splits_experts:
-        from pangu.topology.experts import ExpertRank
-
         share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
     table = place_tensors(config.model, list(parts.values()), tensor_rank, config.train.frozen, share)
