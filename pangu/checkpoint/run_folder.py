@@ -13,6 +13,7 @@ from pangu.config.data import DataConfig, InstructionsData, TokenizerConfig
 from pangu.config.errors import UserError, reading, writing
 from pangu.config.files import new_path, refuse_links, remove, write_atomically
 from pangu.config.schema import RunConfig
+from pangu.data.prompts import portable_template
 from pangu.data.sources import tokenizer_of
 
 _TOKENIZER_FILE, _TOKENIZER_FOLDER = "tokenizer.model", "tokenizer"
@@ -109,8 +110,6 @@ def keep_template(run: Path, data: DataConfig) -> None:
     """Write the chat template of the data into a run folder, or remove that of earlier data. Raises UserError."""
     text = None
     if isinstance(data, InstructionsData):
-        from pangu.data.prompts import portable_template
-
         text = portable_template(data)
     with writing(run):
         remove(run / CHAT_TEMPLATE)
@@ -126,8 +125,6 @@ def kept_template(run: Path, data: DataConfig) -> str | None:
         return read_text(run / CHAT_TEMPLATE)
     if not isinstance(data, InstructionsData):
         return None
-    from pangu.data.prompts import portable_template
-
     try:
         return portable_template(replace(data, tokenizer=kept_tokenizer(run, data)))
     except UserError as error:

@@ -31,6 +31,7 @@ from pangu.evaluation.inference import LoadedModel
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernel_choice import attention_kernels
+from pangu.metrics.formats import require_format
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.models.parameters import ModelPart, logical_shapes
 from pangu.pipeline.runner import Runner
@@ -73,8 +74,6 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0)
     compute = precision or source.precision
     if mesh.device.type != "cpu":
-        from pangu.metrics.formats import require_format
-
         require_format(compute, mesh.device)
     schedule, parts = _stages(config, mesh)
     region = replace(TensorRegion.of(mesh), sequence=False)

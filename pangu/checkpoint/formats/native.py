@@ -28,7 +28,9 @@ from pangu.config.errors import UserError
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
+from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
+from pangu.layers.expert_balance import ExpertBalance
 from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
@@ -48,8 +50,6 @@ class PanguSource(Source):
         kept = self._path.resolve().parent.parent / GENERATION
         self.generation = read_json_object(kept) if kept.is_file() else {}
         if config.model.experts is not None:
-            from pangu.layers.expert_balance import ExpertBalance
-
             self.balance = ExpertBalance(config.model)
             self.balance.restore(self._path, self._index.get("experts"))
         self.tensors = {
@@ -63,8 +63,6 @@ class PanguSource(Source):
         self.tokenizer = kept_tokenizer(run, config.data)
         self.chat_template = kept_template(run, config.data)
         if self.chat_template is not None and self.tokenizer is not None:
-            from pangu.data.prompts import ChatPrompts
-
             opened = load_tokenizer(self.tokenizer)
             ids = packing_with_ids(config.data.packing, opened, own_end=True)
             chat = ChatPrompts(self.chat_template, opened, ids.eod)
@@ -108,8 +106,6 @@ def write(path: Path, job: Job) -> None:
         "layout": asdict(Layout()),
     }
     if config.model.experts is not None:
-        from pangu.layers.expert_balance import ExpertBalance
-
         facts["experts"] = (job.balance or ExpertBalance(config.model)).state()
     commit(checkpoint, [written], facts)
     if job.chat_template is not None:

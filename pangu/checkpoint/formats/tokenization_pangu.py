@@ -81,7 +81,7 @@ class PanguTokenizer(PreTrainedTokenizer):
     @cache
     def _words() -> Any:
         """jieba with its own dictionary, never with a cache of it, which anyone may have put among temporary files."""
-        import jieba
+        import jieba  # noqa: PLC0415 - optional package
 
         words = jieba.Tokenizer()
         words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())

@@ -161,9 +161,10 @@ class Block:
 def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
     """Write a folder by torch.distributed.checkpoint, block by block; `contents` has the blocks in their order. Each of
     `objects`, names of objects without tensors, is written as `[None]`."""
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+    # only this format writes with it, and it imports sympy
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties  # noqa: PLC0415
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
     class Planner(DefaultSavePlanner):
         """Plans the blocks and makes each when it is written."""
