@@ -6,11 +6,15 @@ Planning, training and dry runs meet only here; each is loaded by the command th
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pangu.config.help import show_help
+from pangu.config.layout_checks import asks_for_layout
+from pangu.topology.launch import Launch, choose_memory_settings, load_torch
 from pangu.training.interrupts import ending_at_once
 
 if TYPE_CHECKING:
@@ -23,63 +27,61 @@ def find_configs() -> Path:
     return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
 
 
+def planner() -> ModuleType:
+    """Return `pangu.planning.run_hooks`."""
+    # a plain run neither plans nor dry-runs, and does without 6,000 lines
+    from pangu.planning import run_hooks  # noqa: PLC0415
+
+    return run_hooks
+
+
 def forecast(*run: Any) -> Forecast | None:
     """Return the predicted step time of a run on a known cluster; see `planning.forecast.forecast_run`."""
-    from pangu.planning.forecast import forecast_run
-
-    return forecast_run(*run)
+    return planner().forecast_run(*run)
 
 
-def train(configs: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Run a composed configuration: choose its layout if `parallel.auto` is set, then train or make a dry run."""
-    from pangu.topology.launch import Launch, choose_memory_settings, load_torch
-    from pangu.training.command import asks_for_layout
+def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
+    """Run a composed configuration: choose its layout if `parallel.auto` is set, then train or make a dry run.
 
+    A plan keeps the keys in `given`, which the command line sets.
+    """
+    # torch reads these variables while it is imported
     choose_memory_settings()
     group = values.get("train")
     with ending_at_once():
-        # Import the trainer here: commands that only compose a configuration do without it.
-        load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
-        import torch
-
-        from pangu.training.run import run
+        torch = load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
+        # the trainer, and with it torch: help and `--cfg job` answer without
+        from pangu.training.run import run  # noqa: PLC0415
 
     launch = Launch.from_environment()
     planned = asks_for_layout(values)
     if planned or torch.accelerator.is_available():
-        from pangu.planning.auto import given_keys, plan_layout, with_cluster_here
-
-        values = with_cluster_here(configs / "cluster", values, launch, planned)
+        values = planner().with_cluster_here(configs / "cluster", values, launch, planned)
     if planned:
-        plan = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
+        plan = planner().plan_layout(configs / "cluster", values, given, launch)
         values = plan.values
         if launch.rank == 0:
             print(*plan.lines, sep="\n", flush=True)
     if status := run(values, forecast):
         sys.exit(status)
     if values["dry_run"] and launch.rank == 0:
-        from pangu.dryrun.report import show_dry_run
-
-        show_dry_run(values)
+        planner().show_dry_run(values)
 
 
 def pretrain(configs: Path) -> None:
     """Compose the configuration from the command line and run it; end the process with its exit status."""
     with ending_at_once():
-        # Import after help has had its turn: this loads Hydra and, to train, torch.
-        from pangu.training.command import run_command
+        # Hydra, whose import takes longer than all of help
+        from pangu.training.command import run_command  # noqa: PLC0415
+
     run_command(configs, partial(train, configs))
 
 
 def main() -> None:
     """Print help or run the configuration of the command line; end the process with its exit status."""
     configs = find_configs()
-    with ending_at_once():
-        from pangu.config.help import show_help
-
-        if show_help(sys.argv[1:], configs):
-            return
-    pretrain(configs)
+    if not show_help(sys.argv[1:], configs):
+        pretrain(configs)
 
 
 if __name__ == "__main__":

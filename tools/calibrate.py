@@ -37,9 +37,10 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.fp32_matmul import MATMUL_TIE, matmul_precision, matmul_precisions, matmul_trial
 from pangu.layers.fp32_matmul import Matmul as FP32Matmul
+from pangu.metrics.devices import device_here
 from pangu.metrics.timing import fastest, time_candidates
 from pangu.pipeline.spans import Collective, Matmul
-from pangu.planning.auto import cluster_of_device, device_here
+from pangu.planning.auto import cluster_of_device
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
 from pangu.planning.groups import Group
@@ -408,8 +409,8 @@ def _with(cluster: ClusterConfig, launch_us: float = 0.0, gb_s: float = 1e12, st
 
 def _configuration(hidden: int, size: int, number: int) -> RunConfig:
     """A small model and batch."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
+    from hydra import compose, initialize_config_dir  # noqa: PLC0415 - optional package
+    from omegaconf import OmegaConf  # noqa: PLC0415 - optional package
 
     with initialize_config_dir(str(_CLUSTERS.parent), version_base="1.3"):
         model = {"layers": 2, "hidden": hidden, "heads": hidden // 64, "sequence": _TEXT.shape[1] - 1, "vocab": 1024}

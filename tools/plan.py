@@ -24,6 +24,7 @@ from rich.text import Text
 from pangu.config.cluster import cluster_in
 from pangu.config.errors import writing
 from pangu.config.exit_status import exit_status
+from pangu.config.layout_checks import asks_for_layout
 from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run, require_kernels
 from pangu.dryrun.roles import DryRunError
@@ -32,7 +33,7 @@ from pangu.models.parameters import count_frozen
 from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
+from pangu.planning.auto import find_layouts, prepare_choice, require_cluster
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.program import Program
 from pangu.planning.search import MODEL_ERROR
@@ -49,7 +50,7 @@ from pangu.planning.search_report import (
 from pangu.planning.stages import view_stages
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
-from pangu.training.command import asks_for_layout, compose
+from pangu.training.command import compose, given_keys
 from pangu.training.describe import describe
 from pangu.zero.states import fullest_states
 
@@ -121,7 +122,8 @@ def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
     values = planned(overrides)
     if not asks_for_layout(values):
         return values
-    return plan_layout(_CONFIGS / "cluster", values, given_keys(overrides), Launch()).values
+    _, choose = prepare_choice(_CONFIGS / "cluster", values, given_keys(overrides), Launch())
+    return choose()[0]
 
 
 def expected(config: RunConfig, layout: Layout, stages: Stages) -> str:
@@ -234,8 +236,8 @@ def plan(options: argparse.Namespace) -> None:
     if layout.pipeline > 1:
         print_stages(console, config, layout, stages)
     if options.sharding:
-        # which builds the model and imports torch for it; the rest of a plan does without
-        from pangu.planning.sharding import print_sharding
+        # it builds the model with torch, whose import takes longer than all other plans
+        from pangu.planning.sharding import print_sharding  # noqa: PLC0415
 
         print_sharding(console, config, layout, stages)
     if options.dry_run:

@@ -104,9 +104,10 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
 
 def pretend_devices(count: int) -> None:
     """Have torch's Python code see `count` CUDA devices without asking a driver, or opening a device that is there."""
-    import torch._subclasses.fake_tensor
-    import torch.cuda
-    import torch.utils._triton
+    # this module is imported before torch, which must not be there until the library is loaded
+    import torch._subclasses.fake_tensor  # noqa: PLC0415
+    import torch.cuda  # noqa: PLC0415
+    import torch.utils._triton  # noqa: PLC0415
 
     torch.utils._triton.has_triton = lambda: False  # type: ignore[assignment]  # it would look for the driver
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]  # it would allocate

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.errors import ConfigError, Problem, UserError, shown
+from pangu.config.schema import RunConfig
 from pangu.models.parameters import count_frozen
-from pangu.planning.cluster import cluster_names, load_cluster
+from pangu.planning.cluster import cluster_names
 from pangu.planning.plan import Plan
 from pangu.planning.search import KEYS, keys_of, search, space_of
 from pangu.planning.search_report import Outcome, overrides_of, refusals
@@ -23,12 +22,10 @@ from pangu.topology.launch import Launch
 
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
 """Keys of a layout that no layout which a search finds has."""
-_CHOSEN = ("parallel", "batch", "memory")
+CHOSEN_GROUPS = ("parallel", "batch", "memory")
 """Groups of a configuration that a layout sets."""
 CHOICES = 3
 """Fastest layouts that are named."""
-SAME_RATE = 0.9
-"""Of the rate in a cluster's file a device reaches more, or it is another one of the same name: PCIe cards."""
 
 
 def find_layouts(
@@ -105,7 +102,7 @@ def choose_automatically(
 
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the configuration with a layout."""
-    chosen = {group: dict(values[group]) for group in _CHOSEN}
+    chosen = {group: dict(values[group]) for group in CHOSEN_GROUPS}
     for key, value in keys_of(plan).items():
         group, _, name = key.partition(".")
         chosen[group][name] = value
@@ -119,58 +116,19 @@ def difference(plan: Any, other: Any) -> str:
     return " ".join(f"{key}={shown(value)}" for key, value in keys_of(other).items() if before[key] != value)
 
 
-def given_keys(words: Iterable[str]) -> set[str]:
-    """Return the keys that words of a command line set, also as groups: `memory={recompute: full}`."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def prepare_choice(
+    folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch
+) -> tuple[RunConfig, Callable[..., tuple[dict[str, Any], list[str]]]]:
+    """Return the checked configuration of a run with `parallel=auto`, and the function that chooses its layout.
 
-    keys, settings = set(), [word for word in words if "=" in word and not word.startswith("-")]
-    for override in OverridesParser.create().parse_overrides(settings):
-        value, key = override.value(), override.key_or_group
-        keys |= {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else {key}
-    return keys
-
-
-class Planned(NamedTuple):
-    """Configuration with the layout that `parallel=auto` stands for."""
-
-    values: Mapping[str, Any]
-    lines: list[str]
-    """Log lines that say which layout was chosen, and why."""
-    meeting: Any = None
-    """Mesh in which the processes agreed. Keep it until the run has its own: the first process may serve its store."""
-
-
-def plan_layout(folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch) -> Planned:
-    """Choose the layout of a run: the first process counts and searches, all others take what it has chosen.
-
-    Args:
-        folder: configs/cluster/.
-        values: the composed configuration, with `parallel.auto`.
-        given: keys from the command line, which are kept.
-        launch: of this process.
-
-    Raises:
-        UserError: if nothing says for which devices, or if no layout fits.
+    `folder` is configs/cluster/, and keys in `given` are kept. Raise `UserError` if no cluster says for which devices.
     """
     cluster = require_cluster(folder, values, "parallel=auto")
     config, problems = find_problems(values)
     if problems:
         raise ConfigError(problems)
     devices, node = (cluster.devices, cluster.node) if values.get("dry_run") else (launch.world, launch.local_world)
-    choose = partial(choose_automatically, values, given, devices, node)
-    if launch.world == 1:
-        return Planned(*choose())
-    # these import torch; a plan does without
-    from pangu.collectives.agreement import meet_all, name_silent_ranks
-    from pangu.collectives.long_work import agree_on_long_work
-    from pangu.topology.mesh import Mesh
-
-    mesh = Mesh.without_layout(launch.world, config.parallel.timeout_s, launch.attempt)
-    with name_silent_ranks(mesh, lambda: "choosing a layout"):
-        chosen = agree_on_long_work(mesh, "choosing a layout", choose, runs_here=mesh.is_first)
-        shared = [({key: one[key] for key in _CHOSEN}, lines) for one, lines in filter(None, chosen)]
-        layout, lines = meet_all(mesh, shared, lambda of_all: of_all[0][0])
-    return Planned({**values, **layout}, lines, mesh)
+    return config, partial(choose_automatically, values, given, devices, node)
 
 
 def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
@@ -182,53 +140,6 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
             "machine it runs on, for cluster=mine"
         )
     return cluster_in(values["cluster"])
-
-
-def with_cluster_here(folder: Path, values: Mapping[str, Any], launch: Launch, planned: bool) -> Mapping[str, Any]:
-    """Return a configuration that is to be run, with the accelerators here as its cluster unless it names one.
-
-    Args:
-        folder: configs/cluster/.
-        values: the composed configuration, which nobody has checked yet.
-        launch: of this process.
-        planned: a plan is asked for. Otherwise nobody is told of a broken file: the run goes on without a forecast.
-
-    Raises:
-        UserError: if a file of `folder` that a plan needs is broken.
-    """
-    train = values.get("train")
-    on_host = isinstance(train, Mapping) and train.get("device") == "cpu"
-    if values.get("cluster") is not None or values.get("dry_run") or on_host:
-        return values
-    with suppress(*() if planned else (UserError,)):
-        return {**values, "cluster": cluster_here(folder, launch)}
-    return values
-
-
-def cluster_here(folder: Path, launch: Launch) -> dict[str, Any] | None:
-    """Return the file of configs/cluster/ that describes the accelerators here, for all that take part, with the memory
-    of this process's one; None: there is none. Raises UserError if the file is broken."""
-    from pangu.metrics.devices import peak_tflops  # which imports torch; a plan does without
-
-    device = device_here(launch)
-    name = None if device is None else cluster_of_device(device.name, cluster_names(folder, whole=True))
-    if device is None or name is None:
-        return None
-    cluster, tflops = load_cluster(folder / f"{name}.yaml"), peak_tflops(device.name, "fp16")
-    if tflops is not None and tflops < SAME_RATE * cluster.matmul.tflops:
-        return None
-    memory = replace(cluster.memory, gib=device.total_memory / 2**30)
-    return asdict(replace(cluster, memory=memory, devices=launch.world, node=launch.local_world))
-
-
-def device_here(launch: Launch) -> Any:
-    """Return the properties (`name`, `total_memory` in bytes) of this process's accelerator, without taking any of its
-    memory; None: there is none, or torch does not tell of its kind (Apple's)."""
-    import torch
-
-    kind = torch.accelerator.current_accelerator()
-    ask = None if kind is None else getattr(torch.get_device_module(kind), "get_device_properties", None)
-    return None if ask is None or launch.local_rank >= torch.accelerator.device_count() else ask(launch.local_rank)
 
 
 def cluster_of_device(name: str, files: Collection[str]) -> str | None:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,19 +32,19 @@ _OF_LAUNCHER = ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-
 """Options of torchrun that stand in front of pretrain.py."""
 
 
-def run_command(configs: Path, train: Callable[[Mapping[str, Any], Sequence[str]], None]) -> None:
+def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], None]) -> None:
     """Compose the configuration from the command line and train; ends the process with the status.
 
     Args:
         configs: absolute path of the folder with base.yaml.
-        train: carries out a composed configuration, given the overrides that it was composed with.
+        train: carries out a composed configuration, given the keys that the command line sets.
     """
     words = sys.argv[1:]
     place = next((n for n, pair in enumerate(pairwise(words)) if pair in (("--cfg", "job"), ("-c", "job"))), None)
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
     def task(composed: DictConfig) -> None:
-        _end(lambda: train(_plain(composed), overrides))
+        _end(lambda: train(_plain(composed), given_keys(overrides)))
 
     _end(lambda: refuse_long_integers(overrides))
     if any(word.startswith("-") for word in overrides):
@@ -57,7 +57,7 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Sequence[str]
             with ending_at_once():
                 values = compose(configs, overrides)
             if place is None:
-                train(values, overrides)
+                train(values, given_keys(overrides))
             else:
                 _show(values)
 
@@ -98,10 +98,13 @@ def refuse_long_integers(words: Sequence[str]) -> None:
             raise UserError(f"{shown(word)}: has an integer of more than {MOST_DIGITS:,} digits, which no key takes")
 
 
-def asks_for_layout(values: Mapping[str, Any]) -> bool:
-    """Whether the planner is to choose the layout of a composed configuration."""
-    parallel = values.get("parallel")
-    return isinstance(parallel, Mapping) and parallel.get("auto") is True
+def given_keys(words: Iterable[str]) -> set[str]:
+    """Return the keys that words of a command line set, also as groups: `memory={recompute: full}`."""
+    keys, settings = set(), [word for word in words if "=" in word and not word.startswith("-")]
+    for override in OverridesParser.create().parse_overrides(settings):
+        value, key = override.value(), override.key_or_group
+        keys |= {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else {key}
+    return keys
 
 
 def _show(values: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from pangu.topology.copy_stream import CopyStream, Moment  # noqa: E402
 from pangu.topology.recorder import AxisGroup  # noqa: E402
 from pangu.topology.recording import stop  # noqa: E402
 from pangu.training.profile import Profile  # noqa: E402
-from pangu.training.saving import state_of  # noqa: E402
+from pangu.training.saved_state import state_of  # noqa: E402
 from pangu.training.step import Trainer  # noqa: E402
 from pangu.zero import copies, gradients, norms, unshard  # noqa: E402
 from tests.dryrun.layouts import values  # noqa: E402

@@ -23,20 +23,19 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.planning import auto, forecast, search
 from pangu.planning.auto import (
     choose_automatically,
-    cluster_here,
     cluster_of_device,
-    given_keys,
-    with_cluster_here,
     with_plan,
 )
 from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
 from pangu.planning.plan import Plan
+from pangu.planning.run_hooks import cluster_here, plan_layout, with_cluster_here
 from pangu.planning.search import Candidate, Space
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import run as running
+from pangu.training.command import given_keys
 from tests.configs import composed
 from tests.end_to_end.commands import called, pretrain
 from tests.end_to_end.test_pretrain import SYNTHETIC
@@ -243,7 +242,7 @@ def planned_on(rank: int, world: int, port: int) -> tuple[int, int, list[str]]:
         return {**values, "parallel": {**values["parallel"], "tensor": 4 + rank}}, [f"rank {rank} counted"]
 
     with patch.dict(os.environ, place), patch.object(auto, "choose_automatically", choose):
-        plan = auto.plan_layout(CLUSTERS, composed(*RECIPE), set(), Launch(rank, world))
+        plan = plan_layout(CLUSTERS, composed(*RECIPE), set(), Launch(rank, world))
     return num_choices, plan.values["parallel"]["tensor"], plan.lines
 
 
