@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pangu.config.schema import RunConfig
+from pangu.layers.sparse import in_words
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
 from pangu.zero.states import StatePlan
@@ -49,8 +50,6 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         ),
     ]
     if model.sparse is not None:
-        from pangu.layers.sparse import in_words
-
         rows.append(("attention", in_words(model.sparse, model.sequence)))
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
 

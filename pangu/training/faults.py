@@ -14,7 +14,7 @@ from torch import Tensor
 from pangu.collectives.reduce import gather_objects, largest
 from pangu.config.schema import FaultsConfig
 from pangu.topology.mesh import Mesh
-from pangu.training.saving import state_of
+from pangu.training.saved_state import state_of
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
 

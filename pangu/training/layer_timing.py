@@ -16,6 +16,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.fp8 import Fp8Scales
 from pangu.layers.fp32_matmul import matmul_precision, random
 from pangu.layers.initial import replace_parameter
 from pangu.layers.weight_gradient_store import WeightGradientStore
@@ -57,8 +58,6 @@ def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
             left @ right if fp8 is None else fp8.weight_gradient(left, right, left.dtype)
         )
     if config.precision.matmul == "fp8":
-        from pangu.layers.fp8 import Fp8Scales
-
         scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         scales.known = True  # every step but the first
     build = Builder(region=region, layers_store=store, scales=scales)

@@ -23,13 +23,16 @@ from pangu.metrics.record import StepRecord, speed
 from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
+from pangu.topology.recording import stop
 from pangu.training.faults import SpikeDetector, culprits, find_non_finite, not_finite
 from pangu.training.process import Heartbeat, Request, StopSignals
+from pangu.training.profile import PROFILED, Profile, find_stragglers
+from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.step import PendingResult, StepResult, Trainer
+from pangu.training.validation import trust_ratios
 
 if TYPE_CHECKING:
-    from pangu.training.profile import Profile
     from pangu.training.validation import Benchmarks, Validation
 
 log = logging.getLogger("pangu")
@@ -89,8 +92,6 @@ class Loop:
         self._profiled_after = -1
         """Step after which one is recorded; negative: none."""
         if config.profile:
-            from pangu.training.profile import PROFILED  # now: loading it takes longer than many a step
-
             self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1
 
     def run(self) -> None:
@@ -184,8 +185,6 @@ class Loop:
         """That of a step; returns the stragglers, where they are looked for."""
         trainer, slow_every = self.trainer, self.config.faults.slow_every
         if slow_every and (trainer.step + 1) % slow_every == 0 and trainer.mesh.recorder.tape is None:
-            from pangu.training.profile import find_stragglers
-
             return find_stragglers(trainer, batches, self.config.faults.slow_factor) or None
         trainer.forward_backward(batches)
         return None
@@ -197,9 +196,6 @@ class Loop:
         if trainer.step != self._profiled_after:
             yield
             return
-        from pangu.topology.recording import stop
-        from pangu.training.profile import Profile
-
         Profile.begin(trainer.mesh)
         yield
         recording = stop(trainer.mesh.recorder)
@@ -227,8 +223,6 @@ class Loop:
             with self._interlude("evaluating"):
                 evaluation = self.benchmarks.figures(trainer)
         if config.metrics.trust_ratios:
-            from pangu.training.validation import trust_ratios
-
             ratios = trust_ratios(trainer)
         return StepRecord(
             step=trainer.step,
@@ -331,8 +325,6 @@ class Loop:
         step, every = self.trainer.step, self.config.train.check_replicas
         if not self._due(every):
             return
-        from pangu.training.replicas import find_replica_difference
-
         with self._interlude("comparing replicas"):
             difference = find_replica_difference(self.trainer)
         if difference:

@@ -18,7 +18,6 @@ from pangu.config.files import write_atomically
 from pangu.data.batch import Batch
 from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, Kind
 from pangu.pipeline.check import Message, message_of
-from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Event, Timeline
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
@@ -280,36 +279,6 @@ def durations_of(timeline: Timeline) -> Durations:
 
     # a whole backward is entered as one for the input: the simulator adds the two
     return Durations(mean(Kind.FORWARD), mean(Kind.BACKWARD, Kind.BACKWARD_INPUT), mean(Kind.BACKWARD_WEIGHT))
-
-
-def draw_profile(profile: Profile, folder: Path) -> None:
-    """Write profile.png, pipeline_measured.svg and .png, and say what was idle."""
-    from matplotlib.figure import Figure  # which only pictures need, as what is drawn with it
-
-    from pangu.metrics.plots import write_figure
-    from pangu.pipeline.draw import draw
-
-    rows = profile.bars()
-    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    stops = [0.0] * len(rows)
-    for part in PARTS:
-        widths = [1000 * row.get(part, 0.0) for row in rows.values()]
-        axes.barh(list(rows), widths, left=stops, label=part)
-        stops = [stop + width for stop, width in zip(stops, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.set(xlabel="time (ms)", title=f"step {profile.step}")
-    figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize="small")
-    write_figure(figure, folder / "profile.png")
-    timeline = profile.timeline
-    draw(timeline, folder / "pipeline_measured", "measured", measured=True)
-    simulated = simulate(timeline.schedule, durations_of(timeline))
-    log.info(
-        "profile: stages were idle %.1f %% of the step's forwards and backwards; the simulator says %.1f %% for the "
-        "same times",
-        100 * timeline.bubble,
-        100 * simulated.bubble,
-    )
 
 
 def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: float) -> dict[int, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects
 from pangu.topology.mesh import Mesh
-from pangu.training.saving import state_of
+from pangu.training.saved_state import state_of
 from pangu.training.step import Trainer
 
 AXES = ("replicas", "expert_replicas", "tensor", "pipeline")

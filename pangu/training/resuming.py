@@ -14,6 +14,7 @@ from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing
+from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
 from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import UserError
@@ -22,7 +23,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.models.parameters import logical_shapes
 from pangu.topology.mesh import Mesh
-from pangu.training.saving import state_of, weights_of
+from pangu.training.saved_state import state_of, weights_of
 from pangu.training.step import MOMENTS, Trainer
 
 log = logging.getLogger("pangu")
@@ -157,8 +158,6 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     `load_weights`."""
     weights, model, upcycle = weights_of(trainer), config.model, config.checkpoint.upcycle
     if model.experts is not None:
-        from pangu.checkpoint.upcycling import of_dense_model, require_kind
-
         require_kind(intact(path, trainer.mesh), upcycle)
         weights, model = (of_dense_model(weights), model.without_experts) if upcycle else (weights, model)
     index = load_weights(path, trainer.mesh, weights)

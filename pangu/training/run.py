@@ -11,40 +11,49 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import keep_generation, keep_template, keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
+from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.config.console import outlive_console
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
+from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
+from pangu.layers.fp8 import require_fp8
 from pangu.layers.kernel_choice import attention_kernels
+from pangu.metrics.formats import require_format
 from pangu.metrics.text import size
 from pangu.metrics.writers import ForecastWriter
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
+from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
+from pangu.topology.backends import backend_of, describe_environment, record_collectives
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.describe import describe
+from pangu.training.determinism import deterministic
 from pangu.training.interrupts import Interrupts
 from pangu.training.loop import Loop
+from pangu.training.preflight import check_cluster, raise_open_files, require_same_text
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
+from pangu.training.resuming import load_checkpoint
 from pangu.training.saving import begin, find_checkpoint
 from pangu.training.step import Trainer
+from pangu.training.summary import draw_pictures, finish
+from pangu.training.validation import Benchmarks, Validation, in_training
+from pangu.training.watchdog import Watchdog
 from pangu.zero.states import fullest_states, held_bytes, plan_states
-
-if TYPE_CHECKING:
-    from pangu.training.validation import Benchmarks, Validation
-    from pangu.training.watchdog import Watchdog
 
 log = logging.getLogger("pangu")
 
@@ -69,17 +78,11 @@ def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
     outlive_console()
     device = choose_device(config.train.device, launch, threads=config.train.threads)
     if device.type != "cpu":
-        from pangu.metrics.formats import require_format
-
         require_format(config.precision.compute, device)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
     if config.precision.matmul == "fp8":
-        from pangu.layers.fp8 import require_fp8
-
         log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device))
     if launch.world > 1:
-        from pangu.training.preflight import raise_open_files
-
         raise_open_files(launch.world)
     output = Path(config.train.output)
     with ExitStack() as stack:
@@ -87,8 +90,6 @@ def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
         if device.type != "cpu":
             stack.enter_context(_told_backend(device, launch, output))
         if config.train.deterministic:
-            from pangu.training.determinism import deterministic
-
             stack.enter_context(deterministic())
             log.info("%-12s this command gives the same bits again, on such devices and libraries", "determinism")
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
@@ -96,13 +97,9 @@ def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
         stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
         watchdog = None
         if mesh.store is not None:
-            from pangu.training.watchdog import Watchdog
-
             watchdog = stack.enter_context(Watchdog(mesh, output))
         agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
         if launch.world > 1:
-            from pangu.training.preflight import check_cluster
-
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
         forecast = None
@@ -119,8 +116,6 @@ def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
     if layout.pipeline > 1:
-        from pangu.pipeline.advice import advise
-
         for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
             log.info(line)
 
@@ -136,8 +131,6 @@ def _set_up_logging(is_first: bool) -> None:
 @contextmanager
 def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterator[None]:
     """Within the block, the backend of a device is told what pangu has it do."""
-    from pangu.topology.backends import backend_of, describe_environment, record_collectives
-
     given = dict(os.environ)
     is_nccl = launch.world > 1 and backend_of(device) == "nccl"
     with record_collectives(output) if is_nccl else nullcontext():
@@ -152,8 +145,6 @@ def _shared_forecast(
     the run needs more memory than a device has."""
     if watchdog is None:
         return forecast(lambda: None)
-    from pangu.collectives.long_work import agree_on_long_work
-
     doing = "counting what layers do"
     results = agree_on_long_work(mesh, doing, forecast, runs_here=mesh.is_first, watch=watchdog.look_at)
     return results[0] if results else None
@@ -182,8 +173,6 @@ def _train(
     warn_of_slow_format(config, mesh)
     recorded = None
     if checkpoint is not None:
-        from pangu.checkpoint.index import read_index
-
         recorded = read_index(checkpoint).get("choices")
     choices = choose(config, mesh, recorded)
     torch.set_float32_matmul_precision(choices.products)
@@ -211,8 +200,6 @@ def _train(
 def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict[str, Any]:
     """Let a trainer go on from a checkpoint, whose index is returned, or begin."""
     if checkpoint is not None:
-        from pangu.training.resuming import load_checkpoint
-
         index = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
         return index
@@ -261,8 +248,6 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog |
 
     def carry_out(action: Callable[[Callable[[], None]], None], runs_here: bool) -> None:
         if watchdog is not None:
-            from pangu.collectives.long_work import agree_on_long_work
-
             doing, watch = f"preparing data={config.data.kind}", watchdog.look_at
             agree_on_long_work(mesh, doing, action, runs_here=runs_here, watch=watch, leave=end_workers)
         elif runs_here:  # nobody waits, and Ctrl-C reaches the work in this thread
@@ -281,8 +266,6 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog |
         watchdog.look_at()
     (sources,) = opened
     if (position := sources.train.position) is not None:
-        from pangu.training.preflight import require_same_text
-
         require_same_text(mesh, position)
     return sources
 
@@ -292,12 +275,8 @@ def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Vali
     if the files of benchmarks are wrong."""
     validation, benchmarks = None, None
     if sources.validation is not None and config.validation.every:
-        from pangu.training.validation import Validation
-
         validation = Validation(config, sources, mesh)
     if config.evaluate.every:
-        from pangu.training.validation import Benchmarks
-
         benchmarks = Benchmarks(config, sources)
     return validation, benchmarks
 
@@ -306,8 +285,6 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
     """What `sample` asks to continue; none if it asks for nothing. Raises UserError if a prompt is too long."""
     if not config.sample.tokens:
         return []
-    from pangu.evaluation.generation import encode_prompts
-
     assert sources.tokenizer is not None
     ids = (config.data.packing.eod, config.model.sequence, begin_id(config.data.packing.bos, sources.tokenizer))
     return encode_prompts(config.sample.prompts, sources.tokenizer, *ids)
@@ -320,8 +297,6 @@ def _stop(loop: Loop, signals: StopSignals) -> None:
         saved = f"{loop.checkpoint} is written; the same command continues"
     log.info("stopped after step %d (%s): %s", loop.trainer.step, loop.stopped, saved)
     if loop.trainer.mesh.is_first:
-        from pangu.training.summary import draw_pictures
-
         draw_pictures(loop)
     if loop.stopped == "SIGTERM":
         signals.linger()
@@ -331,16 +306,10 @@ def _finish(loop: Loop, prompts: list[list[int]], seconds: float) -> None:
     """The end of a complete run: all processes draw text together, and the first one writes and prints."""
     config, texts = loop.config, []
     if prompts:
-        from pangu.evaluation.generation import Sampling, continue_prompts
-        from pangu.training.validation import in_training
-
         model = in_training(config, loop.trainer, loop.sources.tokenizer)
         sampling = Sampling(
             config.sample.tokens, config.sample.temperature, config.sample.top_k, seed=config.train.seed
         )
         texts = [text.prompt + text.text for text in continue_prompts(model, prompts, sampling)]
     if loop.trainer.mesh.is_first:
-        # only here: matplotlib is a fifth of all that a run imports
-        from pangu.training.summary import finish
-
         finish(loop, texts, seconds)

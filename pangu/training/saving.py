@@ -12,16 +12,22 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-from pangu.checkpoint.files import Slice, amend, checkpoint_path, list_checkpoints, prune, rectangles_of, tidy
+from pangu.checkpoint.arena import Arena
+from pangu.checkpoint.files import Slice, amend, checkpoint_path, list_checkpoints, prune, tidy
+from pangu.checkpoint.index import read_index, read_start, write_start
 from pangu.checkpoint.run_folder import identity
+from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import StuckError, agree, complete
+from pangu.collectives.long_work import agree_on_long_work
 from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
 from pangu.config.files import flush
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
+from pangu.training.resuming import begin_with, in_sequences_of, intact, load_checkpoint, place_to_continue
+from pangu.training.saved_state import state_of
 from pangu.training.standings import Standings
-from pangu.training.step import MOMENTS, Trainer
+from pangu.training.step import Trainer
 from pangu.zero.norms import counts
 
 log = logging.getLogger("pangu")
@@ -46,8 +52,6 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
         )
     if resume in ("auto", "none") and not paths:
         return None
-    from pangu.training.resuming import intact, place_to_continue
-
     return place_to_continue(config, mesh) if resume == "auto" else intact(Path(resume), mesh)
 
 
@@ -60,8 +64,6 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     def clear() -> tuple[list[Path], dict[str, Any]]:
         if not folder.exists():
             return [], {}
-        from pangu.checkpoint.index import read_start
-
         return tidy(folder, -1), read_start(folder)
 
     (cleared, *_) = agree(mesh, clear, runs_here=mesh.is_first)
@@ -69,8 +71,6 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     for checkpoint in cleared[0]:
         log.warning("%s: this run begins again without it; delete it if you do not need it", checkpoint)
     if config.checkpoint.init_from is not None:
-        from pangu.training.resuming import begin_with
-
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
     return cleared[1]
@@ -89,8 +89,6 @@ class Saver:
         self._mesh = trainer.mesh.background()
         self._arena = None
         if config.checkpoint.every and config.checkpoint.asynchronous:
-            from pangu.checkpoint.arena import Arena
-
             self._arena = Arena(self._mesh.device, _slices(trainer, every_kind=True))
         self._save: Future[Path] | None = None
         """The last save, until it is known how it ended."""
@@ -182,9 +180,6 @@ class Saver:
         Raises:
             UserError: on all ranks, if there are checkpoints and none can be continued.
         """
-        from pangu.checkpoint.index import read_index, read_start, write_start
-        from pangu.training.resuming import in_sequences_of, load_checkpoint, place_to_continue
-
         mesh = self._trainer.mesh
         self.newest = path = place_to_continue(self._config, mesh)
         resume = self._config.checkpoint.resume
@@ -213,9 +208,6 @@ class Saver:
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint together with the other ranks, and delete those that are too old."""
-        from pangu.checkpoint.together import write_together
-        from pangu.collectives.long_work import agree_on_long_work
-
         mesh, keep = self._mesh, self._config.checkpoint
 
         def flush_figures() -> None:
@@ -236,21 +228,6 @@ class Saver:
         except UserError as error:
             log.warning("%s", error)  # what was saved is whole
         return path
-
-
-def weights_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
-    """Names of logical tensors with the rectangles of their fp32 weights that this rank updates."""
-    for shard in trainer.shards:
-        yield from rectangles_of(shard, shard.main)
-
-
-def state_of(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
-    """The rectangles of this rank, as `KIND/NAME`: weights and, once a step is made, the optimizer's moments."""
-    yield from ((f"weight/{name}", part) for name, part in weights_of(trainer))
-    for kind in MOMENTS if every_kind or trainer.step > trainer.skipped else ():
-        for shard in trainer.parameters.trained_shards:
-            moments = rectangles_of(shard, trainer.optimizer.state[shard.main][kind])
-            yield from ((f"{kind}/{name}", part) for name, part in moments)
 
 
 def _slices(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:

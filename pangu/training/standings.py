@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pangu.checkpoint.files import list_checkpoints, step_of
+from pangu.checkpoint.index import read_index
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
 from pangu.collectives.agreement import agree
 from pangu.config.errors import UserError
@@ -32,8 +33,6 @@ class Standings:
             standing = read_standing(path)
             if standing.proven or standing.condemned:
                 break
-            from pangu.checkpoint.index import read_index  # now: a fresh run has nothing to read
-
             try:
                 watch = read_index(path).get("watch", {})
             except UserError:

@@ -17,7 +17,10 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.fp8 import Fp8Scales
+from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.weight_gradient_store import WeightGradientStore
+from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import Options, build_model
 from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
@@ -27,6 +30,7 @@ from pangu.pipeline.runner import ParameterHooks, Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Algorithms, Mesh
+from pangu.training.step_check import StepCheck
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.gradients import Norms, layer_products_add
 from pangu.zero.sharded import ShardedParameters
@@ -88,8 +92,6 @@ class Trainer:
         self.choices = None if choices is None else asdict(choices)
         """What `auto` stood for, as checkpoints hold it."""
         if choices is None:
-            from pangu.layers.kernel_choice import kernels_of
-
             kernel = kernels_of(config, mesh.device)[0]
         else:
             kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
@@ -109,8 +111,6 @@ class Trainer:
         store, self.scales = WeightGradientStore(), None
         layers_store = store if schedule.splits_backward or layer_products_add(mesh.device) else None
         if config.precision.matmul == "fp8":
-            from pangu.layers.fp8 import Fp8Scales
-
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=self.scales)
         options, frozen = Options.of(config, kernel), config.train.frozen
@@ -120,8 +120,6 @@ class Trainer:
         products = WeightProducts(self.parameters.gradients, self.model)
         store.add_product, store.complete, store.add_rows = products.add, products.complete, products.add_rows
         if config.compile is True or (choices is not None and choices.compile == "true"):
-            from pangu.models.compiled import CompiledBlocks
-
             self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         self.optimizer = make_optimizer(config.optimizer, trained, self.parameters.squares.over)
@@ -134,8 +132,6 @@ class Trainer:
         )
         self.check = None
         if config.train.check_step:
-            from pangu.training.step_check import StepCheck
-
             self.check = StepCheck(self)
 
     @property

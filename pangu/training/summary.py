@@ -72,25 +72,15 @@ def _earlier(output: Path, step: int) -> dict[str, Any]:
 
 
 def draw_pictures(loop: Loop) -> None:
-    """The loss curve and, of a pipeline, what each stage did when; nothing where matplotlib is not installed."""
+    """Draw the loss curve and, for a pipeline, the timeline of each stage, unless matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         log.info("no pictures: matplotlib is not installed")
         return
-    from pangu.metrics.plots import plot_loss  # whose matplotlib takes memory that training did not
+    # matplotlib, an optional package, whose memory training did not take
+    from pangu.training.pictures import draw_run  # noqa: PLC0415
 
-    output = Path(loop.config.train.output)
-    with writing(output):
-        if loop.trainer.mesh.layout.pipeline > 1:
-            from pangu.pipeline.draw import draw
-            from pangu.pipeline.simulate import simulate
-
-            stages = loop.trainer.stages
-            draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated")
-        if loop.profile is not None:
-            from pangu.training.profile import draw_profile
-
-            draw_profile(loop.profile, output / "plots")
-        plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
+    with writing(Path(loop.config.train.output)):
+        draw_run(loop)
 
 
 def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:

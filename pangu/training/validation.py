@@ -13,6 +13,9 @@ from pangu.data.boundaries import begin_id
 from pangu.data.sources import Sources
 from pangu.data.stream import Stream
 from pangu.evaluation.inference import LoadedModel, mean_loss, padded_length
+from pangu.evaluation.tasks.ask import ask, read_questions, summary
+from pangu.evaluation.tasks.catalogue import find_task
+from pangu.evaluation.tasks.prompts import Setup
 from pangu.metrics.record import perplexity
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -84,11 +87,6 @@ class Benchmarks:
 
     def __init__(self, config: RunConfig, sources: Sources) -> None:
         """Raises UserError if a task's files are missing or of another format."""
-        # the tasks are a part of the package that most runs do without
-        from pangu.evaluation.tasks.ask import read_questions
-        from pangu.evaluation.tasks.catalogue import find_task
-        from pangu.evaluation.tasks.prompts import Setup
-
         evaluate = config.evaluate
         assert evaluate.data is not None
         setup = Setup(evaluate.shots, config.train.seed, limit=evaluate.limit)
@@ -99,8 +97,6 @@ class Benchmarks:
 
     def figures(self, trainer: Trainer) -> dict[str, float]:
         """`task/measure` -> figure, on every process; all of them call it together."""
-        from pangu.evaluation.tasks.ask import ask, summary
-
         model = in_training(self._config, trainer, self._tokenizer)
         figures: dict[str, float] = {}
         for questions in self._questions:

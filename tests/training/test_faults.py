@@ -146,7 +146,7 @@ def test_a_step_that_is_taken_back_is_not_profiled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Neither the step with the fault nor the one that had begun when it was heard of."""
-    monkeypatch.setattr("pangu.training.profile.PROFILED", profiled)
+    monkeypatch.setattr("pangu.training.loop.PROFILED", profiled)
     poisoned([21], monkeypatch)
     assert train(tmp_path, 8, *ROLLBACK, f"checkpoint.every={every}", "profile=true") == expected
     said = capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from torch.nn import functional as F
 
 from pangu.topology import copy_stream
-from pangu.training import loop, replicas
+from pangu.training import loop
 from pangu.training.step import Trainer
 from tests.end_to_end.commands import metrics
 from tests.spawn import repository
@@ -35,7 +35,7 @@ def test_the_time_of_a_step_reaches_from_one_end_to_the_next(tmp_path: Path, mon
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(Trainer, "forward_backward", taking(1, Trainer.forward_backward))
     monkeypatch.setattr(loop, "peak_memory_gib", taking(2, loop.peak_memory_gib))
-    monkeypatch.setattr(replicas, "find_replica_difference", taking(100, lambda trainer: None))
+    monkeypatch.setattr(loop, "find_replica_difference", taking(100, lambda trainer: None))
     train(tmp_path, 3, "train.check_replicas=2", "checkpoint.every=0")
     assert [line["step_time_s"] for line in metrics(tmp_path)] == [1, 3, 3]
 

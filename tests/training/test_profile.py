@@ -116,7 +116,7 @@ def test_parts_are_the_time_that_the_metrics_have(every: int, tmp_path: Path, mo
     takes(3, Loop, "_figures")
     takes(200, Saver, "save")
     takes(400, Profile, "write_trace")
-    monkeypatch.setattr("pangu.training.profile.PROFILED", 3)
+    monkeypatch.setattr("pangu.training.loop.PROFILED", 3)
     train(tmp_path, 5, "profile=true", f"checkpoint.every={every}")
     parts = json.loads((tmp_path / "summary.json").read_text())["profile"]["terms_s"]
     times = [line["step_time_s"] for line in metrics(tmp_path)]

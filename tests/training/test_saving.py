@@ -17,7 +17,7 @@ from pangu.checkpoint.files import list_checkpoints
 from pangu.config.errors import UserError
 from pangu.data.order import ORDER_VERSION
 from pangu.metrics import writers
-from pangu.training import process, replicas
+from pangu.training import loop, process
 from pangu.training.resuming import _compare_order
 from pangu.training.step import Trainer
 from tests.configs import config
@@ -96,7 +96,7 @@ def test_what_cannot_be_deleted_stays_and_does_not_end_the_run(
 
 def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every second step, as asked for."""
-    monkeypatch.setattr(replicas, "find_replica_difference", lambda trainer: f"weight/{trainer.step}")
+    monkeypatch.setattr(loop, "find_replica_difference", lambda trainer: f"weight/{trainer.step}")
     with pytest.raises(UserError, match="after step 2 copies differ: weight/2; look"):
         train(tmp_path, 4, "train.check_replicas=2")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
