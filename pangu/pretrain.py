@@ -28,11 +28,11 @@ def find_configs() -> Path:
 
 
 def planner() -> ModuleType:
-    """Return `pangu.planning.run_hooks`."""
+    """Return the module that plans, forecasts and dry-runs."""
     # a plain run neither plans nor dry-runs, and does without 6,000 lines
-    from pangu.planning import run_hooks  # noqa: PLC0415
+    from pangu import plan_run  # noqa: PLC0415
 
-    return run_hooks
+    return plan_run
 
 
 def forecast(*run: Any) -> Forecast | None:

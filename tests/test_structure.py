@@ -232,7 +232,7 @@ def test_the_package_stays_small() -> None:
     planner asked of schedules and of ZeRO by name, and its simulator."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
     both = [path for path in FILES if floor_of(path) in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in both) <= 5_845
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in both) <= 5_800
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_878
 
 

@@ -191,9 +191,9 @@ class _Launcher(NamedTuple):
         self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], reach: Tensor | None, tiles: Tiles, cut: str
     ) -> None:
         """Launch a kernel; `columns` are tensors with head columns, `cut` the tiled dimension: queries or keys."""
-        from triton.errors import TritonError
+        from triton.errors import TritonError  # noqa: PLC0415 - optional package
 
-        from pangu.layers import triton_kernels
+        from pangu.layers import triton_kernels  # noqa: PLC0415 - it imports triton
 
         batch, heads, queries, size = self.query.shape
         groups, keys = self.key.shape[1:3]

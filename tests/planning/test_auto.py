@@ -20,6 +20,7 @@ import torch
 from pangu.config.errors import ConfigError, UserError
 from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
+from pangu.plan_run import cluster_here, plan_layout, with_cluster_here
 from pangu.planning import auto, forecast, search
 from pangu.planning.auto import (
     choose_automatically,
@@ -29,7 +30,6 @@ from pangu.planning.auto import (
 from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
 from pangu.planning.plan import Plan
-from pangu.planning.run_hooks import cluster_here, plan_layout, with_cluster_here
 from pangu.planning.search import Candidate, Space
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
