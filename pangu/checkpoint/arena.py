@@ -1,4 +1,4 @@
-"""Memory of the host that holds what is being saved, filled beside the computation."""
+"""Host memory for the state being saved, filled while training continues."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from pangu.checkpoint.files import Slice
 from pangu.topology.copy_stream import CopyStream, Moment, host_memory
 
 CHUNK_BYTES = 2**30
-"""torch gives pinned memory in powers of two."""
+"""Size of a chunk of pinned memory, a power of two, as torch allocates pinned memory in powers of two."""
 _ALIGNMENT = 64
 
 
 def _format(tensor: Tensor) -> torch.dtype:
-    """fp32, or fp64 where the run is. Frozen weights and moments may be bf16: a checkpoint does not depend on how they
-    are kept."""
+    """Return the dtype of a tensor in checkpoints: fp32 or fp64, whatever the dtype of moments and frozen weights."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def as_saved(slices: Iterable[tuple[str, Slice]]) -> Iterator[tuple[str, Slice]]:
-    """In the format of checkpoints."""
+    """Return the slices converted to the dtypes of checkpoints."""
     return ((name, replace(part, tensor=part.tensor.to(_format(part.tensor)))) for name, part in slices)
 
 
 class _CopiesMade(Moment):
-    """When the device has made its copies, and a thread those of the host, which training does not wait for either."""
+    """Event after the device-to-host copies and the host's own copies, which a thread makes."""
 
     def __init__(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`pairs`: of the host's tensors, copy and original."""
+        """Start the thread for `pairs` of host tensors (copy, original)."""
         super().__init__(device)
         thread = ThreadPoolExecutor(1, "copies for a checkpoint")
         self._copied = thread.submit(_copy, pairs)
         thread.shutdown(wait=False)
 
     def wait(self) -> None:
+        """Wait until all copies are complete."""
         self._copied.result()
         super().wait()
 
     def precede(self) -> None:
-        """The host waits for its own copies: it is who changes what is offloaded."""
+        """Delay the next update until the copies are complete; host threads, too, change offloaded state."""
         self._copied.exception()  # it is the save's
         super().precede()
 
@@ -54,21 +54,19 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class Arena:
-    """Room for one save at a time, which the next one uses again: pinning pages takes longer than copying into them."""
+    """Reusable host memory for one save at a time: pinning pages takes longer than copying into them."""
 
     def __init__(self, device: torch.device, slices: Iterable[tuple[str, Slice]]) -> None:
-        """`device`: that what is saved lies on. A CPU takes memory at every save; others now, for all `slices` that a
-        save may have: the first save is waited for like any other."""
+        """Allocate memory for all `slices` that a save may have; a CPU allocates memory at every save instead."""
         self._device, self._keeps = device, device.type != "cpu"
         self._stream = CopyStream(device)
         self._chunks: list[Tensor] = []
-        """Bytes, pinned."""
+        """Chunks of pinned memory, uint8."""
         if self._keeps:
             self.rooms(slices)
 
     def rooms(self, slices: Iterable[tuple[str, Slice]]) -> list[tuple[str, Slice]]:
-        """The same slices with uninitialized memory for tensors; those that begin alike have the same memory again, if
-        it is kept."""
+        """Return the slices with uninitialized host tensors; with kept memory, every call returns the same memory."""
         slices = list(slices)
         if not self._keeps:
             rooms = (torch.empty_like(part.tensor, dtype=_format(part.tensor)) for _, part in slices)
@@ -81,8 +79,7 @@ class Arena:
         ]
 
     def copy(self, slices: Iterable[tuple[str, Slice]]) -> tuple[Iterator[tuple[str, Slice]], Moment]:
-        """Begin to copy. Returns the copies, the first of which waits for all, and the moment from which the originals
-        may change: whatever changes them lets it precede."""
+        """Start to copy; return the copies, the first of which waits for all, and the event updates must wait for."""
         slices = list(slices)
         copies = self.rooms(slices)
         pairs = [(copied.tensor, part.tensor) for (_, copied), (_, part) in zip(copies, slices, strict=True)]
@@ -100,7 +97,6 @@ class Arena:
         return arrived(), moment
 
     def _places(self, sizes: list[int]) -> Iterator[Tensor]:
-        """The rest of a chunk, for each size: the next one begins where it ends, or in the next chunk."""
         left, number, rest = sum(sizes), -1, torch.empty(0, dtype=torch.uint8)
         for size in sizes:
             if size > len(rest) or number < 0:

@@ -1,13 +1,12 @@
-"""Checkpoints in logical space: safetensors files and a JSON index with checksums, committed by one atomic rename.
+"""Checkpoint files in logical space: safetensors and a JSON index with checksums, committed by one atomic rename.
 
     checkpoints/step-00000100/
-        index.json            facts of the run, and for every tensor its global shape, format and pieces
-        tensors-00000-00000.safetensors, ...      writer, number of the file
-        standing.json         whether it is proven or condemned (`standing.py`); absent until that is known
+        index.json                            facts of the run; global shape, dtype and pieces of every tensor
+        tensors-00000-00000.safetensors, ...  writer, number of the file
+        standing.json                         proven or condemned (`standing.py`); absent until that is known
 
 A tensor is called `KIND/NAME`: KIND is `weight` (the fp32 master) or a name of the optimizer's state, NAME the global
-name of the logical tensor. Nothing in a checkpoint depends on the layout that wrote it, and loading one runs no code
-from it.
+name of the logical tensor. Nothing in a checkpoint depends on the layout that wrote it, and loading one runs no code.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 FORMAT = "pangu-checkpoint"
 VERSION = 3
 FILE_BYTES = 2**30
-"""Approximate size of a file, which bounds the host memory of a save."""
+"""Approximate size of a file in bytes, which bounds the host memory of a save."""
 
 
 _NAME = re.compile(r"step-[0-9]{8}")
@@ -44,30 +43,31 @@ _NAME = re.compile(r"step-[0-9]{8}")
 
 @dataclass(frozen=True)
 class Slice:
-    """A rectangle of a logical tensor."""
+    """Rectangle of a logical tensor."""
 
     tensor: Tensor
-    """Its values, or memory for them."""
+    """Values of the rectangle, or memory for them."""
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     """Global index of the first element of `tensor`."""
 
 
 def rectangles_of(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
-    """Name of a logical tensor with each rectangle of it that this rank has; `values` of the shard are flat."""
+    """Yield each rectangle that this rank owns of logical tensors; `values` are flat, one per element of the shard."""
     for part, offsets in shard.rectangles(values):
         yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 @dataclass(frozen=True)
 class Written:
-    """Entries of the index for what one process wrote."""
+    """Index entries for the tensors and files that one process wrote."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -77,14 +77,13 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name; symbolic links are left out, as
-    the folder may be shared."""
+    """Return the checkpoints of a folder, oldest first, damaged ones included, partial ones and links excluded."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
 def start(path: Path) -> None:
-    """Make the empty folder beside `path` for a checkpoint that is not yet committed. Raises UserError."""
+    """Create the empty folder of an uncommitted checkpoint next to `path`. Raises UserError."""
     partial = _partial(path)
     with _saving(path):
         if partial.is_symlink():
@@ -96,10 +95,11 @@ def start(path: Path) -> None:
 def write_slices(
     path: Path, writer: int, slices: Iterable[tuple[str, Slice]], contents: Iterator[Tensor] | None = None
 ) -> Written:
-    """Write slices of logical tensors into the started checkpoint `path`. `writer`: number that no other process of
-    this save uses. `slices`: (`KIND/NAME`, slice) pairs, possibly several for one name; no element may be written
-    twice. `contents`: their tensors, one at a time, if the slices have them on the meta device. Raises UserError if the
-    disk refuses."""
+    """Write slices of logical tensors into the started checkpoint `path`. Raises UserError if the disk refuses.
+
+    `writer`: number that no other process of this save uses. `slices`: (`KIND/NAME`, slice) pairs; no element may be
+    written twice. `contents`: their values, one at a time, if the slices are on the meta device.
+    """
     written = Written()
     with _saving(path):
         for batch in _batches(slices):
@@ -122,8 +122,7 @@ def _batches(slices: Iterable[tuple[str, Slice]]) -> Iterator[list[tuple[str, Sl
 
 
 def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> None:
-    """Write the index of all writers' tensors, with `facts` of the run, and give the checkpoint its name, replacing one
-    of that name. Raises UserError if the disk refuses."""
+    """Write the index of all writers' tensors with `facts` of the run, and commit the checkpoint; raises UserError."""
     index: dict[str, Any] = {"format": FORMAT, "version": VERSION, **facts, "tensors": {}, "files": {}}
     for part in parts:
         index["files"] |= part.files
@@ -138,21 +137,22 @@ def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> No
 
 
 def amend(path: Path, index: Mapping[str, Any]) -> None:
-    """Give a committed checkpoint another index, at once or not at all. Raises UserError."""
+    """Atomically replace the index of a committed checkpoint. Raises UserError."""
     with _saving(path):
         _write_index(path, index)
 
 
 def discard(path: Path) -> None:
+    """Delete the folder of an uncommitted checkpoint."""
     shutil.rmtree(_partial(path), ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete the oldest checkpoints until `keep` are left (0: all). Those of every `keep_every`-th step stay and do not
-    count; those that a rollback may need (`standing.indispensable`) stay too.
+    """Delete the oldest checkpoints until `keep` are left (0: all).
 
-    Raises:
-        UserError: naming those that the disk refuses to delete; they are whole.
+    Checkpoints of every `keep_every`-th step stay and do not count; those a rollback may need
+    (`standing.indispensable`) stay too. Raises UserError that names those that the disk refuses to delete; they stay
+    complete.
     """
     problems = []
     paths = list_checkpoints(folder)
@@ -169,9 +169,10 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def tidy(folder: Path, step: int) -> list[Path]:
-    """Make the checkpoint of `step` the newest (-1: none): rename later ones, which are damaged, condemned or belong to
-    a course that the run has left, and delete half-written and half-deleted ones of killed processes. Return the new
-    names, which nothing lists any more."""
+    """Make the checkpoint of `step` the newest (-1: none) and return the new names of later ones, which nothing lists.
+
+    Later checkpoints are damaged, condemned or of an abandoned course; partial ones of killed processes are deleted.
+    """
     for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
         for rest in folder.glob(pattern):
             shutil.rmtree(rest, ignore_errors=True)
@@ -224,6 +225,7 @@ def _write_file(
 
 
 def checksum(index: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an index."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""The index of a checkpoint, believed as far as it is checked: it may be damaged, or crafted by who can write it.
+"""Index of a checkpoint, trusted only as far as it is checked: it may be damaged or crafted.
 
 `index.json` is one object: `format`, `version`, facts of the run (`_FACTS`), `checksum` of all the rest, and
 
-    tensors     KIND/NAME -> shape and dtype of the whole tensor, and `pieces`, which cover it, each element once:
-                {file, key: its name in the file, offsets: place in the whole tensor, shape}
+    tensors     KIND/NAME -> shape and dtype of the full tensor, and `pieces`, which cover it, each element once:
+                {file, key: its name in the file, offsets: place in the full tensor, shape}
     files       name -> {bytes, sha256}
 """
 
@@ -29,21 +29,20 @@ from pangu.config.errors import UserError, writing
 from pangu.config.files import flush, open_regular, read_json, write_atomically
 
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
-"""dtype -> its name in a file and the bytes of an element."""
+"""Safetensors code and bytes per element, by dtype name."""
 _FILE_NAME = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
 START = "start.json"
-"""File beside the checkpoints of a run that went back to its beginning."""
+"""File next to the checkpoints of a run that went back to its beginning."""
 MOST_DIMS = 8
-"""Dimensions of a tensor; the corners of a piece double with each."""
+"""Largest number of dimensions of a tensor; the corners of a piece double with each."""
 
 
 class NewerFormatError(UserError):
-    """A checkpoint that a newer version of pangu has written."""
+    """Error for a checkpoint that a newer version of pangu has written."""
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a checkpoint. Raises NewerFormatError if a newer version of pangu has written it, UserError if this
-    version cannot read it or it is damaged."""
+    """Return the index of a checkpoint. Raises NewerFormatError if a newer pangu wrote it, UserError if invalid."""
     file = path / "index.json"
     if not file.exists():
         inside = list_checkpoints(path / "checkpoints")
@@ -68,8 +67,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def read_start(folder: Path) -> dict[str, Any]:
-    """Read what a run that went back to its beginning continues with, `samples` and `watch` as in an index; empty if it
-    never did. Raises UserError if the file is damaged."""
+    """Return `samples` and `watch` of a run that went back to its beginning, else {}; UserError if damaged."""
     file = folder / START
     if not file.exists():
         return {}
@@ -80,7 +78,7 @@ def read_start(folder: Path) -> dict[str, Any]:
 
 
 def write_start(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write what `read_start` returns, at once or not at all. Raises UserError if the disk refuses."""
+    """Atomically write the facts that `read_start` returns. Raises UserError if the disk refuses."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / START, json.dumps(facts).encode())
@@ -94,7 +92,7 @@ def require_facts(path: Path, index: Mapping[str, Any], *names: str) -> None:
 
 
 def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint; each of `shares` processes reads its share of them."""
+    """Return the damage of a checkpoint's files; each of `shares` processes reads its share of them."""
     pieces = defaultdict(list)
     for entry in index["tensors"].values():
         for piece in entry["pieces"]:
@@ -112,7 +110,7 @@ def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: in
 
 
 def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[Mapping[str, Any], str]]) -> str:
-    """What is wrong with a file, compared with the index's facts of it and of its `pieces`, or nothing."""
+    """Return how a file differs from the index's facts about it and its `pieces`, or an empty text."""
     status = file.lstat()
     if stat.S_ISREG(status.st_mode) and status.st_size != expected["bytes"]:
         return f"{status.st_size} bytes, and {expected['bytes']} were written"
@@ -174,7 +172,7 @@ def _problems_of_piece(piece: Mapping[str, Any], entry: Mapping[str, Any], files
 
 
 def cover(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether boxes cover a box, each element of it once, in time proportional to their number.
+    """Return whether boxes cover a box, each element once, in time proportional to their number.
 
     A box is a sum of orthants that begin at its corners, with signs that alternate along each dimension. Orthants are
     linearly independent, hence the boxes add up to the whole exactly if the signs at every corner do.
@@ -213,13 +211,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Whether a value is a shape or an offset."""
     return isinstance(value, list) and len(value) <= MOST_DIMS and all(map(_is_count, value))
 
 
 def _matches(value: Any, pattern: Any) -> bool:
-    """Whether a value of JSON fits a pattern: a type, a test, a regular expression; a list of such, of any length; or
-    an object with at least the keys of a dictionary, those with a `?` optional."""
+    """Return whether a value fits a type, test, regex, [pattern] of any length, or {key or optional key?: pattern}."""
     if isinstance(pattern, dict):
         return isinstance(value, dict) and all(
             _matches(value[name], inner) if (name := key.rstrip("?")) in value else key.endswith("?")
@@ -270,11 +266,10 @@ _FACTS: dict[str, Any] = {
     "identity?": dict,
     "layout?": dict,
 }
-"""Facts of a run that an index may hold, with their patterns."""
+"""Patterns of the facts of a run that an index may hold."""
 
 
 def _are_exponents(value: Any) -> bool:
-    """Of three tensors of each matrix, of the same number of steps."""
     rows = [value[name] for name in value] if isinstance(value, dict) else [()]
     return all(
         _matches(three, [[lambda exponent: _is_count(exponent) and exponent < 255]])

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: its tensors under any layout, by all ranks of a mesh together, and what was trained in it."""
+"""Reading of checkpoints: tensors under any layout, by all ranks of a mesh together, and the trained model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pangu.topology.mesh import Mesh
 
 _UNREADABLE = "the configuration of the run cannot be read"
 MOST_BYTES = 4 * 2**20
-"""Of a config.yaml; a larger one would keep Python's reader busy for minutes."""
+"""Largest config.yaml, bytes; a larger one would keep the parser busy for minutes."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The groups of `RunConfig` that describe a trained model."""
+    """Groups of `RunConfig` that describe a trained model."""
 
     model: ModelConfig
     data: DataConfig
@@ -41,8 +41,7 @@ class Trained:
 
 
 def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], every: str = "") -> None:
-    """Raise a UserError that names every tensor of `shapes` that the checkpoint lacks or has in another shape, and
-    every tensor of the kind `every` that is not in `shapes`."""
+    """Raise a UserError naming tensors of `shapes` that are missing or misshapen, and extra ones of kind `every`."""
     problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
     for name, entry in index["tensors"].items():
         if name in shapes and entry["shape"] != list(shapes[name]):
@@ -54,8 +53,7 @@ def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple
 
 
 def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
-    """Fill slices, named `KIND/NAME`, from an undamaged checkpoint of any layout. Raises a UserError that names every
-    tensor that is missing or has another shape, or a file that cannot be read."""
+    """Fill slices, named `KIND/NAME`, from a checkpoint of any layout; raises UserError naming all that do not fit."""
     require_fit(path, index, {name: part.shape for name, part in slices})
     by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
     for name, part in slices:
@@ -71,7 +69,7 @@ def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice
 
 
 def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
-    """One whole tensor, named `KIND/NAME`, of an undamaged checkpoint."""
+    """Return one full tensor, named `KIND/NAME`, of an undamaged checkpoint."""
     entry = index["tensors"][name]
     shape = tuple(entry["shape"])
     tensor = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
@@ -80,7 +78,7 @@ def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
-    """Global bounds, for each dimension, of the intersection of a slice and a stored piece; None if it is empty."""
+    """Return the global bounds per dimension of the intersection of a slice and a stored piece; None if it is empty."""
     bounds = [
         (max(o, p), min(o + size, p + length))
         for o, size, p, length in zip(part.offsets, part.tensor.shape, piece["offsets"], piece["shape"], strict=True)
@@ -89,8 +87,7 @@ def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | No
 
 
 def damage(path: Path, mesh: Mesh) -> list[str]:
-    """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files. Raises
-    NewerFormatError on all ranks."""
+    """Return the damage of a checkpoint, on all ranks; each reads its share. May raise NewerFormatError on all."""
 
     def look() -> tuple[list[str], str | None]:
         try:
@@ -108,16 +105,18 @@ def damage(path: Path, mesh: Mesh) -> list[str]:
 
 
 def intact(path: Path, mesh: Mesh) -> Path:
-    """`path`. Raises UserError on all ranks unless it is an undamaged checkpoint."""
+    """Return `path`. Raises UserError on all ranks unless it is an undamaged checkpoint."""
     if lines := damage(path, mesh):
         raise UserError("\n".join(lines))
     return path
 
 
 def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -> dict[str, Any]:
-    """Fill this rank's slices of a model with the weights of a checkpoint, nothing else; returns its index. The ranks
-    of `mesh` together hold all tensors. Raises UserError on all of them if the checkpoint is damaged, or naming every
-    tensor that only one of the two has or whose shape differs."""
+    """Fill this rank's slices with the weights of a checkpoint, and nothing else, and return its index.
+
+    The ranks of `mesh` together hold all tensors. Raises UserError on all of them if the checkpoint is damaged, or
+    naming every tensor that only one of the two has or whose shape differs.
+    """
     index = read_index(intact(path, mesh))
     slices = [(f"weight/{name}", part) for name, part in weights]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -135,10 +134,12 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
-    """Read config.yaml of the run folder of `checkpoint` (RUN/checkpoints/step-...). Other groups of keys are ignored,
-    so that a model outlives keys that say how it was trained. The weights of `index` must be those of the model, which
-    bounds the memory for it by the files' size. Raises UserError, naming the file, and each key that is missing or
-    wrong, or each tensor that does not fit."""
+    """Return the trained model from config.yaml of the run folder of `checkpoint` (RUN/checkpoints/step-...).
+
+    Other groups of keys are ignored, so that a model outlives keys that say how it was trained. The weights of `index`
+    must be those of the model, which bounds the memory for it by the files' size. Raises UserError, naming the file,
+    and each key that is missing or wrong, or each tensor that does not fit.
+    """
     path = checkpoint.resolve().parent.parent / "config.yaml"
     values = _read_yaml(path)
     with reading(path, TypeError, KeyError, rule=_UNREADABLE):
@@ -168,9 +169,10 @@ def _read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses references to parts of the file: a few lines of them stand for more than the memory holds."""
+    """Loader that refuses references to parts of the file: a few lines of them may expand beyond memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("references (*name) are not read here")
         return super().compose_node(parent, index)

@@ -1,4 +1,4 @@
-"""A run folder: its configuration in config.yaml, its checkpoints, and a copy of its tokenizer."""
+"""Run folder: configuration in config.yaml, checkpoints, and a copy of the tokenizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _TOKENIZER_NAMES = (
     *("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
     "chat_template",
 )
-"""Beginnings of the names of a tokenizer's files in a folder of Hugging Face."""
+"""Prefixes of the names of tokenizer files in a Hugging Face folder."""
 GENERATION = "transformers.json"
-"""File with the ids and the sampling of a model that came from transformers, for its way back."""
+"""File with ids and sampling of a model that came from transformers, for exporting it again."""
 CHAT_TEMPLATE = "chat_template.jinja"
-"""File of a run folder, and of an export, with the template of the conversations that a model was fine-tuned on."""
+"""File in a run folder, and in an export, with the chat template of fine-tuning."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
 
 
 def make_run_folder(output: Path) -> None:
-    """Make the folder of a run. Raises UserError if it cannot be written, or if a folder in it or a checkpoint is a
-    symbolic link; files are never opened through one."""
+    """Create the folder of a run; raises UserError if it is not writable or holds links, which are never followed."""
     with writing(output):
         refuse_links(output / name for name in FOLDERS)
         refuse_links(sorted(output.glob("checkpoints/step-*")))
@@ -39,27 +38,26 @@ def make_run_folder(output: Path) -> None:
 
 
 def save_config(folder: Path, config: RunConfig) -> None:
+    """Write config.yaml. Raises UserError."""
     content = yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     with writing(folder):
         write_atomically(folder / "config.yaml", content.encode())
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, which YAML does not have."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what occurs twice twice."""
-
     def ignore_aliases(self, data: Any) -> bool:
+        """Return True: never write aliases."""
         return True
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Keys that must not change within a run. The attention kernel may: it computes the same function."""
+    """Return the keys that must not change within a run; the attention kernel may, it computes the same function."""
     model = asdict(replace(config.model, attention="auto", ffn=config.model.ffn_size))
     del model["attention"]
     values = {f"model.{key}": value for key, value in model.items()}
@@ -67,15 +65,17 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def kept_tokenizer(run: Path, data: DataConfig) -> TokenizerConfig | None:
-    """The tokenizer of a run: the copy in its folder or else that of its data."""
+    """Return the tokenizer of a run: the copy in its folder, or else that of its data."""
     tokenizer = tokenizer_of(data)
     copies = [run / name for name in (_TOKENIZER_FILE, _TOKENIZER_FOLDER) if (run / name).exists()]
     return replace(tokenizer, path=str(copies[0])) if tokenizer and copies else tokenizer
 
 
 def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
-    """Copy a tokenizer into a run folder, whole or not at all; returns its name there, or nothing for one without
-    files. Raises UserError if it is missing, or a foreign folder's link leads out of it."""
+    """Copy a tokenizer atomically into a run folder; return its name there, empty for one without files.
+
+    Raises UserError if it is missing, or a foreign folder's link leads out of it.
+    """
     if not tokenizer.path:
         return ""
     source = Path(tokenizer.path)
@@ -118,8 +118,7 @@ def keep_template(run: Path, data: DataConfig) -> None:
 
 
 def kept_template(run: Path, data: DataConfig) -> str | None:
-    """Return the chat template that a model was fine-tuned with: the copy in its run folder or, in one of an older
-    version, that of its data. None if it was not. Raises UserError if it cannot be read."""
+    """Return the chat template of fine-tuning, from the run folder or, in older runs, its data; None without one."""
     if (run / CHAT_TEMPLATE).exists():
         refuse_links([run / CHAT_TEMPLATE])
         return read_text(run / CHAT_TEMPLATE)
@@ -132,12 +131,13 @@ def kept_template(run: Path, data: DataConfig) -> str | None:
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file. Raises UserError."""
     with reading(path, UnicodeDecodeError, rule="is not UTF-8"):
         return path.read_text(encoding="utf-8")
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Files of the tokenizer in a Hugging Face folder. Raises UserError as `require_inside`."""
+    """Return the tokenizer files in a Hugging Face folder. Raises UserError like `require_inside`."""
     files = sorted(file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_NAMES) and file.is_file())
     for file in files:
         require_inside(folder, file)
@@ -145,8 +145,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def require_inside(folder: Path, file: Path) -> None:
-    """Raise UserError for a link that leads out of a foreign folder: a copy would give away any file of this machine.
-    Hugging Face's cache, whose snapshots link to the blobs beside them, is no danger."""
+    """Raise UserError for a link out of a foreign folder, as a copy could leak it; Hugging Face's cache may link."""
     target = file.resolve()
     homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
     if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):

@@ -1,7 +1,7 @@
-"""Writes safetensors files: the length of the header, the header, the tensors' bytes.
+"""Writer of safetensors files: the length of the header, the header, the tensors' bytes.
 
-Not by the library, which takes all tensors of a file at once, holds Python's lock while it writes and would stop a
-training thread, and cannot compute the checksum meanwhile.
+The library's writer is not used: it takes all tensors of a file at once, holds Python's lock while it writes and would
+stop a training thread, and cannot compute the checksum meanwhile.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch import Tensor
 from pangu.config.files import flush
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Formats of weights and their names in a file."""
+"""Safetensors codes of weight formats."""
 
 
 def write_safetensors(
     path: Path, described: Mapping[str, Tensor], contents: Iterable[Tensor], facts: Mapping[str, str] | None = None
 ) -> str:
-    """Write a file, wait until it is on the disk, and return its SHA-256 in hexadecimal digits. `described`: tensors by
-    name, possibly on the meta device; `contents`: their values, one at a time, in the same order; `facts` go into the
-    header."""
+    """Write a file, flush it to disk, and return its SHA-256 in hexadecimal digits.
+
+    `described`: tensors by name, possibly on the meta device; `contents`: their values, in that order; `facts`:
+    metadata.
+    """
     header: dict[str, object] = {"__metadata__": dict(facts)} if facts else {}
     end = 0
     for name, tensor in described.items():
@@ -48,5 +50,5 @@ def write_safetensors(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in the order of its indices; no copy of a contiguous one in host memory."""
+    """Return the bytes of a tensor in index order, without a copy if it is contiguous in host memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

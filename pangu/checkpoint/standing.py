@@ -1,11 +1,11 @@
-"""The standing of a checkpoint: proven by good steps that followed it, or condemned by faults.
+"""Standing of a checkpoint: proven by good steps that followed it, or condemned by faults.
 
-A finite but wrong update can be saved before its effect shows. `standing.json` beside `index.json` records what
+A finite but wrong update can be saved before its effect shows. `standing.json` next to `index.json` records what
 happened after the checkpoint was written, so that a run never returns twice to a state that leads to a fault. One
 process writes it, atomically; a checkpoint without it is neither proven nor condemned.
 
     saved --- `faults.proven_after` good steps ---> proven --- second fault ---> condemned
-          --- a fault before that -------------------------------------------> condemned
+      --- a fault before that -------------------------------------------> condemned
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pangu.config.files import flush, read_json, write_atomically
 
 FILE = "standing.json"
 MOST_FAULTS = 2
-"""A proven checkpoint is condemned by its second fault."""
+"""Faults that condemn a proven checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Standing:
     """Knowledge of a run about a checkpoint since it was written."""
 
     proven: bool = False
-    """Whether enough good steps have followed it."""
+    """True if enough good steps have followed it."""
     condemned: bool = False
-    """Whether no run should continue from it."""
+    """True if no run should continue from it."""
     faults: tuple[str, ...] = ()
     """Faults of steps that followed it before the next proven one, newest last."""
 
@@ -41,16 +41,16 @@ class Standing:
 
     @property
     def word(self) -> str:
-        """`proven`, `not proven yet` or `condemned`."""
+        """Name of the standing: `proven`, `not proven yet` or `condemned`."""
         return "condemned" if self.condemned else "proven" if self.proven else "not proven yet"
 
     def __str__(self) -> str:
-        """`condemned (step 7: the loss is nan)`."""
+        """Return the standing with its faults, e.g. `condemned (step 7: the loss is nan)`."""
         return self.word + (f" ({'; '.join(self.faults)})" if self.faults else "")
 
 
 def read_standing(path: Path) -> Standing:
-    """Read the standing of the checkpoint `path`; a file that cannot be read says nothing."""
+    """Return the standing of the checkpoint `path`; an unreadable file counts as absent."""
     file = path / FILE
     try:
         value = read_json(file, shared=True) if file.exists() or file.is_symlink() else {}
@@ -63,14 +63,14 @@ def read_standing(path: Path) -> Standing:
 
 
 def write_standing(path: Path, standing: Standing) -> None:
-    """Replace the standing of the checkpoint `path`, on the disk and at once. Raises UserError if the disk refuses."""
+    """Atomically replace the standing of the checkpoint `path`, flushed to disk. Raises UserError if that fails."""
     with reading(path / FILE, rule="the standing of the checkpoint could not be written"):
         write_atomically(path / FILE, json.dumps(asdict(standing)).encode())
         flush(path)
 
 
 def continuation_order(checkpoints: Sequence[tuple[Path, Standing]]) -> list[Path]:
-    """Checkpoints to continue from, best first, given all of a run from the oldest to the newest.
+    """Return the checkpoints to continue from, best first, given all of a run from the oldest to the newest.
 
     The newest one is best unless it is condemned. Then those before it that are not proven may be as bad, and come
     after all that are proven.
@@ -82,8 +82,7 @@ def continuation_order(checkpoints: Sequence[tuple[Path, Standing]]) -> list[Pat
 
 
 def indispensable(paths: Sequence[Path]) -> set[Path]:
-    """Checkpoints that must not be pruned, given all of a run from the oldest to the newest: the last proven one, and
-    the one after it that is proven next, without which none might live long enough."""
+    """Return the checkpoints that must not be pruned: the last proven one, and the next one that can become proven."""
     needed: set[Path] = set()
     for path in reversed(paths):
         standing = read_standing(path)

@@ -1,4 +1,4 @@
-"""Ranks that write a checkpoint together, each the rectangles that it holds."""
+"""Writing of a checkpoint by all ranks together, each the rectangles that it owns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def write_together(
     facts: Mapping[str, Any],
     before_commit: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the checkpoint `path`: all ranks call this, each with its `slices`. `before_commit` runs on the first one.
-    Raises UserError on all ranks if one of them fails, and StuckError if one makes no progress."""
+    """Write a checkpoint by all ranks, each with its `slices`; raises UserError or StuckError on all if one fails."""
     doing, first = f"writing {path}", mesh.is_first
 
     def write(note_progress: Callable[[], None]) -> Written:
@@ -49,7 +48,6 @@ def write_together(
 
 
 def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
-    """The slices; each that is taken is progress of the writer."""
     for part in slices:
         note_progress()
         yield part

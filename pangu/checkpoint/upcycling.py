@@ -1,4 +1,4 @@
-"""A dense model's weights as the first ones of a mixture of experts (Komatsuzaki et al. 2022, section 3)."""
+"""Initial weights of a mixture of experts from a dense model (Komatsuzaki et al. 2022, section 3)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _ROUTER = re.compile(r"layers\.\d+\.mlp\.router\..*")
 
 
 def of_dense_model(weights: Iterable[tuple[str, Slice]]) -> Iterator[tuple[str, Slice]]:
-    """Slices of a model with experts by the names of the dense tensors that fill them; those of routers, which a dense
-    model does not have, are left out."""
+    """Yield a model's slices named by the dense tensors that fill them, without routers, which a dense model lacks."""
     for name, part in weights:
         if not _ROUTER.fullmatch(name):
             yield _EXPERT.sub(r"\1", name), part
 
 
 def require_kind(path: Path, dense: bool) -> None:
-    """Raises UserError unless a checkpoint is of a dense model, or of one with experts."""
+    """Raise UserError unless a checkpoint is of a dense model, or of one with experts."""
     experts = any("/layers." in name and ".mlp.experts." in name for name in read_index(path)["tensors"])
     if dense and experts:
         raise UserError(f"{path}: its model has experts; checkpoint.upcycle=false begins with its weights")

@@ -1,0 +1,1 @@
+"""Checkpoint formats of other programs, and the conversion between them."""

@@ -1,4 +1,4 @@
-"""From one format to another, tensor by tensor: memory holds the largest tensor a few times, whatever the model."""
+"""Conversion between formats, tensor by tensor, in the memory of a few copies of the largest tensor."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from pangu.models.parameters import logical_shapes
 
 @dataclass(frozen=True)
 class Format:
+    """File format of another program, or pangu's own."""
+
     open: Callable[[Path], Source]
-    """Open files to read. Raises UserError."""
+    """Function that opens files to read. Raises UserError."""
     table: Callable[[ModelConfig, int], list[Stored]]
-    """The tensors of a model for so many tensor-parallel ranks. Raises UserError for a model that it cannot express."""
+    """Function that returns a model's tensors for a tensor-parallel size. Raises UserError for an inexpressible
+    model."""
     write: Callable[[Path, Job], None]
     ranks: bool = False
-    """Its files are sharded over tensor-parallel ranks."""
+    """True if its files are sharded over tensor-parallel ranks."""
 
 
 FORMATS = {
@@ -42,9 +45,9 @@ FORMATS = {
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }
 TORCH_DIST = Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write)
-"""Megatron's other format, which is read like the first."""
+"""Megatron's distributed format, which is read like its format of ranks."""
 TORCH_GROUPED = Format(megatron_dist.open_folder, megatron_names.grouped_table, megatron_ranks.write, ranks=True)
-"""The first one, for experts that Megatron computes together (`--moe-grouped-gemm`)."""
+"""Megatron's format of ranks for experts that it computes together (`--moe-grouped-gemm`)."""
 MEGATRON = {"torch": FORMATS["megatron"], "torch_grouped": TORCH_GROUPED, "torch_dist": TORCH_DIST}
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
@@ -53,18 +56,19 @@ _SHAPING = (
     *("router.score", "router.normalised", "router.scale"),
     *("router.selection", "router.groups", "router.groups_per_token"),
 )
-"""Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, the given
-value wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
+"""Keys of `ModelConfig` in which files and a given model must agree; for others, such as `activation`, the given value
+wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
 
 
 MOST_LINES = 100
-"""Differences between files and a model that a message lists."""
+"""Largest number of differences between files and a model in a message."""
 
 
 def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) -> ModelConfig:
-    """The model of some files: `known` keys of `ModelConfig` from the files, over those `given` by the user and the
-    presets, except the keys that the user `named`. Raises ConfigError with all keys in which files and user contradict
-    each other, or that neither tells: the number of heads, and what is `UNTOLD`."""
+    """Return the model of some files: `known` keys replace those of `given`, except keys that the user `named`.
+
+    Raises ConfigError with all contradictions, and all keys that neither tells: the number of heads, and `UNTOLD` ones.
+    """
     known = _dotted(known)
     untold = [key for key, value in known.items() if value is UNTOLD]
     known = {key: value(given.heads) if callable(value) else value for key, value in known.items() if key not in untold}
@@ -94,20 +98,18 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
 
 
 def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `ModelConfig` with those of the router one by one, e.g. `router.score`."""
     plain = {key: value for key, value in keys.items() if key != "router"}
     return plain | {f"router.{key}": value for key, value in vars(keys.get("router", SimpleNamespace())).items()}
 
 
 def _with(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
-    """A model with other values of some keys, as of `_dotted`."""
     router = {key.removeprefix("router."): value for key, value in keys.items() if "." in key}
     plain = {key: value for key, value in keys.items() if "." not in key}
     return replace(model, **plain, router=replace(model.router, **router))
 
 
 def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -> PackingConfig:
-    """Ids of the files' tokenizer where they are known, otherwise the given ones; none beyond the vocabulary."""
+    """Return the packing with ids of the files' tokenizer, otherwise the given ones; none beyond the vocabulary."""
     packing = replace(given, **known)
     eod, pad = (None if token is None or token >= vocab else token for token in (packing.eod, packing.pad))
     bos = None if isinstance(packing.bos, int) and packing.bos >= vocab else packing.bos
@@ -117,7 +119,6 @@ def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -
 
 
 def _plain(model: ModelConfig) -> dict[str, Any]:
-    """A model's keys, with defaults in place of null values."""
     head_dim = model.head_dim or (model.heads and model.hidden // model.heads)
     filled = {"ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim}
     if model.experts is not None:
@@ -136,12 +137,12 @@ def convert(
     tensor: int,
     tick: Callable[[int], None],
 ) -> None:
-    """Write a model in another format. The result has a temporary name beside `output` until it is complete.
+    """Write a model in another format, under a temporary name next to `output` until it is complete.
 
     `config`: the model of the files (see `settle_model`), and the ids of its data (`IndexedData`). `tokenizer` is
-    copied where the format has a place for it. `tensor`: tensor-parallel ranks of the new files. `tick` is called with
-    the number of all tensors for each of them. Raises UserError, naming everything in which the files and the model
-    differ; nothing is written then.
+    copied where the format has a place for it. `tensor`: tensor-parallel size of the new files. `tick` is called with
+    the number of all tensors for each of them. Raises UserError, naming all differences between the files and the
+    model; nothing is written then.
     """
     model, shapes = config.model, logical_shapes(config.model)
     if source.balance is not None and source.balance.bias.any() and model.router.balance != "bias":
@@ -172,7 +173,7 @@ def convert(
 
 
 def fitting_tensors(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:
-    """The tensors of the files on the meta device. Raises UserError unless they are those of the table."""
+    """Return the tensors of the files on the meta device. Raises UserError unless they match the table."""
     problems: list[str] = []
     tensors = source.inspect(table, problems)
     expected = {stored.name: stored for stored in table}

@@ -1,6 +1,8 @@
-"""Another program's configuration: every field of it is used, known to be harmless, or refused by its name. An ignored
-field may change what the model computes, and the converted weights would load without an error and answer wrongly. So
-what a format does not list is refused as well."""
+"""Checks of another program's configuration: every field is used, known to be harmless, or refused by name.
+
+An ignored field may change the function of the model; converted weights would then load without an error and give wrong
+results. Hence fields that a format does not list are refused as well.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from pangu.config.errors import Problem, UserError, shown
 
 @cache
 def load_table(name: str) -> Any:
-    """The table of foreign names NAME.yaml, beside this file."""
+    """Return the table of foreign names NAME.yaml in this folder."""
     return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -28,14 +30,14 @@ def check_fields(
     harmless: Iterable[str],
     only: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Raise a UserError that names every field with which a model would not compute what we compute.
+    """Raise a UserError that names every field with which a model would compute a different function.
 
     Args:
-        config: the fields.
-        where: their source, e.g. a file, for the message.
-        used: fields that the format reads and checks.
-        harmless: fields that do not change what the model computes, or patterns of such (`wandb_*`).
-        only: fields that change it and that the format does not read: the values that mean what we compute.
+        config: The fields.
+        where: Their source, e.g. a file, for the message.
+        used: Fields that the format reads and checks.
+        harmless: Fields that do not change the function, or patterns of such (`wandb_*`).
+        only: Fields that change the function but are not read, with the values that pangu computes.
     """
     names = {*used, *harmless}
     patterns = [name for name in names if "*" in name]
@@ -48,7 +50,7 @@ def check_fields(
 
 
 def disagreements(config: Mapping[str, Any], only: Mapping[str, Sequence[Any]], rule: str) -> list[Problem]:
-    """Fields that have none of the values of `only`, and the rule, which names these values."""
+    """Return a problem for each field with a value outside `only`; `rule` has a slot for the allowed values."""
     return [
         Problem(key, config[key], rule.format(" or ".join(dict.fromkeys(map(shown, values)))))
         for key, values in only.items()
@@ -63,11 +65,12 @@ def refuse(where: object, problems: Sequence[Problem]) -> None:
 
 
 def wrong_field(where: object, key: str, value: object, rule: str, works: str = "") -> UserError:
+    """Return the error about one field of a file."""
     return UserError(f"{where}:\n  {Problem(key, value, rule, works)}")
 
 
 def _same(value: object, works: object) -> bool:
-    """Whether two plain values are the same. Foreign ones may be anything, so that `==` alone may raise."""
+    """Return whether two plain values are equal; foreign values may be anything, so that `==` alone may raise."""
     if isinstance(works, list | tuple):
         same_size = isinstance(value, list | tuple) and len(value) == len(works)
         return same_size and all(map(_same, value, works))  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's transformers: what `huggingface_config` knows, its weights and its tokenizer."""
+"""Folders of Hugging Face's transformers: config.json (`huggingface_config`), weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from pangu.layers.rotary import rotary_frequencies
 
 _GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9
-"""Largest file of weights, unless one tensor is larger."""
+"""Largest size of a weight file in bytes, unless one tensor is larger."""
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """The tensors of a model. Raises ConfigError if transformers has no such model."""
+    """Return the tensors of a model. Raises ConfigError if transformers has no such model."""
     # PanGu-α's files keep their padding; transformers would not load any other file with more rows than words
     return make_table(model, kind_of(model).names, spare=PANGU_PADDING if model.kind == "pangu" else 0)
 
 
 class HuggingFaceSource(Source):
-    """A local folder with config.json and weights in safetensors files or, failing those, in pickles."""
+    """Local folder with config.json and weights in safetensors files or, failing those, in pickles."""
 
     def __init__(self, path: Path) -> None:
+        """Open a folder. Raises UserError if it cannot be converted."""
         config = read_json_object(path / "config.json")
         self.model_keys = read_model(config, path / "config.json")
         generation = read_json_object(path / _GENERATION) if (path / _GENERATION).is_file() else {}
@@ -55,7 +56,7 @@ class HuggingFaceSource(Source):
             )
         self._trunk = kind_in(config, path).trunk
         self._places: dict[str, tuple[Path, str, Tensor]] = {}
-        """Full name of a tensor: the file, the name there, and the tensor on the meta device."""
+        """File, name in it and meta tensor, by full name of the tensor."""
         for file in _weight_files(path):
             for name, tensor in _tensors_in(file).items():
                 if (full := self._full(name)) in self._places:
@@ -81,15 +82,15 @@ class HuggingFaceSource(Source):
             self.chat_template = text if text.startswith(FINE_TUNED) else None
 
     def _full(self, name: str) -> str:
-        """Some files leave out the name of the model's trunk."""
         return name if name.startswith((self._trunk, "lm_head.")) else self._trunk + name
 
     def table(self, model: ModelConfig) -> list[Stored]:
+        """Return the tensors of a model in this format."""
         # how experts will be balanced in training is not the files' matter
         return table(replace(model, router=replace(model.router, balance="none")), 1)
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
-        """Return the tensors. One that is left out, because the configuration implies it, must be what it implies."""
+        """Return the tensors; omitted ones, which the configuration implies, must equal the implied value."""
         words = next(stored.name for stored in table if stored.parts == ("embedding.word.weight",))
         for name in sorted(self._places.keys() - self.tensors.keys()):
             found = self._read(name)
@@ -107,6 +108,7 @@ class HuggingFaceSource(Source):
         return self.tensors
 
     def read(self, stored: Stored) -> Tensor:
+        """Return one full tensor."""
         return self._read(stored.name)
 
     def _read(self, full: str) -> Tensor:
@@ -121,7 +123,7 @@ class HuggingFaceSource(Source):
 
 
 def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
-    """Whether a stored buffer is the one that transformers computes from the configuration."""
+    """Return whether a stored buffer equals the one that transformers computes from the configuration."""
     if kind == "bias":
         mask = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
         return found.dim() == 4 and found.shape[-1] == found.shape[-2] and bool((found.bool() == mask).all())
@@ -139,7 +141,6 @@ def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files of weights that transformers would take."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         whole, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
         if whole.is_file():
@@ -157,7 +158,6 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _tensors_in(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file on the meta device."""
     if file.suffix != ".safetensors":
         pickled = load_pickle(file).items()
         return {str(name): value.to("meta") for name, value in pickled if isinstance(value, Tensor)}
@@ -176,8 +176,7 @@ def _tensors_in(file: Path) -> dict[str, Tensor]:
 
 
 def _read_ids(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys of `PackingConfig`. The end of a text stands in config.json and, for chat models more fully, in
-    generation_config.json; without a tokenizer, the first id is taken for the one between documents."""
+    """Return ids for `PackingConfig` from config.json and generation_config.json; the first end is the document's."""
     ends: list[int] = []
     for source, values in ((path / "config.json", config), (path / _GENERATION, generation)):
         end = values.get("eos_token_id")
@@ -192,8 +191,7 @@ def _read_ids(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
 
 
 def put_tokenizer_end_first(packing: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the packing with the tokenizer's end of a document as `eod` and the other ends, those of turns, as
-    `stop`."""
+    """Return the packing with the tokenizer's end of document as `eod`, and the other ends (of turns) as `stop`."""
     ends = [token for token in (packing["eod"], *packing["stop"]) if token is not None]
     eod, *stop = dict.fromkeys([*([] if tokenizer.eod is None else [tokenizer.eod]), *ends]) or [None]
     pad = None if packing["pad"] == eod else packing["pad"]
@@ -201,8 +199,7 @@ def put_tokenizer_end_first(packing: Mapping[str, Any], tokenizer: Tokenizer) ->
 
 
 def _ids(job: Job, file: str) -> dict[str, Any]:
-    """Return what a file says of ids and, in generation_config.json, of sampling: what its original said, unless the
-    ends of a text have changed since."""
+    """Return ids and sampling for a file: those of its original, unless the ends of a text have changed since."""
     packing = job.config.data.packing
     ids = {
         "bos_token_id": begin_id(packing.bos, _opened(job.tokenizer)),
@@ -223,6 +220,7 @@ def _ids(job: Job, file: str) -> dict[str, Any]:
 
 
 def write(path: Path, job: Job) -> None:
+    """Write a folder with config.json, weights and tokenizer."""
     path.mkdir(parents=True)
     config = write_model(job.config.model)
     dtype = str(job.described[0].dtype).removeprefix("torch.")
@@ -270,8 +268,7 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
 
 
 def _write_template(path: Path, template: str, tokenizer: TokenizerConfig) -> None:
-    """Write the chat template in place of those that came with the tokenizer, and declare the pieces of a SentencePiece
-    file that it spells."""
+    """Replace the tokenizer's chat templates by `template`, and declare the SentencePiece tokens that it spells."""
     (path / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     facts = path / "tokenizer_config.json"
     values = read_json_object(facts) if facts.is_file() else {}
@@ -292,7 +289,6 @@ def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:
 
 
 def _pieces(tokenizer: TokenizerConfig) -> dict[str, Any]:
-    """Return what tokenizer_config.json says of the pieces around a text."""
     opened = _opened(tokenizer)
     if opened is None:
         return {}

@@ -1,5 +1,4 @@
-"""config.json of transformers: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, and PanGu-α as its community
-port has it."""
+"""Translation of config.json: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, PanGu-α's community port."""
 
 from __future__ import annotations
 
@@ -22,35 +21,36 @@ class Kind:
 
     name: str
     names: str
-    """Its entry in tensor_names.yaml."""
+    """Entry of the type in tensor_names.yaml."""
     trunk: str
-    """What all names but the head's begin with; some files leave it out."""
+    """Prefix of all tensor names but the head's, which some files omit."""
     keys: Mapping[str, str]
-    """Keys of `ModelConfig`: their names in config.json."""
+    """Names in config.json, by key of `ModelConfig`."""
     means: Mapping[str, Any]
-    """Keys of `ModelConfig` that the type implies, those of the router by their dotted names."""
+    """Keys of `ModelConfig` that the type implies, those of the router with dotted names."""
     defaults: Mapping[str, Any]
-    """transformers' defaults of keys of `ModelConfig` that config.json may leave out."""
+    """Defaults in transformers for keys of `ModelConfig` that config.json may omit."""
     only: Mapping[str, list[Any]]
-    """Fields that change what is computed: the only values that we compute."""
+    """Supported values of fields that change the function but are not read."""
     harmless: str
-    """Fields that do not change it."""
+    """Fields that do not change the function, separated by spaces."""
     derived: str
-    """Fields of which several say one thing together, see `_DERIVE`."""
+    """Fields that are read several together, see `_DERIVE`."""
     activations: Mapping[str, str]
     writes: Mapping[str, Any]
     """Further fields of config.json."""
     choices: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Keys of `ModelConfig`: the values that the type can express."""
+    """Values that the type can express, by key of `ModelConfig`."""
 
 
 @cache
 def kinds() -> dict[str, Kind]:
+    """Return the supported types by name."""
     return {name: Kind(name, **values) for name, values in load_table("transformers_fields")["kinds"].items()}
 
 
 def kind_of(model: ModelConfig) -> Kind:
-    """The type of a model. Raises ConfigError if none can express it."""
+    """Return the type of a model. Raises ConfigError if none can express it."""
     if model.kind == "pangu" or model.norm == "layernorm":
         name = "gpt_pangu" if model.kind == "pangu" else "gpt2"
     elif model.experts is not None:
@@ -68,7 +68,7 @@ def kind_of(model: ModelConfig) -> Kind:
 
 
 def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
-    """The type of a config.json. Raises UserError for an unknown one."""
+    """Return the type of a config.json. Raises UserError for an unknown one."""
     name = config.get("model_type", "")
     known = "gpt_pangu" if name == "pangu" else name
     if not isinstance(name, str) or known not in kinds():
@@ -78,7 +78,7 @@ def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
 
 
 def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Keys of `ModelConfig` in a config.json. Raises UserError for a model that we do not have."""
+    """Return keys of `ModelConfig` from a config.json. Raises UserError for an unsupported model."""
     kind = kind_in(config, path)
     if missing := [name for key, name in kind.keys.items() if name not in config and key not in kind.defaults]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
@@ -104,7 +104,6 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    """`dropout` and `sequence` have two names each."""
     for key, name, twin in (("dropout", "resid_pdrop", "embd_pdrop"), ("sequence", "n_positions", "n_ctx")):
         if config.get(twin, keys[key]) != keys[key]:
             raise wrong_field(path, twin, config[twin], f"must be {name} = {keys[key]}: they are one number here")
@@ -126,11 +125,11 @@ _SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_sequence": "original_max_position_embeddings",
 }
-"""Keys of `RopeScaling`: their names in config.json."""
+"""Names in config.json, by key of `RopeScaling`."""
 
 
 def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    """transformers 5 has all in `rope_parameters`, earlier ones in `rope_scaling` and `rope_theta`."""
+    """Read RoPE from `rope_parameters` (transformers 5), or from `rope_scaling` and `rope_theta` (earlier versions)."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key), dict | None):
             raise wrong_field(path, key, config[key], "must be a JSON object or null")
@@ -164,7 +163,7 @@ def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None
 
 
 def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    """Layers from `max_window_layers` on see through the window; here all layers do, or none."""
+    """Read the sliding window, which here applies to all layers or none; Qwen's starts at layer `max_window_layers`."""
     slides, first = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
     if not isinstance(slides, bool):
         raise wrong_field(path, "use_sliding_window", slides, "must be true or false")
@@ -189,7 +188,7 @@ def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> 
 
 
 def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    """Another name of `experts`, which transformers 5 writes."""
+    """Read another name of `experts`, which transformers 5 writes."""
     twin, problems = read_keys(
         ModelConfig, {"experts": config.get("num_local_experts")}, {"experts": "num_local_experts"}
     )
@@ -210,12 +209,12 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "norm_topk_prob": _normalised,
     "num_local_experts": _experts_twin,
 }
-"""Readers of several fields together, by one that only types with all of them have: from config.json into keys of
-`ModelConfig`. Each raises UserError."""
+"""Readers of several fields together, keyed by a field that only types with all of them have: from config.json into
+keys of `ModelConfig`. Each raises UserError."""
 
 
 def write_model(model: ModelConfig) -> dict[str, Any]:
-    """Fields of a model's config.json. Raises ConfigError if transformers has no such model."""
+    """Return the fields of a model's config.json. Raises ConfigError if transformers has no such model."""
     kind = kind_of(model)
     keys = {
         **vars(model),
@@ -232,7 +231,6 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _derived_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of `_DERIVE`, of all types, as all versions of transformers read them."""
     fields: dict[str, Any] = {
         "embd_pdrop": model.dropout,
         "attention_bias": model.has_biases("output"),

@@ -1,12 +1,12 @@
-"""Megatron's checkpoints in the format that it writes by default (`--ckpt-format torch_dist`), for any layout.
+"""Megatron checkpoints in its default format (`--ckpt-format torch_dist`), for any layout.
 
-latest_checkpointed_iteration.txt    a number, or `release`
-iter_0001000/metadata.json           the name of the format
-iter_0001000/common.pt               what all ranks have in common, the options among them
-iter_0001000/.metadata, *.distcp     the tensors of all ranks, of torch.distributed.checkpoint
+    latest_checkpointed_iteration.txt    a number, or `release`
+    iter_0001000/metadata.json           name of the format
+    iter_0001000/common.pt               common to all ranks, options included
+    iter_0001000/.metadata, *.distcp     tensors of all ranks, of torch.distributed.checkpoint
 
-Tensors are whole there. Those of the layers are stacked, `decoder.layers.mlp.linear_fc1.weight` with a dimension of
-layers in front, or stand one by one with the layer's number in the name.
+Tensors are complete there. Those of the layers are stacked, `decoder.layers.mlp.linear_fc1.weight` with a leading
+dimension of layers, or separate with the layer's index in the name.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ _FACTS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""metadata.json: the only values that are read. Newer versions of Megatron leave out the last two."""
+"""Supported values in metadata.json. Newer versions of Megatron omit the last two."""
 _EXTRA = (
     *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
-"""Modules of which Megatron insists on reading Transformer Engine's state, which may be empty."""
+"""Modules for which Megatron requires Transformer Engine's state, which may be empty."""
 MOST_PARTS = 2**17
-"""Matrices in one stacked tensor: experts of all layers."""
+"""Largest number of matrices in one stacked tensor: experts of all layers."""
 _TRAINING = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
-"""Beginnings of the names of tensors that are no weights."""
+"""Prefixes of the names of tensors that are not weights."""
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 
 
 class DistSource(Source):
-    """The folder with `.metadata` in it."""
+    """Folder with a `.metadata` file."""
 
     def __init__(self, path: Path) -> None:
+        """Open a folder. Raises UserError if it cannot be converted."""
         common, facts = path / "common.pt", path / "metadata.json"
         if facts.is_file():
             check_fields(read_json_object(facts), facts, (), (), {key: [value] for key, value in _FACTS.items()})
         options = options_of(load_pickle(common), common) if common.is_file() else {}
         self._folder = Folder(path, lambda name: not _TRAINING.match(name))
         self._where: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        """Names in the other format -> the stored tensors, and the index of each along its first dimensions."""
+        """Stored tensors, each with the index along its leading dimensions, by name in the format of ranks."""
         for name, entry in sorted(self._folder.entries.items()):
             short = plain_name(re.sub(r"^(model|module)\.", "", name))
             # gate and up, one below the other, may be two tensors
@@ -98,7 +99,7 @@ class DistSource(Source):
         return torch.cat(whole) if len(whole) > 1 else whole[0]
 
     def table(self, model: ModelConfig) -> list[Stored]:
-        """Padded as the training run needed it, whose tensor-parallel size a file need not tell."""
+        """Return the tensors with the padding of the training run, whose tensor-parallel size a file may omit."""
         ranks = self._tensor if isinstance(self._tensor, int) and 0 < self._tensor < 2**16 else 1
         return [
             stored
@@ -108,12 +109,13 @@ class DistSource(Source):
         ]
 
     def read(self, stored: Stored) -> Tensor:
+        """Return one full tensor."""
         parts = [self._folder.read(name, index) for name, index in self._where[stored.name]]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def open_folder(path: Path) -> Source:
-    """A folder for `--load`, or one iteration in it. Raises UserError."""
+    """Open a folder for `--load`, or one iteration in it. Raises UserError."""
     tracker = path / TRACKER
     if tracker.is_file():
         latest = tracker.read_bytes()[:20].strip()
@@ -133,14 +135,14 @@ def open_folder(path: Path) -> Source:
 
 
 def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """The tensors of a model, whole. Raises UserError if the format has no such model."""
+    """Return the complete tensors of a model. Raises UserError if the format has no such model."""
     if model.kind == "pangu":
         raise UserError("Megatron's PanGu-α port reads the files of ranks only: --megatron-format torch")
     return table(model, 1)
 
 
 def write(path: Path, job: Job) -> None:
-    """A folder for `--load`, with stacked layers: no optimizer, iteration 0."""
+    """Write a folder for `--load`, with stacked layers: no optimizer, iteration 0."""
     path = begin_release(path)
     model = job.config.model
     # layers of one kind are stacked, of several kinds stand one by one
@@ -170,7 +172,7 @@ def write(path: Path, job: Job) -> None:
 
 
 def _place(name: str, model: ModelConfig, stacked: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the stored name of a tensor of one layer or expert, its index among all, and their numbers."""
+    """Return the stored name of a tensor of a layer or expert, its index along layers and experts, and their counts."""
     index, sizes = [], []
     if layer := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
         name = fused_name(name, model.has_experts(int(layer[1])))

@@ -1,4 +1,4 @@
-"""Names of Megatron's tensors: the PanGu-α port of Megatron-LM 1.1 and GPT of Megatron-Core."""
+"""Tensor names of Megatron: the PanGu-α port of Megatron-LM 1.1, and GPT of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.model import ModelConfig
 
 EXPERT = "mlp.experts.local_experts.{}."
-"""Modules of an expert in tensor_names.yaml."""
+"""Prefix of an expert's modules in tensor_names.yaml."""
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the newest iteration of a folder for `--load`."""
+"""File that names the newest iteration of a folder for `--load`."""
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """The tensors of a model. Raises UserError if Megatron has no such model or cannot shard it so."""
+    """Return the tensors of a model. Raises UserError if Megatron has no such model or cannot shard it like that."""
     pangu, heads = model.kind == "pangu", model.kv_heads or model.heads
     name = "megatron_pangu" if pangu else "megatron_core"
     # Megatron-Core's approximation by tanh is a kernel fused with the bias
@@ -55,22 +55,21 @@ def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 
 def begin_release(path: Path) -> Path:
-    """Begin a folder for `--load`, marked as a release; returns the folder of its only iteration."""
+    """Create a folder for `--load`, marked as a release; return the folder of its only iteration."""
     path.mkdir(parents=True)
     (path / TRACKER).write_text("release", encoding="utf-8")
     return path / "release"
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name as Megatron-Core has it without Transformer Engine, which fuses norms with what follows
-    them and has the matrices of all experts in one module."""
+    """Return a tensor's name in Megatron-Core without Transformer Engine's fused norms and grouped experts."""
     name = re.sub(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2", name)
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def fused_name(name: str, experts: bool) -> str:
-    """Return the name with Transformer Engine of a layer's norm, which fuses no norm with experts."""
+    """Return the name of a layer's norm with Transformer Engine, which fuses no norm with experts."""
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     return name if experts else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 

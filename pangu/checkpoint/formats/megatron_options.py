@@ -1,5 +1,4 @@
-"""Megatron's options, the `args` of its checkpoints, as read and written. megatron_options.yaml lists all of them; what
-changes the function is read here or must have the value that we compute."""
+"""Megatron's options, the `args` of its checkpoints (listed in megatron_options.yaml), as read and written."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig, RopeScaling
 
 ROWS = 128
-"""Megatron-Core pads the vocabulary to a multiple of this times the tensor-parallel size."""
+"""Unit of Megatron-Core's vocabulary padding: to a multiple of this times the tensor-parallel size."""
 ROPE_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
-"""Megatron-Core's scaling (`--use-rope-scaling`), of which the factor alone is an option."""
+"""RoPE scaling of Megatron-Core (`--use-rope-scaling`), in which only the factor is an option."""
 TOP = "language_model.topQueryEmbedding.top_query_embeddings.weight"
-"""The query embedding of PanGu-α, which no GPT has."""
+"""Name of PanGu-α's query embedding, which no GPT has."""
 
 _NUMBERS = {
     "num_attention_heads": "heads",
@@ -36,7 +35,7 @@ _NUMBERS = {
     "moe_router_topk": "experts_per_token",
     "ffn_hidden_size": "ffn",
 }
-"""Options that tell a key of `ModelConfig` by themselves. Versions differ in the name of epsilon."""
+"""Keys of `ModelConfig` that a single option gives. Versions differ in the name of epsilon."""
 
 _Options = Mapping[str, Any]
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -45,12 +44,12 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def read_model(
     options: _Options, shapes: _Shapes, ranks: int, layout: Mapping[str, Sequence[Any]], where: object
 ) -> dict[str, Any]:
-    """Keys of `ModelConfig` of a checkpoint.
+    """Return keys of `ModelConfig` of a checkpoint.
 
-    `options`: Megatron's, as far as the files have them. `shapes`: one of the `ranks` tensor-parallel ranks' tensors of
-    all layers. `layout`: options of the layout, with the values that fit the number of files. `where` stands at the
-    head of messages. Raises UserError, naming every option that we do not compute or that does not agree with the
-    tensors, or a tensor that every such model has and this one lacks.
+    `options`: Megatron's, as far as the files have them. `shapes`: of all layers' tensors on one of the `ranks`
+    tensor-parallel ranks. `layout`: options of the layout, with the values that fit the number of files. `where`: start
+    of messages. Raises UserError, naming every option that is unsupported or contradicts the tensors, or a tensor that
+    every such model has and this one lacks.
     """
     table = load_table("megatron_options")
     check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
@@ -85,7 +84,6 @@ def read_model(
 
 
 def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Keys from PanGu-α's tensors and options."""
     rows, hidden = shapes["language_model.embedding.word_embeddings.weight"]
     keys = {
         "kind": "pangu",
@@ -100,7 +98,6 @@ def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
 
 
 def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return keys from a GPT's tensors and options."""
     rows, hidden = shapes["embedding.word_embeddings.weight"]
     layer = "decoder.layers.0.self_attention."
     experts = _experts(options, shapes, ranks, numbers)
@@ -144,7 +141,6 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
 
 
 def _expert_of(shapes: _Shapes) -> str:
-    """Return the name of the second matrix of any expert. Raises KeyError if there is none."""
     name = next((name for name in shapes if re.search(r"local_experts\.0\.linear_fc2\.weight$", name)), None)
     if name is None:
         raise KeyError("mlp.linear_fc2.weight")
@@ -152,7 +148,6 @@ def _expert_of(shapes: _Shapes) -> str:
 
 
 def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return keys of a mixture of experts, of which options of a dense model say nothing."""
     chosen = numbers.pop("experts_per_token", 2 if options else UNTOLD)
     routers = {
         int(found[1]): shape
@@ -178,7 +173,6 @@ def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, 
 
 
 def _has_experts(shapes: _Shapes) -> list[int]:
-    """Return 1 for each layer with experts and 0 for the others."""
     numbers = [int(found[1]) for name in shapes if (found := re.search(r"layers\.(\d+)\.mlp\.", name))]
     return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
 
@@ -193,7 +187,7 @@ def _pattern(has: list[int]) -> tuple[int, int] | None:
 
 
 def _rope_scaling(options: _Options) -> RopeScaling | None:
-    """Return Llama 3.1's scaling, of which one factor is an option. Raises UserError for a wrong one."""
+    """Return Llama 3.1's scaling with the factor of the options, or None. Raises UserError for an invalid factor."""
     if options.get("use_rope_scaling") is not True:
         return None
     factor = options.get("rope_scaling_factor", ROPE_SCALING.factor)
@@ -203,7 +197,6 @@ def _rope_scaling(options: _Options) -> RopeScaling | None:
 
 
 def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
-    """Return options that a GPT's tensors tell as well, and the values that they tell."""
     gated, biases = keys["activation"] == "swiglu", keys["biases"]
     agree: dict[str, Sequence[Any]] = {
         "normalization": ["LayerNorm" if keys["norm"] == "layernorm" else "RMSNorm"],
@@ -231,8 +224,7 @@ def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) ->
 
 
 def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
-    """Return options of a mixture of experts that the tensors tell as well. Raises UserError for layers of experts
-    that no model here has."""
+    """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
     has = _has_experts(shapes)
     if _pattern(has) is None:
         rule = "is not computed here; some dense layers, then experts in every n-th layer counted from the n-th, is"
@@ -247,8 +239,7 @@ def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) 
 
 
 def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = False) -> argparse.Namespace:
-    """Return Megatron's options of the architecture; `rows` of the word embedding include padding, and the experts of a
-    layer are one module if `grouped`."""
+    """Return Megatron's options of a model; `rows` include padding, `grouped` puts a layer's experts in one module."""
     pangu, tanh = model.kind == "pangu", model.activation == "gelu_tanh"
     rope = model.positions == "rope"
     values: dict[str, Any] = {option: getattr(model, key) for option, key in _NUMBERS.items()} | {

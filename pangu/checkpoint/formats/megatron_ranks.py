@@ -1,8 +1,8 @@
-"""Megatron's checkpoints in files of ranks (its `--ckpt-format torch`).
+"""Megatron checkpoints with one file per rank (`--ckpt-format torch`).
 
-latest_checkpointed_iteration.txt                 a number, or `release`
-iter_0001000/mp_rank_00/model_optim_rng.pt        one for each tensor-parallel rank
-iter_0001000/mp_rank_00_003/model_optim_rng.pt    or one for each of them in each pipeline stage
+latest_checkpointed_iteration.txt               a number, or `release`
+iter_0001000/mp_rank_00/model_optim_rng.pt      one for each tensor-parallel rank
+iter_0001000/mp_rank_00_003/model_optim_rng.pt  or one for each of them in each pipeline stage
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pangu.config.model import ModelConfig
 
 
 def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Megatron's options, as far as a file has them. Raises UserError if they are in any other kind of object."""
+    """Return Megatron's options, as far as a file has them. Raises UserError if they are of an unsupported type."""
     options = content.get("args")
     if options is None:
         return {}
@@ -38,9 +38,10 @@ def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 class RankSource(Source):
-    """The folder with the mp_rank_XX or mp_rank_XX_YYY folders in it."""
+    """Folder with mp_rank_XX or mp_rank_XX_YYY folders."""
 
     def __init__(self, path: Path) -> None:
+        """Open a folder. Raises UserError if it cannot be converted."""
         files = _rank_files(path)
         self._paths = [stages[0] for stages in files]
         loaded = [[load_pickle(file) for file in stages] for stages in files]
@@ -58,9 +59,11 @@ class RankSource(Source):
         self.model_keys = read_model(options, shapes, len(files), layout, self._paths[0])
 
     def table(self, model: ModelConfig) -> list[Stored]:
+        """Return the tensors of a model in this format."""
         return table(model, len(self._ranks))
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
+        """Return the meta tensors and append what differs between ranks to `problems`."""
         cuts = {stored.name: stored.cut for stored in table}
         first = self._ranks[0]
         for file, rank in zip(self._paths[1:], self._ranks[1:], strict=True):
@@ -86,13 +89,14 @@ class RankSource(Source):
         return whole
 
     def read(self, stored: Stored) -> Tensor:
+        """Return one full tensor, concatenated from the ranks."""
         if stored.cut is None:
             return self._ranks[0][stored.name]
         return torch.cat([rank[stored.name] for rank in self._ranks], dim=stored.cut)
 
 
 def _rank_files(path: Path) -> list[list[Path]]:
-    """Files of the stages of each tensor-parallel rank, in their order. Raises UserError if some are missing."""
+    """Return the files of each tensor-parallel rank's stages, in order. Raises UserError if some are missing."""
     folders = sorted(folder.name for folder in path.glob("mp_rank_*") if folder.is_dir())
     numbers = [re.fullmatch(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?", name, re.ASCII) for name in folders]
     if wrong := [name for name, number in zip(folders, numbers, strict=True) if number is None]:
@@ -118,8 +122,7 @@ def _rank_files(path: Path) -> list[list[Path]]:
 
 
 def _join_stages(files: Sequence[Path], contents: Sequence[Mapping[str, Any]], tied: bool) -> dict[str, Tensor]:
-    """Tensors of all stages of a rank. Each stage counts its layers from 0, and so does each of its virtual stages, of
-    which all stages have the first before any has the second."""
+    """Return a rank's tensors of all stages, with the layers, which each virtual stage counts from 0, renumbered."""
     # 8 layers, 2 stages with 2 virtual stages each:    stage 0          stage 1
     #                               virtual stage 0     layers 0, 1      layers 2, 3
     #                               virtual stage 1     layers 4, 5      layers 6, 7
@@ -152,7 +155,6 @@ _LAYER = re.compile(r"layers\.(\d{1,6})\.", re.ASCII)
 
 
 def _models(content: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
-    """The tensors of a file, by virtual stage (`model0`, `model1`, ...)."""
     keys = [key for key in content if isinstance(key, str) and re.fullmatch(r"model\d{1,4}", key, re.ASCII)]
     models = [content[key] for key in sorted(keys, key=lambda key: int(key[5:]))]
     tensors: list[dict[str, Tensor]] = []
@@ -168,7 +170,7 @@ def _models(content: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
 
 
 def _one_by_one(name: str, tensor: Tensor, model: Mapping[str, Tensor], where: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor, or each expert's of one that has all (`--moe-use-legacy-grouped-gemm`), [inputs, outputs]."""
+    """Yield a tensor, or the experts in a fused one [inputs, outputs] (`--moe-use-legacy-grouped-gemm`)."""
     if not (matrices := re.fullmatch(r"(.*mlp\.)experts\.weight([12])", name)):
         yield name, tensor
         return
@@ -210,7 +212,7 @@ def write(path: Path, job: Job) -> None:
 
 
 class _Storages:
-    """A file of torch.save whose tensors are written one by one, each with its checksum."""
+    """torch.save file whose tensors are written one by one, each with its checksum."""
 
     def __init__(self, file: Path, content: object, flat: Mapping[str, Tensor]) -> None:
         # torch's own writer leaves room for the tensors, from which the rest of the file is taken
@@ -236,7 +238,6 @@ _RECORDS = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
 
 
 def _in_order(content: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dictionaries in the order in which they are pickled."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, Tensor):
             yield name, value
@@ -245,12 +246,11 @@ def _in_order(content: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cut(stored: Stored, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
-    """The ranks' shards of a tensor."""
     return [tensor] * ranks if stored.cut is None else tensor.chunk(ranks, stored.cut)
 
 
 def _nested(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The port keeps the transformer's tensors in one flat dictionary and all others as module, then `weight`."""
+    """Nest tensors like the port: the transformer's in one flat dictionary, all others by module and `weight`."""
     trunk = "language_model.transformer."
     model: dict[str, Any] = {"embedding": {}, "topQueryEmbedding": {}, "transformer": {}}
     for name, tensor in flat.items():

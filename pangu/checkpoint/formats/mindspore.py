@@ -1,12 +1,12 @@
-"""PanGu-α's MindSpore checkpoints, without MindSpore: one file, or the slices of many devices with a strategy file.
+"""MindSpore checkpoints of PanGu-α, without MindSpore: one file, or slices of many devices and a strategy file.
 
-The files are protocol buffers, of which this reads what it needs (checkpoint.proto, node_strategy.proto):
+The files are protocol buffers, of which this module reads the needed fields (checkpoint.proto, node_strategy.proto):
 
-    Checkpoint          repeated Value value = 1
-    Value               string tag = 1, TensorProto tensor = 2; a large tensor takes several with the same tag
-    TensorProto         repeated int64 dims = 1, string tensor_type = 2, bytes tensor_content = 3
-    ParallelStrategyMap repeated item = 3 {string param_name = 1, layouts = 2 {dev_matrix = 1 {repeated dim = 1},
-                        tensor_map = 2 {repeated dim = 1}, int opt_weight_shard_step = 6, opt_weight_shard_size = 7}}
+    Checkpoint           repeated Value value = 1
+    Value                string tag = 1, TensorProto tensor = 2; a large tensor takes several with the same tag
+    TensorProto          repeated int64 dims = 1, string tensor_type = 2, bytes tensor_content = 3
+    ParallelStrategyMap  repeated item = 3 {string param_name = 1, layouts = 2 {dev_matrix = 1 {repeated dim = 1},
+                         tensor_map = 2 {repeated dim = 1}, int opt_weight_shard_step = 6, opt_weight_shard_size = 7}}
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from pangu.config.errors import UserError, reading
 from pangu.config.model import ModelConfig
 
 CONTENT_BYTES = 512 * 2**20
-"""Largest part of a tensor in one Value."""
+"""Largest part of a tensor in one Value, bytes."""
 MOST_FIELDS = 2**20
-"""Of one message. PanGu-α 200B has a few thousand values; a crafted file of two bytes a field would fill the memory."""
+"""Largest number of fields in a message. PanGu-α 200B has a few thousand; crafted files could otherwise fill the
+memory."""
 MOST_NUMBERS = 64
-"""Of one list: dimensions of a tensor, or axes of the device matrix."""
+"""Longest list: dimensions of a tensor, or axes of the device matrix."""
 MOST_DEVICES = 2**16
-"""That share a model; PanGu-α 200B took 2048."""
+"""Largest number of devices of a model; PanGu-α 200B took 2048."""
 _VARINT_BYTES = 10
-"""Of a number of 64 bits."""
+"""Longest encoding of a 64-bit integer, bytes."""
 _TYPES = {"Float64": torch.float64, "Float32": torch.float32, "Float16": torch.float16, "BFloat16": torch.bfloat16}
 _TABLES = ("word_embedding", "position_embedding", "top_query_embedding")
 _STATE = re.compile(r"(adam_[mv]|moment[12]|accu_grads)\b.*")
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """The tensors of a model in one file. Raises ConfigError if it is not PanGu-α."""
+    """Return the tensors of a model in one file. Raises ConfigError if it is not PanGu-α."""
     orders = ["before_query", "after_query"]  # the files do not tell; of builds with and without a pipeline
     gelu = ["gelu_tanh", "gelu", "fast_gelu"]
     means = load_table("tensor_names")["mindspore"]["means"]
@@ -54,15 +55,16 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 @dataclass
 class _Piece:
-    """One file's slice of a tensor."""
+    """Slice of a tensor in one file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None: a format that no weight has."""
+    """Format of the values; None: one that no weight has."""
     chunks: list[tuple[Path, int, int]] = field(default_factory=list)
-    """File, first byte and number of bytes of its parts."""
+    """File, first byte and number of bytes of each part."""
 
     def read(self) -> Tensor:
+        """Return the values of the slice."""
         content = bytearray(sum(length for _, _, length in self.chunks))
         room = memoryview(content)
         for path, start, length in self.chunks:
@@ -76,19 +78,19 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the devices share a tensor, from a strategy file."""
+    """Sharding of a tensor over devices, from a strategy file."""
 
     devices: tuple[int, ...] = ()
     """Sizes of the axes of the device matrix."""
     dims: tuple[int, ...] = ()
-    """For each dimension, the axis that cuts it, counted from the right; -1: none."""
+    """Axis of the device matrix that cuts each dimension, counted from the right; -1: none."""
     step: int = 0
-    """Distance of the ranks among which the optimizer's parallelism cuts dimension 0 again; 0: it does not."""
+    """Rank stride of optimizer parallelism, which cuts dimension 0 again; 0: it does not."""
     size: int = 0
-    """Number of those ranks; -1: as many as there are."""
+    """Number of ranks of optimizer parallelism; -1: as many as there are."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an impossible layout."""
+        """Raise ValueError for an impossible layout."""
         used, world = [dim for dim in self.dims if dim != -1], math.prod(self.devices)
         if min(self.devices, default=1) < 1 or world > MOST_DEVICES:
             raise ValueError(f"a device matrix {self.devices}")
@@ -98,7 +100,7 @@ class _Layout:
             raise ValueError(f"{self.size} shards, {self.step} ranks apart, over a device matrix {self.devices}")
 
     def place(self, rank: int, dims: int) -> tuple[tuple[int, int], ...]:
-        """For each dimension, the index and the number of pieces."""
+        """Return index and count of a rank's slice in each dimension."""
         # a device matrix [2, 4] has rank 4 a + b at (a, b); axes are counted from the right: axis 0 is b, with a stride
         # of 1 rank, and axis 1 is a, with a stride of 4. dims [1, -1] cut rows in 2: ranks 0 to 3 have the first half.
         # The optimizer then cuts dimension 0 again, among ranks `step` apart.
@@ -115,10 +117,13 @@ class _Layout:
 
 
 class MindSporeSource(Source):
-    """A .ckpt file; or a folder with one; or with those of all ranks (their numbers end the names, or are those of
-    folders rank_N), a *strategy*.ckpt, and perhaps the embedding tables as .npy files."""
+    """MindSpore checkpoint: a .ckpt file, or a folder with one, or with those of all ranks.
+
+    Rank numbers end the names, or are those of folders rank_N; *strategy*.ckpt and .npy embedding tables may lie there.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Open the files. Raises UserError if they cannot be converted."""
         files = [path] if path.is_file() else sorted(path.rglob("*.ckpt"))
         strategies = [file for file in files if "strategy" in file.name]
         ranks = {_rank(file): file for file in files if file not in strategies}
@@ -171,9 +176,11 @@ class MindSporeSource(Source):
         }
 
     def table(self, model: ModelConfig) -> list[Stored]:
+        """Return the tensors of a model in this format."""
         return table(model, 1)
 
     def read(self, stored: Stored) -> Tensor:
+        """Return one full tensor."""
         if stored.name in self._arrays:
             return torch.from_numpy(np.array(self._arrays[stored.name]))
         pieces = self._pieces[stored.name]
@@ -189,7 +196,7 @@ class MindSporeSource(Source):
 def _whole(
     name: str, slices: dict[int, _Piece], layout: _Layout, problems: list[str]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], _Piece]]:
-    """The shape of a tensor, and its slices by position; what is wrong with them goes into `problems`."""
+    """Return the shape of a tensor, and its slices by position; append what is wrong with them to `problems`."""
     first = next(iter(slices.values()))
     if len(layout.dims) > len(first.shape):
         cuts = f"the strategy file cuts {len(layout.dims)} dimensions"
@@ -223,7 +230,7 @@ def _read_array(file: Path) -> np.ndarray:
 
 
 def _read_checkpoint(file: Path) -> dict[str, _Piece]:
-    """Names and places of the tensors in a file, without their values."""
+    """Return the slices in a file by tensor name, without their values."""
     pieces: dict[str, _Piece] = {}
     rule = "is not a MindSpore checkpoint, or an encrypted one"
     with (
@@ -262,7 +269,7 @@ def _read_strategy(file: Path) -> dict[str, _Layout]:
 
 
 def _message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]]:
-    """Field number -> where its values stand in a message."""
+    """Return the places of a message's values, by field number."""
     fields: dict[int, list[slice]] = {}
     at, count = where.start, 0
     while at < where.stop:
@@ -285,7 +292,7 @@ def _message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]]:
 
 
 def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, the lowest first, and the place after it."""
+    """Return a varint (7 bits per byte, lowest first) and the position after it."""
     value = 0
     for place, byte in enumerate(data[at : at + _VARINT_BYTES]):
         value |= (byte & 127) << 7 * place
@@ -295,7 +302,7 @@ def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
 
 
 def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ...]:
-    """Signed numbers of a repeated field, each with its key or all packed."""
+    """Return the signed integers of a repeated field, packed or each with its key."""
     numbers: list[int] = []
     for place in places:
         at = place.start
@@ -308,6 +315,7 @@ def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ..
 
 
 def write(path: Path, job: Job) -> None:
+    """Write a model as one .ckpt file."""
     types = {dtype: name for name, dtype in _TYPES.items()}
     with path.open("wb") as file:
         for stored, tensor in zip(job.table, job.contents, strict=True):

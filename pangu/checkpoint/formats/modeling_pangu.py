@@ -18,14 +18,14 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
-"""What this version of transformers calls the keys and values so far."""
+"""Name of the key-value cache in this version of transformers."""
 
 
 class PanguConfig(PretrainedConfig):
-    """The architecture; `num_layers` counts the query layer.
+    """Architecture of PanGu-α; `num_layers` includes the query layer.
 
-    `position_embedding_type`: `absolute`, a table of position vectors, or `rotary`: queries and keys turn, pair i of a
-    head by position x `rope_theta`^(-2i / head size). The query layer keeps its own table either way.
+    `position_embedding_type`: `absolute`, a table of position vectors, or `rotary`: queries and keys rotate, pair i of
+    a head by position x `rope_theta`^(-2i / head size). The query layer keeps its own table either way.
     """
 
     model_type = "gpt_pangu"
@@ -52,6 +52,7 @@ class PanguConfig(PretrainedConfig):
         rope_theta: float = 10000.0,
         **others: Any,
     ) -> None:
+        """Store the architecture. Raises ValueError for an unknown `position_embedding_type`."""
         if position_embedding_type not in ("absolute", "rotary"):
             raise ValueError(f"position_embedding_type = {position_embedding_type!r}: must be absolute or rotary")
         self.vocab_size = vocab_size
@@ -73,27 +74,27 @@ class PanguConfig(PretrainedConfig):
 
 
 class PanguRotation:
-    """The turn of every position (Su et al. 2021, section 3.2), in fp32 at least; element i of a head is paired with
-    i + size / 2."""
+    """Rotary embedding (Su et al. 2021, section 3.2), in fp32 or better; element i pairs with i + size / 2."""
 
     def __init__(self, positions: Tensor, size: int, base: float, dtype: torch.dtype) -> None:
-        """positions: [batch, new]; size: width of a head; dtype: of the model."""
+        """Compute the rotation at `positions` [batch, new] for heads of `size` elements in `dtype`."""
         self.dtype = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, size, 2, dtype=self.dtype, device=positions.device) / size
         angles = positions[:, None, :, None] * base**-exponents
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """[batch, heads, new, size] -> the same."""
+        """Return rotated heads [batch, heads, new, size]."""
         first, second = heads.to(self.dtype).chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
 class PanguAttention(nn.Module):
-    """Keys and values come from the layer's input; so do queries, except in the query layer."""
+    """Attention whose keys and values come from the layer's input; so do queries, except in the query layer."""
 
     def __init__(self, config: PanguConfig, layer: int) -> None:
+        """Create the projections."""
         super().__init__()
         width = config.hidden_size
         self.layer, self.heads, self.drop = layer, config.num_heads, config.attn_pdrop
@@ -103,7 +104,7 @@ class PanguAttention(nn.Module):
     def forward(
         self, x: Tensor, asked: Tensor, mask: Tensor, cache: Cache | None, turn: PanguRotation | None
     ) -> Tensor:
-        """x, asked: [batch, new, hidden]; mask: bool [batch, 1, new, all] -> [batch, new, hidden]."""
+        """Return [batch, new, hidden] for x, asked [batch, new, hidden] and a bool mask [batch, 1, new, all]."""
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projected in (self.q_proj(asked), self.k_proj(x), self.v_proj(x))
@@ -118,23 +119,25 @@ class PanguAttention(nn.Module):
 
 
 class PanguMLP(nn.Module):
-    """Up, activation, down."""
+    """Feed-forward layer: up, activation, down."""
 
     def __init__(self, config: PanguConfig) -> None:
+        """Create the two matrices."""
         super().__init__()
         self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
         self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
         self.act = ACT2FN[config.activation_function]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, new, hidden] -> the same."""
+        """Return [batch, new, hidden] for x of that shape."""
         return self.c_proj(self.act(self.c_fc(x)))
 
 
 class PanguBlock(nn.Module):
-    """x + Attention(LN(x)), then x + MLP(LN(x))."""
+    """Transformer block: x + Attention(LN(x)), then x + MLP(LN(x))."""
 
     def __init__(self, config: PanguConfig, layer: int) -> None:
+        """Create the sublayers."""
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.attn = PanguAttention(config, layer)
@@ -145,16 +148,17 @@ class PanguBlock(nn.Module):
     def forward(
         self, x: Tensor, asked: Tensor | None, mask: Tensor, cache: Cache | None, turn: PanguRotation | None
     ) -> Tensor:
-        """`asked`: the query layer's position vectors, which are not normed; None in all others."""
+        """Return the block's output; `asked`: position vectors of the query layer, which are not normed, else None."""
         normed = self.ln_1(x)
         x = x + self.drop(self.attn(normed, normed if asked is None else asked, mask, cache, turn))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
 class PanguTrunk(nn.Module):
-    """All but the head."""
+    """PanGu-α without its head."""
 
     def __init__(self, config: PanguConfig) -> None:
+        """Create embeddings, blocks and final norm."""
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.turns, self.rope_theta = config.position_embedding_type == "rotary", config.rope_theta
@@ -169,7 +173,7 @@ class PanguTrunk(nn.Module):
         self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
-        """Tokens and positions [batch, new] -> [batch, new, hidden], for the head as it is."""
+        """Return [batch, new, hidden] for tokens and positions [batch, new]; the head takes it unchanged."""
         x, turn = self.wte(tokens), None
         if self.turns:
             turn = PanguRotation(positions, self.head_size, self.rope_theta, x.dtype)
@@ -183,14 +187,14 @@ class PanguTrunk(nn.Module):
         return self._layer(query_layer, self.ln_f(x), self.wqe(positions), mask, cache, turn)
 
     def _layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
-        """A layer, computed again in backward if gradient checkpointing is on; transformers sets it."""
+        """Return a layer's output, recomputed in backward if transformers has turned gradient checkpointing on."""
         if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
             return self._gradient_checkpointing_func(layer.__call__, *arguments)
         return layer(*arguments)
 
 
 class PanguForCausalLM(PreTrainedModel, GenerationMixin):
-    """PanGu-α with its head, which is the word embedding."""
+    """PanGu-α with its head, which is the token embedding."""
 
     config_class = PanguConfig
     base_model_prefix = "transformer"
@@ -199,21 +203,22 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: PanguConfig) -> None:
+        """Create the model."""
         super().__init__(config)
         self.transformer = PanguTrunk(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The word embedding."""
+        """Return the token embedding."""
         return self.transformer.wte
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the word embedding; `tie_weights` gives it to the head."""
+        """Replace the token embedding; `tie_weights` shares it with the head."""
         self.transformer.wte = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.lm_head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
@@ -231,19 +236,20 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Scores of every next token.
+        """Return the logits of every next token.
 
         Args:
             input_ids: [batch, new], the tokens that are not in the cache yet.
             attention_mask: [batch, all], 0 where a token is padding.
-            position_ids: [batch, new]; None: counted from each row's first token that is no padding.
-            past_key_values: the cache; it is extended.
+            position_ids: [batch, new]; None: counted from each row's first token that is not padding.
+            past_key_values: The cache; it is extended.
             labels: [batch, new], the input itself; -100 does not count.
-            use_cache: make a cache if there is none.
-            cache: `past_key_values` as transformers from 5.24 on calls it, also in what is returned.
+            use_cache: Create a cache if there is none.
+            cache: `past_key_values` as transformers from 5.24 on calls it, also in the result.
+            _: Ignored.
 
         Raises:
-            ValueError: where a text is longer than the model's window, and of two caches.
+            ValueError: A text is longer than the model's window, or two caches are given.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {CACHE}")

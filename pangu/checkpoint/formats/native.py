@@ -1,4 +1,4 @@
-"""Our run folders: config.yaml and the newest checkpoint in checkpoints/."""
+"""Run folders of pangu: config.yaml and the newest checkpoint in checkpoints/."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from pangu.topology.layout import Layout
 
 
 class PanguSource(Source):
-    """A run folder, or one checkpoint in it. Raises UserError if there is none or it is damaged."""
+    """Run folder, or one checkpoint in it. Raises UserError if there is none or it is damaged."""
 
     def __init__(self, path: Path) -> None:
+        """Open and check the checkpoint."""
         self._path = newest_checkpoint(path)
         self._index = read_index(self._path)
         if damage := find_damage(self._path, self._index):
@@ -70,18 +71,21 @@ class PanguSource(Source):
             self.packing["stop"] = tuple(dict.fromkeys(ends))
 
     def table(self, model: ModelConfig) -> list[Stored]:
+        """Return the tensors of a model in this format."""
         return table(model, 1)
 
     def read(self, stored: Stored) -> Tensor:
+        """Return one full tensor."""
         return read_tensor(self._path, self._index, f"weight/{stored.name}")
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
+    """Return the tensors of a model, each stored as it is."""
     return [Stored(name, (name,), shape) for name, shape in logical_shapes(model).items()]
 
 
 def write(path: Path, job: Job) -> None:
-    """A run folder with a checkpoint of step 0, which holds weights only."""
+    """Write a run folder with a checkpoint of step 0, which holds weights only."""
     path.mkdir(parents=True)
     data = job.config.data
     assert isinstance(data, IndexedData)

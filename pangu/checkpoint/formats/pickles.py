@@ -1,4 +1,4 @@
-"""Pickles, of which only tensors and plain values are read: nothing in them is run.
+"""Safe reading of pickles: only tensors and plain values are read, and nothing in them is executed.
 
 Files of torch.save go through torch's restricted unpickler, plain pickles through `read_records`. Anything beside
 tensors and plain values (enumerations, paths and signals among options, the state of numpy's random numbers) becomes an
@@ -23,18 +23,21 @@ from pangu.config.errors import UserError, reading, shown
 
 
 class Record:
-    """An object of another program: its name, arguments and state."""
+    """Inert stand-in for an object of another program: its name, arguments and state."""
 
     name = ""
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
+        """Keep the arguments."""
         self.arguments = arguments
 
     def __setstate__(self, state: object) -> None:
+        """Keep the state."""
         self.state = state
 
     def __repr__(self) -> str:
+        """Return the name in angle brackets."""
         return f"<{self.name}>"
 
 
@@ -43,20 +46,21 @@ _INERT = (
     *("torch.distributed.", "torch.nn.functional.", "torch._C._nn.", "torch.serialization._get_layout"),
     *("types.SimpleNamespace", "_codecs.encode", "_io.BytesIO", "builtins.getattr", "__builtin__.getattr"),
 )
-"""Beginnings of the names of objects that training stores beside the weights and a conversion does not need."""
+"""Prefixes of names of objects that training stores beside the weights, and that a conversion does not need."""
 MOST_KINDS = 200
-"""More kinds of objects than any file of Megatron holds."""
+"""Largest number of kinds of objects in a file, more than any file of Megatron has."""
 
 
 def _record(name: str) -> type[Record]:
-    """A new class for each name of each file, so that no file can change what another one finds."""
+    """Return a new class for each name of each file, so that no file can change what another one finds."""
     return type("Record", (Record,), {"name": name})
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary in a file of torch.save. Its tensors stay on the disk until they are used, except in the format of
-    torch before 1.6. Raises UserError if it holds anything but tensors and plain values, which is named, or cannot be
-    read."""
+    """Return the dictionary in a torch.save file; raises UserError if it holds anything but tensors and plain values.
+
+    Its tensors stay on disk until they are used, except in the format of torch before 1.6.
+    """
     if zipped := zipfile.is_zipfile(path):
         with path.open("rb") as file:
             plain_entries(file, path)
@@ -69,7 +73,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
 
 
 def load_item(content: bytes, where: str) -> Tensor:
-    """The tensor in the bytes of a file of torch.save. Raises UserError if they hold anything else."""
+    """Return the tensor in the bytes of a torch.save file. Raises UserError if they hold anything else."""
     plain_entries(io.BytesIO(content), where)
     tensor = _load(io.BytesIO(content), where, mmap=False)
     if not isinstance(tensor, Tensor):
@@ -79,7 +83,7 @@ def load_item(content: bytes, where: str) -> Tensor:
 
 
 def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of nested dictionaries and lists with their dotted names."""
+    """Yield all tensors of nested dictionaries and lists with their dotted names."""
     seen = set()
     stack: list[tuple[str, Any]] = [("", content)]
     while stack:
@@ -93,7 +97,7 @@ def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
-    """torch.load. Raises UserError for anything but tensors and plain values."""
+    """Load with torch.load. Raises UserError for anything but tensors and plain values."""
     inert: dict[str, type[Record]] = {}
     while True:
         try:
@@ -118,7 +122,7 @@ def _no_tensor(where: object, name: str) -> UserError:
 
 @contextmanager
 def _only(allowed: list[Any]) -> Iterator[None]:
-    """What other libraries allow in this process is not allowed within the block."""
+    """Disallow classes that other libraries allow in this process, within the block."""
     previous = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -130,9 +134,10 @@ def _only(allowed: list[Any]) -> Iterator[None]:
 
 
 def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
-    """The entries of a zip by the ends of their names, which are the same whatever the file was called. Raises
-    UserError for a compressed entry, which torch never writes: its bytes would be taken for a tensor's, and a small
-    file could unpack to any size."""
+    """Return the entries of a zip file, keyed without the archive's name.
+
+    Raises UserError for a compressed entry: torch never writes one, and a small file could unpack to any size.
+    """
     # whatever damaged bytes bring about
     with reading(where, Exception, rule="is not a file of torch.save"), zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -162,15 +167,16 @@ def require_plain_tensor(tensor: Tensor, where: str) -> None:
 
 
 class _Reader(pickle._Unpickler):
-    """Makes records and plain values only. It is the unpickler written in Python, as the one in C takes memory for
-    whatever number a damaged file gives."""
+    """Unpickler of records and plain values only, in Python: the one in C allocates whatever a damaged file says."""
 
     def __init__(self, file: IO[bytes], where: object) -> None:
+        """Prepare to read `file`; `where` is its name in messages."""
         super().__init__(file)
         self._where = where
         self._kinds: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or a new kind of `Record`. Raises UserError otherwise."""
         full = f"{module}.{name}"
         if full in ("torch.Size", "collections.OrderedDict"):
             return tuple if name == "Size" else dict
@@ -182,7 +188,6 @@ class _Reader(pickle._Unpickler):
 
 
 def read_records(content: bytes, where: object) -> Any:
-    """The plain values in a plain pickle, with a `Record` for every other object. Raises UserError, with `where` at its
-    head, if it names anything but what training stores, or cannot be read."""
+    """Return the values in a plain pickle, other objects as `Record`; raises UserError for names not in `_INERT`."""
     with reading(where, Exception):  # whatever damaged bytes bring about
         return _Reader(io.BytesIO(content), where).load()

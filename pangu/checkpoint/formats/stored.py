@@ -1,8 +1,8 @@
-"""How tensors stand in another program's files, as data: names, orientation, fusion, cuts; and what reads such files.
+"""Tensor layouts of other programs' files, as data: names, orientation, fusion, cuts; and their readers.
 
-A *logical* tensor is ours (`layers.3.attention.query.weight`, [outputs, inputs]). A *stored* one is theirs: one or
-several logical tensors one below the other, perhaps transposed. A format is a table of stored tensors for a model, a
-`Source` and a function that writes.
+A *logical* tensor is pangu's (`layers.3.attention.query.weight`, [outputs, inputs]). A *stored* one is theirs: one or
+several stacked logical tensors, perhaps transposed. A format is a table of stored tensors for a model, a `Source` and a
+function that writes.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ if TYPE_CHECKING:
     from pangu.layers.expert_balance import ExpertBalance
 
 PANGU_VOCAB = {40064: 40000}
-"""Rows of PanGu-α's padded word embedding -> rows with words."""
+"""Vocabulary size by number of rows of PanGu-α's padded token embedding."""
 PANGU_PADDING = 64
-"""Rows of padding in PanGu-α's files at most."""
+"""Largest number of padding rows in PanGu-α's files."""
 UNTOLD = object()
-"""Value of a key of `Source.model_keys` that the files do not tell and that the user has to give."""
+"""Value of a key of `Source.model_keys` that the files do not tell and the user has to give."""
 
 
 @dataclass(frozen=True)
 class Stored:
+    """Tensor in a file of another program, made of one or more logical tensors."""
+
     name: str
     parts: tuple[str, ...]
-    """The logical tensors in it, stacked along dimension 0."""
+    """Logical tensors in it, stacked along dimension 0."""
     shape: tuple[int, ...]
-    """Of the whole stored tensor, with padding."""
+    """Shape of the full stored tensor, with padding."""
     transposed: bool = False
-    """Stored as [inputs, outputs]."""
+    """True if stored as [inputs, outputs]."""
     groups: int = 1
-    """Each part is cut into this many blocks: block 0 of all parts comes first, then block 1 of all."""
+    """Number of blocks that each part is cut into; block 0 of all parts comes first, then block 1 of all."""
     cut: int | None = None
-    """Dimension that the files of tensor-parallel ranks shard; None: each has all."""
+    """Dimension that the files of tensor-parallel ranks shard; None: replicated."""
     rows: range | None = None
     """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
 
 
 class Source(ABC):
-    """Open files of one format."""
+    """Opened files of one format."""
 
     model_keys: dict[str, Any]
     """Keys of `ModelConfig` that the files tell, or `UNTOLD`; a function computes a value from the number of heads."""
@@ -64,63 +66,61 @@ class Source(ABC):
     """Token ids and sampling defaults of each transformers file, by file name; exports keep them."""
     tokenizer: TokenizerConfig | None = None
     chat_template: str | None = None
-    """Template of the conversations that the model was fine-tuned on, see `ChatTemplate.portable`."""
+    """Chat template of fine-tuning, see `ChatTemplate.portable`."""
     balance: ExpertBalance | None = None
-    """What the routers of a model with experts learned of their loads, where the files tell it."""
+    """Load balance of the routers, where the files have it."""
     tensors: Mapping[str, Tensor]
-    """Every tensor of the files, whole and on the meta device; without buffers and the state of the optimizer."""
+    """Meta tensors of the files, complete; without buffers and optimizer state."""
     problems: Sequence[str] = ()
-    """What is wrong with the pieces of tensors."""
+    """Problems of the pieces of tensors."""
 
     @abstractmethod
     def table(self, model: ModelConfig) -> list[Stored]:
-        """The tensors of a model in this format."""
+        """Return the tensors of a model in this format."""
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
-        """The tensors, of files that hold those of `table`; what is wrong with their pieces goes into `problems`."""
+        """Return the tensors of files that hold those of `table`; append the problems of their pieces to `problems`."""
         problems += self.problems
         return self.tensors
 
     @abstractmethod
     def read(self, stored: Stored) -> Tensor:
-        """One whole tensor."""
+        """Return one full tensor."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model to be written."""
+    """Model to be written."""
 
     config: RunConfig
-    """The model, and the ids of its data (`IndexedData`)."""
+    """Model, and the ids of its data (`IndexedData`)."""
     tokenizer: TokenizerConfig | None
-    """The tokenizer, which exists."""
+    """Tokenizer whose files exist."""
     output: Path
-    """The final name of the files."""
+    """Final path of the files."""
     tensor: int
-    """Tensor-parallel ranks that the files are for."""
+    """Tensor-parallel size of the files."""
     table: Sequence[Stored]
     described: Sequence[Tensor]
-    """The tensors on the meta device."""
+    """Meta tensors in the order of `table`."""
     contents: Iterator[Tensor]
-    """Their values, one at a time."""
+    """Values of the tensors, one at a time."""
     balance: ExpertBalance | None = None
-    """As `Source.balance`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """See `Source.generation`."""
     chat_template: str | None = None
-    """See `Source.chat_template`."""
 
 
 def make_table(
     model: ModelConfig, names: str, multiple: int = 1, spare: int = 0, groups: Mapping[str, int] | None = None
 ) -> list[Stored]:
-    """The tensors of a model, which the format can express.
+    """Return the stored tensors of a model that the format can express.
 
     Args:
-        names: the format's entry in tensor_names.yaml.
-        multiple: rows of the word embedding and the head are padded to a multiple of it.
-        spare: rows of padding that files have at most.
-        groups: number of blocks of the parts of a module, see `Stored.groups`.
+        model: The architecture.
+        names: The format's entry in tensor_names.yaml.
+        multiple: Unit to which rows of token embedding and head are padded.
+        spare: Largest number of padding rows in files.
+        groups: Number of blocks of the parts of a module, see `Stored.groups`.
     """
     shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
     table = []
@@ -155,14 +155,13 @@ def make_table(
 
 
 def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield the modules of a layer, as patterns and as names, and what is stored in them; those of experts for each."""
     for pattern, ours in naming.items():
         for number in range(experts if "{}" in pattern else 1):
             yield pattern, pattern.format(number), [name.format(number) for name in ours]
 
 
 def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
-    """The stored tensor of some logical ones; padding is 0."""
+    """Return the stored tensor made of logical ones; padding is 0."""
     whole = parts[0]
     # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
     # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
@@ -175,7 +174,7 @@ def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
 
 
 def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """A logical tensor out of a stored one; `shapes` are those of the logical tensors."""
+    """Return a logical tensor cut out of a stored one; `shapes` are those of the logical tensors."""
     whole = tensor.t() if stored.transposed else tensor
     if len(stored.parts) == 1:
         return whole[: shapes[part][0]]
@@ -185,8 +184,7 @@ def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[i
 
 
 def require_expressible(model: ModelConfig, format_: str, only: Mapping[str, Any], **choices: Sequence[Any]) -> None:
-    """Raise a ConfigError that names all keys of a model (`router.score` is one) that a format cannot express; it knows
-    the values of `only` and those among `choices`, which come first."""
+    """Raise a ConfigError that names all keys of a model with other values than `only` and `choices` allow."""
     needs = {key: [value] for key, value in only.items()} | choices
     problems = [
         Problem(f"model.{key}", value, f"cannot be expressed in {format_}", f"{list(values)} can")

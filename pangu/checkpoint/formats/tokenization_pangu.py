@@ -16,20 +16,21 @@ import sentencepiece
 from transformers import PreTrainedTokenizer
 
 APART = "\ufdd2"
-"""Noncharacter in place of a special piece."""
+"""Noncharacter that stands in for a special token."""
 _BORDER = "\ufdd0"
 _APART_BYTES = _BORDER.join(f"<0x{byte:02X}>" for byte in APART.encode())
 SPACE, NEWLINE = "▂", "▃"
-"""What is written for a space and a newline, which jieba and SentencePiece would lose."""
+"""Stand-ins for space and newline, which jieba and SentencePiece would lose."""
 
 
 class PanguTokenizer(PreTrainedTokenizer):
-    """Adds no end, and a beginning only with `add_bos_token`; <eot> ends a document unless another `eos_token` does."""
+    """PanGu-α's tokenizer; adds no end, and a beginning only with `add_bos_token`. <eot> is the default `eos_token`."""
 
     vocab_files_names = {"vocab_file": "vocab.model"}  # noqa: RUF012
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, vocab_file: str, jieba: bool = True, add_bos_token: bool = False, **others: Any) -> None:
+        """Load the SentencePiece model."""
         self.vocab_file, self.jieba, self.puts_bos = vocab_file, jieba, add_bos_token
         self.processor = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
         names = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eot>"}
@@ -42,20 +43,20 @@ class PanguTokenizer(PreTrainedTokenizer):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """Put the beginning of a text before it."""
+        """Return the ids with the beginning of a text before them, if the tokenizer adds one."""
         return [*([self.bos_token_id] if self.puts_bos else []), *token_ids_0, *(token_ids_1 or [])]
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces."""
+        """Number of tokens."""
         return self.processor.vocab_size()
 
     def get_vocab(self) -> dict[str, int]:
-        """Pieces and their ids."""
+        """Return the ids of all tokens."""
         return {self.processor.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
 
     def tokenize(self, text: str, **options: Any) -> list[str]:
-        """Encode a text with special pieces as a whole: only its beginning has SentencePiece's dummy prefix."""
+        """Tokenize a text with special tokens as one text: only its beginning has SentencePiece's dummy prefix."""
         special = sorted(self.added_tokens_encoder, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
         if self.jieba or APART in text or options.get("split_special_tokens") or len(parts) == 1:
@@ -80,7 +81,7 @@ class PanguTokenizer(PreTrainedTokenizer):
     @staticmethod
     @cache
     def _words() -> Any:
-        """jieba with its own dictionary, never with a cache of it, which anyone may have put among temporary files."""
+        """Return jieba with its own dictionary, never its cache, which anyone could have put among temporary files."""
         import jieba  # noqa: PLC0415 - optional package
 
         words = jieba.Tokenizer()
@@ -95,8 +96,7 @@ class PanguTokenizer(PreTrainedTokenizer):
         return self.processor.id_to_piece(index)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of some pieces. SentencePiece decodes <eot> to nothing where it is a control symbol; here it stands
-        as it is, as programs that stop at the end of a document look for its text."""
+        """Return the text of tokens, with <eot>, which SentencePiece drops, for programs that stop at it."""
         text = ""
         run: list[str] = []
         for token in tokens:

@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint, without running what is in them.
+"""Folders of torch.distributed.checkpoint, read without executing anything in them.
 
-.metadata         a pickle: names and shapes of all tensors, and where each chunk of a tensor lies
-__0_0.distcp      items one after the other, each a file of torch.save: a chunk of a tensor, or other bytes
+.metadata         a pickle: names and shapes of all tensors, and the place of each chunk of a tensor
+__0_0.distcp      items one after the other, each a torch.save file: a chunk of a tensor, or other bytes
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODULE = "torch.distributed.checkpoint."
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor and the item of a file that holds it."""
+    """Block of a tensor, and the item of a file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a folder and the chunks that make it."""
+    """Tensor of a folder and the chunks that it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,9 +46,10 @@ class Entry:
 
 
 class Folder:
-    """The weights in a folder. Raises UserError if they cannot be read as a whole."""
+    """Weights in a folder. Raises UserError if they are incomplete or invalid."""
 
     def __init__(self, path: Path, is_weight: Callable[[str], bool]) -> None:
+        """Read the metadata of the folder."""
         self._path = path / ".metadata"
         rule = "is not the metadata of torch.distributed.checkpoint"
         with reading(self._path, LookupError, TypeError, ValueError, AttributeError, OverflowError, rule=rule):
@@ -122,7 +123,6 @@ class Folder:
 
 
 def _block(tensor: Tensor, firsts: Sequence[int], lasts: Sequence[int], origin: Sequence[int]) -> Tensor:
-    """Return a block of a tensor, by places that are counted from elsewhere."""
     return tensor[tuple(slice(a - o, b - o) for a, b, o in zip(firsts, lasts, origin, strict=True))]
 
 
@@ -149,7 +149,7 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor to be written: the tensor's name and shape, and the block's place in it."""
+    """Block of a tensor to be written: the tensor's name and shape, and the block's place in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -159,15 +159,14 @@ class Block:
 
 
 def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
-    """Write a folder by torch.distributed.checkpoint, block by block; `contents` has the blocks in their order. Each of
-    `objects`, names of objects without tensors, is written as `[None]`."""
+    """Write blocks with the values `contents` with torch.distributed.checkpoint, and `[None]` for each of `objects`."""
     # only this format writes with it, and it imports sympy
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save  # noqa: PLC0415
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties  # noqa: PLC0415
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
     class Planner(DefaultSavePlanner):
-        """Plans the blocks and makes each when it is written."""
+        """Planner that requests each block only when it is written."""
 
         def create_local_plan(self) -> SavePlan:
             tensors = [
