@@ -114,6 +114,8 @@ class StageProgram:
             for flat, held in zip(flats, self.shards, strict=True)
         ]
         self._flat_of = {name: flat.index for flat in flats for name in flat.names}
+        if (words := self._flat_of.get("embedding.word.weight")) is not None:
+            self._flat_of.setdefault("head.weight", words)  # a tied head may have been measured without the embedding
         self._expansion = Expansion(parameters, None)
         self._states: list[Any] = [(self._expansion.state, frozenset())]
         """States of the flat parameters between actions; a step begins in the first one."""

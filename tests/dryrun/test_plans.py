@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from pangu.dryrun import traces
+from pangu.pipeline.layouts import choose_layout
+from pangu.planning.forecast import plan_of
+from pangu.planning.program import Program
 from tests.covering import Case
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import values
@@ -33,3 +38,24 @@ def test_a_plan_is_what_a_dry_run_finds(number: int, drawn_cases: list[Case], pr
 def test_no_more_reductions_are_in_flight_the_more_micro_batches_there_are(layout: str, process: SharedWorker) -> None:
     """One reduction in a micro-batch: from the third one on as many begin as end."""
     assert_planned(values(f"{layout} parallel.data=2 parallel.zero=2 batch.global_size=24"), process)
+
+
+def test_a_tied_head_may_be_measured_after_the_embedding(
+    process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stage of zb_v has both ends of the model; of the second cut only the chunk with the head is new."""
+    keys = "parallel.pipeline=2 parallel.virtual=2 parallel.schedule=zb_v model.layers=6 model.tied_head=true"
+    chosen = choose_layout(values(keys), 1)
+    cuts = [plan_of(*chosen)._replace(layers=layers) for layers in ((1, 2, 2, 1), (1, 1, 1, 3))]
+    planned = []
+    for number, plans in enumerate((cuts, cuts[1:])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.setattr(traces, "cache_folder", lambda folder=folder: folder)
+        program = Program(chosen.config)
+        for plan in plans:
+            program.prepare([plan])
+        planned.append(program.describe(cuts[1]).stages)
+    for later, alone in zip(*planned, strict=True):
+        assert later.collectives == alone.collectives
+        assert later.peak == pytest.approx(alone.peak, abs=1024)
