@@ -18,7 +18,7 @@ from benchmarks.planner_accuracy.published import (
     layer_work,
 )
 from pangu.config.schema import RunConfig
-from pangu.dryrun.traces import Request, _content
+from pangu.dryrun.traces import TraceRequest, _content
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.pipeline.actions import MESSAGES
 from pangu.pipeline.spans import Mark, Segment, Span, SpanKey, Trace, UpdateTrace, Work, module_kinds
@@ -41,9 +41,9 @@ class FormulaTraces:
     _traces: dict[tuple[Setup, bool, bool], Trace] = field(default_factory=dict)
     _gradients: dict[Any, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
-    def measure(self, requests: Collection[Request]) -> None:
+    def measure(self, requests: Collection[TraceRequest]) -> None:
         """Work out what is asked for together."""
-        asked: dict[tuple[Setup, bool, bool], list[Request]] = {}
+        asked: dict[tuple[Setup, bool, bool], list[TraceRequest]] = {}
         for request in requests:
             asked.setdefault(_key(request), []).append(request)
         for key, those in asked.items():
@@ -61,13 +61,13 @@ class FormulaTraces:
                 spans = {one: _span(setup, one, gradients.get(_content(one.module), ())) for one in missing}
                 self._traces[key] = Trace({**known, **spans}, Span(), Span(), Span(), ADAM)
 
-    def of(self, request: Request) -> Trace:
+    def of(self, request: TraceRequest) -> Trace:
         """Return the trace of some chunks."""
         self.measure([request])
         return self._traces[_key(request)]
 
 
-def _key(request: Request) -> tuple[Setup, bool, bool]:
+def _key(request: TraceRequest) -> tuple[Setup, bool, bool]:
     names = {kind.split()[0] for chunk in request.chunks for kind in chunk}
     return _setup(request.config), "embedding" in names, "head" in names
 

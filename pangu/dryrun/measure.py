@@ -15,7 +15,7 @@ from pangu.dryrun.audit import Audit
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.ownership import label_states
-from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, Recorder, joined, spans_in
+from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, SpanRecorder, joined, spans_in
 from pangu.dryrun.run import as_carried_out, audited, carry_out, micro_batches, on_fake_tensors, with_kernel
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
@@ -84,7 +84,7 @@ def measure(
             table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
             kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
             update = _measure_update(audit, config, device)
-            recorder = Recorder(audit, trainer, kinds)
+            recorder = SpanRecorder(audit, trainer, kinds)
             for size in sizes:
                 batch = replace(config.batch, micro_size=size, global_size=size * schedule.micro_batches * layout.data)
                 trainer.config = replace(config, batch=batch)
@@ -123,7 +123,7 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
     return Schedule("measured", 2, len(parts), len(micros), stage_of, (tuple(actions()), replies))
 
 
-def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]) -> dict[str, Any]:
+def _trace(recorder: SpanRecorder, kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]) -> dict[str, Any]:
     audit: Audit = recorder.audit
     spans: dict[SpanKey, Span | None] = {
         key: None

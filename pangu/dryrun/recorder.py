@@ -33,7 +33,7 @@ class Boundary(NamedTuple):
     """`Scope.part` of what was counted in it."""
 
 
-class Recorder(Observer, ModuleHooks):
+class SpanRecorder(Observer, ModuleHooks):
     """Ends a span in the log of memory wherever a module ends, and a segment of it where a gradient is added."""
 
     def __init__(self, audit: Audit, trainer: Trainer, modules: Mapping[int, Mapping[str, str]]) -> None:

@@ -44,7 +44,7 @@ Chunk = tuple[str, ...]
 """Kinds of the modules of a chunk, in the order of forward (`spans.module_kinds`)."""
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """Chunks of one stage of a run, whose spans are asked for."""
 
     config: RunConfig
@@ -74,7 +74,7 @@ class Way(NamedTuple):
     """Sequences of a micro-batch."""
 
     @classmethod
-    def of(cls, request: Request) -> Way:
+    def of(cls, request: TraceRequest) -> Way:
         config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
         apart = config.model.tied_head and not {"embedding", "head"} <= kinds
         return cls(
@@ -99,7 +99,7 @@ class Traces:
     """What was measured, as plain data; `spans` by key."""
     _traces: dict[Way, Trace] = field(default_factory=dict)
 
-    def of(self, request: Request) -> Trace:
+    def of(self, request: TraceRequest) -> Trace:
         """The trace of some chunks, measured if it has not been. Raises DryRunError as `measure`."""
         self.measure([request])
         way = Way.of(request)
@@ -107,7 +107,7 @@ class Traces:
             self._traces[way] = trace_of(self._known[way])
         return self._traces[way]
 
-    def measure(self, requests: Collection[Request]) -> None:
+    def measure(self, requests: Collection[TraceRequest]) -> None:
         """Measure what has not been measured of some requests, on all cores.
 
         Raises:
@@ -135,13 +135,13 @@ class Traces:
         self._known[way] = {**trace, "spans": self._spans(way) | spans}
         self._traces.pop(way, None)
 
-    def _read(self, ways: Iterable[tuple[Way, Request]]) -> None:
+    def _read(self, ways: Iterable[tuple[Way, TraceRequest]]) -> None:
         """Read what was measured before."""
         for way in dict(ways):
             if (trace := read_cached(way.file)) is not None:
                 self._add(way, trace)
 
-    def _missing(self, ways: Iterable[tuple[Way, Request]]) -> list[tuple[Way, Request]]:
+    def _missing(self, ways: Iterable[tuple[Way, TraceRequest]]) -> list[tuple[Way, TraceRequest]]:
         """Requests for chunks that have not been measured, and for these alone."""
         missing = []
         for way, request in ways:
@@ -161,9 +161,9 @@ class _Job(NamedTuple):
     splits: list[bool]
 
 
-def jobs_of(missing: Iterable[tuple[Way, Request]]) -> list[_Job]:
+def jobs_of(missing: Iterable[tuple[Way, TraceRequest]]) -> list[_Job]:
     """A dry run for all micro-batches and chunks that one model can have."""
-    groups: dict[tuple[str, bool | None], list[tuple[Way, Request]]] = {}
+    groups: dict[tuple[str, bool | None], list[tuple[Way, TraceRequest]]] = {}
     for way, request in missing:
         groups.setdefault((way.values, way.head), []).append((way, request))
     jobs = []
@@ -279,7 +279,7 @@ def _values(config: RunConfig) -> dict[str, Any]:
 
 
 def _carry_out(
-    missing: Sequence[tuple[Way, Request]], note_progress: Callable[[], None]
+    missing: Sequence[tuple[Way, TraceRequest]], note_progress: Callable[[], None]
 ) -> Iterator[tuple[Way, dict[str, Any]]]:
     """Measure all that is missing, which may take a minute, and yield the traces.
 

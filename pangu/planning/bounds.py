@@ -24,7 +24,7 @@ from pangu.planning.buffers import Formats, Shards, buffers_of, copied_bytes, la
 from pangu.planning.cost import collective_seconds, phase_seconds
 from pangu.planning.groups import Group, groups_of
 from pangu.planning.plan import Plan
-from pangu.planning.program import SKETCHED, Part, Program, Way, shortest
+from pangu.planning.program import SKETCHED, Program, StagePart, WorkKey, shortest
 from pangu.planning.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
@@ -64,7 +64,7 @@ LeastByKind = dict[str, tuple[Least, Least]]
 """Kind of module -> what it takes, with backward as a whole and in two parts."""
 
 
-class Bounds:
+class LayoutBounds:
     """Lower bounds of the time and the memory of layouts."""
 
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
@@ -87,7 +87,14 @@ class Bounds:
         weights if they are computed apart. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
         plan = plan._replace(offload=tuple(part for part in plan.offload if part != "activations"))  # as much computing
-        key = Way.of(plan), plan.recomputed, plan.schedule, plan.layers, plan.pipeline, self._program.is_prepared(plan)
+        key = (
+            WorkKey.of(plan),
+            plan.recomputed,
+            plan.schedule,
+            plan.layers,
+            plan.pipeline,
+            self._program.is_prepared(plan),
+        )
         if key not in self._lines:
             self._lines[key] = list(self._of_stages(plan))
         sent = [*(self._sent(plan, part) for part in self._program.cut(plan).distinct), (0.0, 0.0, 0.0)]
@@ -124,10 +131,10 @@ class Bounds:
             seen[stage] += 1
         yield -1, forwards + backs - most, most, math.inf
 
-    def _least(self, plan: Plan, part: Part) -> list[Least]:
+    def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         """Return what each chunk of a stage takes at least."""
         apart, trace = splits_backward(plan.schedule), self._program.known(plan, part)
-        key = Way.of(plan), apart, plan.recomputed, part.content, trace is None
+        key = WorkKey.of(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
             least = self._sketched(plan) if trace is None else self._measured(plan, trace)
             chunks = [(START, *kinds.all, END) for kinds in self._program.kinds(plan, part)]
@@ -189,7 +196,7 @@ class Bounds:
             most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 
-    def _states(self, plan: Plan, part: Part) -> tuple[float, float]:
+    def _states(self, plan: Plan, part: StagePart) -> tuple[float, float]:
         """Return the bytes of a stage that last, and those of sums of gradients that do not."""
         lasting = sums = 0.0
         for kind, numel in self._numel(plan, part).items():
@@ -197,7 +204,7 @@ class Bounds:
             lasting, sums = lasting + one.lasting * numel, sums + one.sum * numel
         return lasting, sums
 
-    def _sent(self, plan: Plan, part: Part) -> tuple[float, float, float]:
+    def _sent(self, plan: Plan, part: StagePart) -> tuple[float, float, float]:
         """Return the seconds that a stage sends to replicas for each micro-batch and once a step, and those of copies
         between device and host."""
         each = once = copies = 0.0
@@ -206,7 +213,7 @@ class Bounds:
             each, once, copies = each + one.each * numel, once + one.once * numel, copies + one.copies * numel
         return each, once, copies
 
-    def _numel(self, plan: Plan, part: Part) -> Counter[tuple[bool, bool]]:
+    def _numel(self, plan: Plan, part: StagePart) -> Counter[tuple[bool, bool]]:
         """Return the elements of a stage on a rank, by whether they are of experts that the layout splits, and whether
         they are trained."""
         ranks = plan.tensor, plan.sequence, plan.expert, plan.expert_tensor
@@ -262,7 +269,7 @@ class Bounds:
         return seconds
 
 
-def _modules(part: Part) -> Iterator[str]:
+def _modules(part: StagePart) -> Iterator[str]:
     chunks = part.chunks.values()
     yield from ["embedding"] * any(chunk.first for chunk in chunks)
     yield from (f"layers.{layer}" for chunk in chunks for layer in chunk.layers)

@@ -230,7 +230,7 @@ def pass_seconds(one: Pass, groups: Mapping[Axis, Group], cluster: ClusterConfig
     return Phase(compute, tensor, replicas + around.replicas, expert)
 
 
-class Memory(NamedTuple):
+class StageMemory(NamedTuple):
     """GiB of a device."""
 
     states: float
@@ -246,14 +246,14 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[Memory]:
+def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[StageMemory]:
     """Return what each stage needs when it holds most."""
     stages = []
     for stage in ledger.stages:
         states = sum(stage.lasting.values())
         passing = stage.peak - states
         overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / _GIB
-        stages.append(Memory(states / _GIB, passing / _GIB, overhead))
+        stages.append(StageMemory(states / _GIB, passing / _GIB, overhead))
     return stages
 
 

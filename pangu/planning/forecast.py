@@ -15,7 +15,7 @@ from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import difference
-from pangu.planning.cost import Memory, StepTime, memory_of, step_time
+from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.plan import Plan
 from pangu.planning.search import search, space_of
 from pangu.planning.search_report import terms_of
@@ -35,12 +35,12 @@ class Forecast:
 
     cluster: str
     time: StepTime
-    memory: Memory
+    memory: StageMemory
     """Of the fullest stage."""
     stage: int
     """The fullest stage."""
     room_gib: float
-    """Memory of a device."""
+    """StageMemory of a device."""
     _seconds: list[float] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.dryrun.traces import Chunk, Request, Traces, shortened
+from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.held import most_held
@@ -56,7 +56,7 @@ class StepLedger:
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
 
 
-class Way(NamedTuple):
+class WorkKey(NamedTuple):
     """What of a layout the work of a module depends on, as in `Plan`."""
 
     tensor: int
@@ -74,7 +74,7 @@ class Way(NamedTuple):
     """Activations are sent there."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Way:
+    def of(cls, plan: Plan) -> WorkKey:
         """Return that of a layout."""
         return cls(
             plan.tensor,
@@ -91,7 +91,7 @@ class Way(NamedTuple):
         )
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """What a stage holds."""
 
     chunks: dict[int, ModelPart]
@@ -104,7 +104,7 @@ class Cut(NamedTuple):
 
     stage_of: tuple[int, ...]
     """Stage of each chunk."""
-    distinct: tuple[Part, ...]
+    distinct: tuple[StagePart, ...]
     """Stages, one of all that hold the same."""
     alike: tuple[int, ...]
     """Stage -> its place in `distinct`."""
@@ -157,9 +157,9 @@ class Program:
         return self._sketches[self._sketched(plan)]
 
     def _sketched(self, plan: Plan) -> Any:
-        return Way.of(plan)._replace(micro_size=0, recompute="", recomputed=False, on_host=False)
+        return WorkKey.of(plan)._replace(micro_size=0, recompute="", recomputed=False, on_host=False)
 
-    def _sketch_requests(self, plan: Plan) -> tuple[Request, ...]:
+    def _sketch_requests(self, plan: Plan) -> tuple[TraceRequest, ...]:
         model = self.config.model
         plan = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(model.layers,))
         plan = plan._replace(recompute="none", recomputed=1, offload=())
@@ -174,17 +174,17 @@ class Program:
             self._cuts[key] = _cut(self.config.model, bool(self.config.train.frozen), stage_of, plan.layers)
         return self._cuts[key]
 
-    def known(self, plan: Plan, part: Part) -> Trace | None:
+    def known(self, plan: Plan, part: StagePart) -> Trace | None:
         """Return what was measured of a stage's modules; None if not all of them have been."""
         return self._known.get(self._key(plan, part))
 
-    def trace(self, plan: Plan, part: Part) -> Trace:
+    def trace(self, plan: Plan, part: StagePart) -> Trace:
         """Return what was measured of a stage's modules. Raises DryRunError as `prepare`."""
         if self.known(plan, part) is None:
             self.prepare([plan])
         return self._known[self._key(plan, part)]
 
-    def kinds(self, plan: Plan, part: Part) -> tuple[Kinds, ...]:
+    def kinds(self, plan: Plan, part: StagePart) -> tuple[Kinds, ...]:
         """Return the kinds of the modules of each chunk."""
         key = part.content, plan.recompute, plan.recomputed, "activations" in plan.offload
         if key not in self._kinds:
@@ -202,18 +202,18 @@ class Program:
     def _way(self, plan: Plan) -> Any:
         # with frozen weights, modules depend on the sharding too (`Traces`)
         others = (plan.zero, plan.zero_group, plan.data, plan.offload) if self.config.train.frozen else None
-        return Way.of(plan), others
+        return WorkKey.of(plan), others
 
-    def _key(self, plan: Plan, part: Part) -> Any:
+    def _key(self, plan: Plan, part: StagePart) -> Any:
         shortest = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
         return self._way(plan), splits_backward(plan.schedule), shortest
 
-    def _request(self, plan: Plan, part: Part) -> Request:
+    def _request(self, plan: Plan, part: StagePart) -> TraceRequest:
         way = self._way(plan)
         if way not in self._configs:
             self._configs[way] = configured(self.config, plan)
         chunks = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
-        return Request(self._configs[way], chunks, (splits_backward(plan.schedule),))
+        return TraceRequest(self._configs[way], chunks, (splits_backward(plan.schedule),))
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
         """Return the ledger of a step; unless `every` stage is wanted, one that holds as many micro-batches stands for
@@ -253,7 +253,7 @@ class Program:
             stages.append(made[stands])
         return StepLedger(tuple(stages), message, schedule, more)
 
-    def _stage(self, config: RunConfig, plan: Plan, part: Part, schedule: Schedule) -> StageProgram:
+    def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
         """Return a stage that can be folded."""
         alike = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1, schedule="")
         key = alike, schedule.splits_backward, schedule.reduce_each, part.content
@@ -289,10 +289,10 @@ def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: t
         kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
         return tuple(part.layers) if by_name else tuple(kinds), part.first, part.last
 
-    distinct: dict[Any, Part] = {}
+    distinct: dict[Any, StagePart] = {}
     contents = [tuple(map(content, chunks.values())) for chunks in held]
     for chunks, key in zip(held, contents, strict=True):
-        distinct.setdefault(key, Part(chunks, key))
+        distinct.setdefault(key, StagePart(chunks, key))
     places = {key: place for place, key in enumerate(distinct)}
     return Cut(stage_of, tuple(distinct.values()), tuple(places[key] for key in contents))
 

@@ -25,8 +25,8 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import kept_workers, measured_gib
 from pangu.pipeline import orders
 from pangu.pipeline.stages import cut
-from pangu.planning.bounds import Bounds
-from pangu.planning.cost import Memory, StepTime, memory_of, step_time
+from pangu.planning.bounds import LayoutBounds
+from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.plan import Plan, Recompute, configured
 from pangu.planning.program import Program, shortest
 from pangu.topology.experts import ExpertLayout
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
 
     plan: Plan
     time: StepTime
-    memory: tuple[Memory, ...]
+    memory: tuple[StageMemory, ...]
     """Of each stage."""
     measured: float | None = None
     """GiB of the stage that needs most, when it was carried out in a dry run; None: it was not."""
@@ -138,7 +138,10 @@ def space_of(
 def search(space: Space, top: int = 10) -> SearchResult:
     """Return the `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
-    bounds, alone = Bounds(space.program, space.cluster), space.cluster.alone  # a bound is of a core that is not shared
+    bounds, alone = (
+        LayoutBounds(space.program, space.cluster),
+        space.cluster.alone,
+    )  # a bound is of a core that is not shared
     plans = list(enumerate_plans(space, refused))
     space.program.sketch(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]

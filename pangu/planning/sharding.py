@@ -69,7 +69,7 @@ class Weight(NamedTuple):
     operator: str
 
 
-class Part(NamedTuple):
+class ShardedPart(NamedTuple):
     """Modules of one kind, and the weights of the first of them."""
 
     modules: tuple[str, ...]
@@ -78,7 +78,7 @@ class Part(NamedTuple):
     weights: tuple[Weight, ...]
 
 
-def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]) -> dict[str, Part]:
+def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]) -> dict[str, ShardedPart]:
     """Return the kinds of modules of a model (`module_kinds`) in the order of forward, as rank 0 holds them."""
     model, batch, sequence = config.model, config.batch.micro_size, config.model.sequence // layout.context
     experts = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
@@ -106,7 +106,7 @@ def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]
         name, names = next(iter(modules.items()))
         entries = (entry for parameter in names for entry in table.stored_in(parameter))
         weights = tuple(_weight(entry, name, _role(entry, name, model.norm), words, layout.tensor) for entry in entries)
-        parts[kind] = Part(tuple(modules), *ends.get(name, (hidden, hidden)), weights)
+        parts[kind] = ShardedPart(tuple(modules), *ends.get(name, (hidden, hidden)), weights)
     return parts
 
 

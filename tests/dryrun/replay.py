@@ -17,9 +17,9 @@ import torch
 
 from pangu.dryrun.measure import key_of, measure
 from pangu.dryrun.ownership import label_states
-from pangu.dryrun.recorder import Recorder, spans_in
+from pangu.dryrun.recorder import SpanRecorder, spans_in
 from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors, with_kernel
-from pangu.dryrun.traces import Request, Way, jobs_of, trace_of
+from pangu.dryrun.traces import TraceRequest, Way, jobs_of, trace_of
 from pangu.models.parameters import place_tensors
 from pangu.pipeline.actions import Action
 from pangu.pipeline.layouts import Chosen, choose_layout
@@ -46,7 +46,7 @@ def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
             parts = chosen.stages.of(stage)
             table = place_tensors(chosen.config.model, list(parts.values()), TensorRank(), chosen.config.train.frozen)
             kinds = {chunk: module_kinds(chosen.config, table, part) for chunk, part in parts.items()}
-            recorder = Recorder(audit, trainer, kinds)
+            recorder = SpanRecorder(audit, trainer, kinds)
             for _ in range(2):  # the first step makes what stays
                 audit.counts.clear()
                 recorder.log.clear()
@@ -63,7 +63,7 @@ def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:
     config, parts = chosen.config, chosen.stages.of(stage)
     table = place_tensors(config.model, list(parts.values()), TensorRank(), config.train.frozen)
     chunks = tuple(tuple(module_kinds(config, table, part).values()) for part in parts.values())
-    request = Request(config, chunks, (chosen.stages.schedule.splits_backward,))
+    request = TraceRequest(config, chunks, (chosen.stages.schedule.splits_backward,))
     way = Way.of(request)
     (job,) = jobs_of([(way, request)])
     (trace,) = measure(choose_layout(json.loads(way.values), 1), device, fake, job.chunks, [way.size], job.splits)

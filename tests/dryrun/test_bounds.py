@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pangu.planning.bounds import Bounds
+from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
 from pangu.planning.plan import Plan, configured
@@ -40,7 +40,7 @@ SMALL = (
 
 def assert_bounded(where: Space, plans: Iterable[Plan]) -> None:
     """Each layout takes and needs at least as much as its bounds say."""
-    bounds = Bounds(where.program, where.cluster)
+    bounds = LayoutBounds(where.program, where.cluster)
     for plan in plans:
         sketched = bounds.seconds(plan), bounds.gib(plan)
         gib = max(stage.total for stage in memory_of(where.program.describe(plan), where.cluster))

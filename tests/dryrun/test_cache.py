@@ -17,16 +17,16 @@ from pangu.config.cluster import DeviceMemoryConfig
 from pangu.dryrun import cache, roles, traces
 from pangu.dryrun.cache import cache_folder, read_cached
 from pangu.dryrun.roles import DryRunError
-from pangu.dryrun.traces import Request, Traces, Way
+from pangu.dryrun.traces import TraceRequest, Traces, Way
 from pangu.pipeline.spans import UpdateTrace
 from tests.configs import config
 
-REQUEST = Request(config("+config=quickstart"), (("embedding", "layer", "layer", "head"),))
+REQUEST = TraceRequest(config("+config=quickstart"), (("embedding", "layer", "layer", "head"),))
 SPAN = {"segments": [[8, 8, None]], "work": {"matmuls": [], "collectives": []}, "until": []}
 OTHERS = {"begin": SPAN, "move": SPAN, "finish": SPAN, "update": [0.0] * len(UpdateTrace._fields), "lasting_bytes": 0}
 
 
-def measured(request: Request, nbytes: int = 8) -> dict[str, Any]:
+def measured(request: TraceRequest, nbytes: int = 8) -> dict[str, Any]:
     """A trace of a request as plain data."""
     span = {**SPAN, "segments": [[nbytes, nbytes, None]]}
     keys = sorted(key for chunk in request.chunks for key in request.keys(chunk))
@@ -57,11 +57,11 @@ def test_the_folder_is_the_users_or_a_temporary_one(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Request]:
+def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TraceRequest]:
     """Requests that would be measured in dry runs, in an empty folder; each measures one byte more."""
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
 
-    def carry_out(missing: Sequence[tuple[Way, Request]], _: object) -> Iterator[tuple[Way, dict[str, Any]]]:
+    def carry_out(missing: Sequence[tuple[Way, TraceRequest]], _: object) -> Iterator[tuple[Way, dict[str, Any]]]:
         for way, request in missing:
             requests.append(request)
             yield way, measured(request, len(requests))
@@ -72,7 +72,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Request
 
 
 def test_what_was_measured_is_kept_and_a_damaged_file_is_measured_again(
-    carried_out: list[Request], tmp_path: Path
+    carried_out: list[TraceRequest], tmp_path: Path
 ) -> None:
     first = Traces().of(REQUEST)
     assert Traces().of(REQUEST) == first
@@ -83,7 +83,7 @@ def test_what_was_measured_is_kept_and_a_damaged_file_is_measured_again(
     assert carried_out == [REQUEST, REQUEST]
 
 
-def test_chunks_that_are_new_are_measured_and_join_the_others(carried_out: list[Request]) -> None:
+def test_chunks_that_are_new_are_measured_and_join_the_others(carried_out: list[TraceRequest]) -> None:
     """Those with the same neighbours are not new; layers that are recomputed are."""
     Traces().of(REQUEST)
     longer = ("embedding", *["layer"] * 9, "head")
@@ -100,7 +100,7 @@ def test_chunks_that_are_new_are_measured_and_join_the_others(carried_out: list[
 
 
 def test_a_process_that_measures_is_waited_for_but_not_for_ever(
-    carried_out: list[Request], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    carried_out: list[TraceRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What was measured before is read without waiting."""
     monkeypatch.setattr(cache, "PATIENCE_SECONDS", 0.3)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pangu.config.model import ModelConfig
-from pangu.dryrun.traces import Request, Traces
+from pangu.dryrun.traces import TraceRequest, Traces
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import layer_flops
 from pangu.pipeline.layouts import choose_layout
@@ -36,7 +36,7 @@ class Modules:
         chunk = tuple(module_kinds(config, table, part).values())
         self.model: ModelConfig = config.model
         self.tokens: int = config.batch.micro_size * config.model.sequence
-        self.trace: Trace = Traces().of(Request(config, (chunk,), (False, True)))
+        self.trace: Trace = Traces().of(TraceRequest(config, (chunk,), (False, True)))
 
     def span(self, action: str, module: str = "layer") -> Span:
         """Return the span of a module in the middle of a chunk, if it has neighbours of its kind."""

@@ -13,7 +13,7 @@ import pytest
 
 from pangu.config.errors import ConfigError, UserError
 from pangu.config.layout_checks import layout_problems
-from pangu.planning.bounds import Bounds
+from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
 from pangu.planning.plan import Plan
@@ -114,7 +114,7 @@ def test_no_bound_is_above_what_a_layout_takes_and_needs(devices: int, drawn: in
     """As measured modules do in tests/dryrun/test_bounds.py, for layouts of all kinds drawn at random: before their
     modules are measured, by those of other micro-batches, and behind it."""
     where = space(devices, *words)
-    bounds, plans = Bounds(where.program, where.cluster), list(enumerate_plans(where, Counter()))
+    bounds, plans = LayoutBounds(where.program, where.cluster), list(enumerate_plans(where, Counter()))
     plans += [other for plan in plans for other in smaller(where, plan)]
     for plan in Random(0).sample(plans, drawn):
         sketched = bounds.seconds(plan), bounds.gib(plan)
@@ -135,7 +135,7 @@ def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
     )
     links = replace(where.cluster.inside, measured=timed)
     where = where._replace(cluster=replace(where.cluster, inside=links, queued=False, alone=1.5))
-    bounds, times = Bounds(where.program, where.cluster), []
+    bounds, times = LayoutBounds(where.program, where.cluster), []
     for plan in enumerate_plans(where, Counter()):
         times.append(time_of(where, plan).total)
         assert bounds.seconds(plan) / 1.5 <= times[-1], plan
@@ -175,7 +175,7 @@ def test_a_cluster_without_fp8_is_refused() -> None:
 
 
 def test_few_of_the_layouts_of_200b_on_2048_devices_are_costed() -> None:
-    """Bounds decide most of them, which is what makes the search quick."""
+    """LayoutBounds decide most of them, which is what makes the search quick."""
     found = search(space(2048, "+config=pangu_200b"))
     assert found.layouts > 4_000
     assert 10 <= found.costed < found.layouts / 40

@@ -13,28 +13,28 @@ from pangu.models.size import num_parameters
 from pangu.pipeline.spans import Collective, Span, SpanKey, Work
 from pangu.pipeline.stages import cut
 from pangu.planning.groups import Group
-from pangu.planning.sharding import Part, plan_sharding, sent_rows
+from pangu.planning.sharding import ShardedPart, plan_sharding, sent_rows
 from pangu.topology.layout import Layout
 from tests.configs import RECIPES, config
 
 LAYER, QUERY = "layer recomputed", "layer query recomputed"
 
 
-def parts_of(chosen: RunConfig, layout: Layout) -> dict[str, Part]:
+def parts_of(chosen: RunConfig, layout: Layout) -> dict[str, ShardedPart]:
     return plan_sharding(chosen, layout, [ModelPart.whole(chosen.model)])
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, Part]:
+def plain() -> dict[str, ShardedPart]:
     return parts_of(config("+config=pangu_13b"), Layout(tensor=8))
 
 
 @pytest.fixture(scope="module")
-def sliced() -> dict[str, Part]:
+def sliced() -> dict[str, ShardedPart]:
     return parts_of(config("+config=pangu_13b"), Layout(tensor=8, sequence=True))
 
 
-def test_layers_that_are_alike_stand_together(plain: dict[str, Part]) -> None:
+def test_layers_that_are_alike_stand_together(plain: dict[str, ShardedPart]) -> None:
     assert list(plain) == ["embedding", LAYER, QUERY, "head"]
     assert plain[LAYER].modules == tuple(f"layers.{number}" for number in range(39))
     gpt = config("+config=gpt2_124m", "memory.recompute=2")
@@ -96,8 +96,8 @@ def test_every_weight_of_every_recipe_is_told_once(recipe: str) -> None:
     ],
 )
 def test_how_a_weight_is_cut(
-    plain: dict[str, Part],
-    sliced: dict[str, Part],
+    plain: dict[str, ShardedPart],
+    sliced: dict[str, ShardedPart],
     name: str,
     local: tuple[int, ...],
     cut: str,
@@ -113,7 +113,7 @@ def test_how_a_weight_is_cut(
     assert weight.activations == activations
 
 
-def test_the_outer_parts(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
+def test_the_outer_parts(plain: dict[str, ShardedPart], sliced: dict[str, ShardedPart]) -> None:
     word, position = plain["embedding"].weights
     assert (word.local_shape, word.operator) == ((5000, 5120), "Gather ((mp,1),(dp,1)) + AllReduce")
     assert (position.cut, sliced["embedding"].weights[1].operator) == ("whole", "Gather ((1,1),(dp,mp))")
