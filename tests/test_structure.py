@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pangu.pipeline.orders import SCHEDULES
+from tests import size
 from tests.end_to_end.commands import SMALL, command
 from tests.spawn import repository
 
@@ -35,11 +36,6 @@ FLOORS = {
     "translation": 10,
     "reporting": 3,
 }
-APART = {"translation": 2_071, "library": 1_519, "reporting": 735}
-"""Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules,
-pages about runs. 140 of translation are today's keys of data, experts and shared sequences, and what a script says
-under a condition; 10 of reporting are replicas of runs; 2 of library weights that are made of
-others, 7 pipelines that failed."""
 PACKAGE = repository() / "pangu"
 CALLED_BY_OTHERS = {"PanguLM"}
 """What only other programs call: lm-eval's command, by a registered name."""
@@ -188,58 +184,13 @@ def test_docstrings_are_an_eighth_of_the_package() -> None:
 
 
 def test_the_package_stays_small() -> None:
-    """What plans or only tools load is apart. A change that needs more says why where it raises this: 150 lines are
-    dropout as a hash, in one operation; 150 a step that waits for nothing, what the host knew at once being decided on
-    the device and heard of later; 200 gradients that products add up, and the loss in one pass forward and one
-    backward; 200 flash attention over documents, and the choice among the kernels of GPUs; 350 meeting
-    through the store, and naming who is stuck where on devices too;
-    400 a profile whose parts add up to the step, on every rank; 60 a mode that gives the same bits again; 10 the
-    speed of a host's memory; 200 models that are not ours; 340 products in fp8, whose scales no layout changes; 110
-    saves that are copied beside the next step, into one memory; 30 sums over
-    copies that hide behind backward; 420
-    layers compiled whole, and when that pays; 140 words as jieba has them, at twice its speed; 220 ranks that share a
-    sequence or the experts of a layer, whose weights have other replicas; 230 block-sparse
-    attention: three patterns and their keys; 890 mixtures of experts, 360 their
-    exchange between ranks; 900 attention over a
-    sequence that ranks share, in three ways, each forward and backward; 60
-    experts in the files of transformers, 20 their balance in conversions, 70 first weights from a dense model;
-    10 gradients of words that are added to their rows;
-    1,020 text of every kind into tokens at any size: read from any place
-    on, written so that a kill costs a minute, without duplicates, with checksums;
-    150 four kinds of
-    tokenizers;
-    60 weights that change
-    during a run; 60 choices of experts without sorting, and in sequences that ranks share; 95 nodes: which rank is
-    where, in messages and in a file, what devices, the allocator and NCCL are told, statuses for schedulers;
-    460 whole documents in samples, 670 conversations to fine-tune on; 800 text that
-    is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume; 50 where a
-    run went on from, for reports; 30 padding that experts pass by, 30 arrays of JSON in parts, 20
-    workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
-    none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out; 20 gradients
-    of words that products add up on every device, and products that are not cut; 13 what hides
-    behind products that came late; 125 logits of which a chunk exists at a time, and are made once; 28 operators that
-    are compiled for all shapes of a model, 7 a folder for compiled code that cannot be made; 60 attention in tiles that
-    drops as the reference does; 94 that whoever waits longest says who is stuck where, and who did not come, from the
-    start of a run on and where no file can be written, and that a recording keeps what collectives read; 15 that chunks
-    of a loss are long enough, that fp32 products are chosen at a size that shows which is faster, and both names of
-    transformers' cache; 763 flash attention that drops as the reference does in one pass, with its gradients, for
-    documents, windows and parts of a sequence; 34 that no run imports torch's compiler for its optimizer; 20
-    that no layer which stays on the device is copied to the host; 136 data
-    that is prepared for as long as it gets on, and leaves nothing where it is given up; 10 a GELU
-    that compilers make fast; 3,435 inputs, tokenizers, checkpoints, consoles and faults of outsiders, which gave wrong
-    numbers or lost work before; 1,107 the step as a list, which the trainer follows and can be compared with, the
-    data of its ledger, and what the planner had of states, clusters, memory and descriptions of runs; 186 what the
-    planner asked of schedules and of ZeRO by name, and its simulator."""
-    files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    both = [path for path in FILES if floor_of(path) in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in both) <= 5_800
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_878
+    found, limits = size.figures(), size.limits()
+    assert found.keys() == limits.keys()
+    assert {name: figure for name, figure in found.items() if figure > limits[name]} == {}
 
 
-@pytest.mark.parametrize("folder", APART)
-def test_what_no_run_loads_stays_small(folder: str) -> None:
-    files = [path for path in FILES if floor_of(path) == folder]
-    assert 0 < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= APART[folder]
+def test_limits_only_go_down_or_say_why() -> None:
+    assert list(size.unexplained()) == []
 
 
 def public_names(path: Path) -> Iterator[str]:

@@ -121,7 +121,8 @@ class Traces:
             return
         with one_process(cache_folder()):
             self._read(ways)  # another process may have measured meanwhile
-            for way, trace in _carry_out(self._missing(ways), self.note_progress):
+            missing = self._missing(ways)
+            for way, trace in _carry_out(missing, self.note_progress) if missing else ():
                 self._add(way, trace)
                 spans = [[*key, span] for key, span in self._spans(way).items()]
                 write_cached(way.file, {**self._known[way], "spans": spans})

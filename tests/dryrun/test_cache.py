@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,24 @@ def test_a_process_that_measures_is_waited_for_but_not_for_ever(
         assert time.monotonic() - began >= 0.3
         monkeypatch.setattr(traces, "one_process", None)
         Traces().measure([REQUEST])
+    assert carried_out == [REQUEST]
+
+
+def test_what_another_process_measures_meanwhile_is_read(
+    carried_out: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two first searches of a model at once: whoever has waited carries out nothing."""
+
+    @contextmanager
+    def waiting(folder: Path) -> Iterator[None]:
+        with monkeypatch.context() as other:
+            other.setattr(traces, "one_process", cache.one_process)
+            Traces().measure([REQUEST])
+        monkeypatch.setattr(traces, "_carry_out", None)
+        yield
+
+    monkeypatch.setattr(traces, "one_process", waiting)
+    Traces().measure([REQUEST])
     assert carried_out == [REQUEST]
 
 
