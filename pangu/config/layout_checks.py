@@ -8,7 +8,7 @@ from typing import Any
 
 from pangu.config.build import findings
 from pangu.config.context import context_problems
-from pangu.config.errors import Problem
+from pangu.config.errors import Problem, shown
 from pangu.config.expert_layout import least_data, spread_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
@@ -103,7 +103,9 @@ def _pipeline(config: RunConfig) -> Iterator[Problem]:
 
 
 def _zero(config: RunConfig) -> Iterator[Problem]:
-    parallel = config.parallel
+    parallel, once = config.parallel, list(dict.fromkeys(config.memory.offload))
+    if len(once) < len(config.memory.offload):
+        yield Problem("memory.offload", list(config.memory.offload), "names a part twice", f"{shown(once)} works")
     if "parameters" in config.memory.offload and parallel.zero != 3:
         rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
         yield Problem("memory.offload", "[parameters]", rule, "[optimizer] works, or parallel.zero=3")

@@ -48,6 +48,9 @@ CONTRADICTIONS = {
             "data.packing.method=best_fit": "data.packing.method = best_fit: needs the lengths of all documents first",
         }.items()
     },
+    "memory.offload=[optimizer,optimizer]": (
+        "memory.offload = [optimizer, optimizer]: names a part twice; [optimizer] works"
+    ),
     "memory.offload=[parameters]": (
         "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; [optimizer] works, or "
         "parallel.zero=3"
