@@ -1,0 +1,1 @@
+"""Training: the trainer and its loop, saving and resuming, faults, profiling and autotuning."""

@@ -1,5 +1,7 @@
-"""Autotuning: of the candidates for one result `auto` takes the fastest on this machine, on the run's own shapes, the
-same on all ranks. A run that is resumed keeps its choices, because another candidate rounds differently."""
+"""Autotuning: `auto` keys take the candidate that is fastest on this machine and these shapes, alike on all ranks.
+
+A resumed run keeps its choices, because another candidate rounds differently.
+"""
 
 from __future__ import annotations
 
@@ -35,40 +37,43 @@ from pangu.training.layer_timing import time_layers
 log = logging.getLogger("pangu")
 
 PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.3, 0.3, 0.05
-"""Seconds that timing may take."""
+"""Time budgets for timing, in seconds."""
 MESSAGE_BYTES = 2**20
-"""Longest message that is timed."""
+"""Largest message that is timed, bytes."""
 SLOW = 1.25
-"""A format whose products take so many times as long as those of fp32 is one that the processor has no use for."""
+"""Slowdown over fp32 from which on a 16-bit format counts as unsupported by the processor."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How a run is computed; nothing of it changes what is computed beyond rounding."""
+    """Choices of implementation; they change results only by rounding."""
 
     attention: str
-    """Kernel, a key of `ABILITIES`."""
+    """Attention kernel, a key of `ABILITIES`."""
     products: str
-    """Precision of fp32 matmuls, in the words of `torch.set_float32_matmul_precision`."""
+    """Precision of fp32 matmuls, a value of `torch.set_float32_matmul_precision`."""
     gather: str
-    """`Algorithms.gather`."""
+    """All-gather algorithm, see `Algorithms.gather`."""
     scatter: str
-    """`Algorithms.scatter`."""
+    """Reduce-scatter algorithm, see `Algorithms.scatter`."""
     device: str
-    """Kinds of device that the run was on when it chose."""
+    """Device types of the run when it chose."""
     compute: str
-    """Its `precision.compute`."""
+    """Value of `precision.compute` when the run chose."""
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Choice -> candidate -> time for a micro-batch, of kernels and products on one thread of a CPU, or for a message;
-    empty where there was only one."""
+    """Measured times by choice and candidate, for a micro-batch (on a CPU: one thread) or a message; empty where there
+    was only one candidate."""
     compile: str = "false"
-    """Whether layers are compiled, `true` or `false`."""
+    """Compile layers: `true` or `false`."""
 
 
 def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_candidates) -> Choices:
-    """Choose, and say what was chosen and why. What `config` asks for by name is taken. All ranks of `mesh` call this
-    together and get the same. `recorded`: what the checkpoint that the run continues from holds of the choices; None: a
-    new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
+    """Time the candidates and log the choices with their reasons; keys set in `config` are taken as they are.
+
+    All ranks of `mesh` call this together and get the same. `recorded`: choices in the checkpoint that the run
+    continues from; None: a new run. Raises UserError if the requested attention kernel cannot train this model on this
+    device.
+    """
     compute, device = config.precision.compute, mesh.device
     kernels, shared = kernels_of(config, device), config.parallel.context > 1
     compiles = ["false"]
@@ -124,14 +129,13 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
 
 
 def save_choices(folder: Path, choices: Choices) -> None:
-    """Write choices.json, for people: what a resumed run keeps is in its checkpoint. Raises UserError."""
+    """Write choices.json, for people: a resumed run reads its checkpoint instead. Raises UserError."""
     with writing(folder):
         write_atomically(folder / "choices.json", f"{json.dumps(asdict(choices), indent=1)}\n".encode())
 
 
 def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candidates) -> None:
-    """Say if products of a 16-bit format take longer here than those of fp32: the processor has no instructions for it,
-    and torch makes do with others. All ranks may call it; it says nothing on most."""
+    """Warn if matmuls of a 16-bit format are slower than fp32, which processors without such instructions emulate."""
     compute, device = config.precision.compute, mesh.device
     if compute not in ("bf16", "fp16") or not mesh.is_first:
         return
@@ -153,7 +157,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
 
 
 def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
-    """The gathers and reduce-scatters of a layer."""
+    """Return the all-gathers and reduce-scatters of a layer."""
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
     compute = DTYPES[config.precision.compute]
@@ -177,19 +181,21 @@ def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
 
 
 def _common(lists: Sequence[list[str]], default: str) -> list[str]:
-    """The candidates that are in all lists, in the order of the first; `default` if there is no list."""
+    """Return the candidates that are in all lists, in the order of the first; `default` if there is no list."""
     return [name for name in lists[0] if all(name in names for names in lists)] if lists else [default]
 
 
 def _affordable(model: ModelConfig, kernels: list[str]) -> list[str]:
-    """Without kernels that keep the scores, where these are more than half of what a layer keeps for backward: what
-    that saves in time is not worth its memory. 5as of 34h + 5as bytes a token (Korthikanti et al. 2022, table 2)."""
+    """Drop kernels that keep scores larger than half of a layer's activations: the speed is not worth that memory.
+
+    Scores take 5as of 34h + 5as bytes per token (Korthikanti et al. 2022, table 2).
+    """
     large = 5 * model.heads * model.sequence > 34 * model.hidden
     return [name for name in kernels if name == kernels[0] or not (large and ABILITIES[name].scores)]
 
 
 def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], device: str, compute: str) -> list[str]:
-    """Narrow the candidates to what the checkpoint has chosen; returns the choices that are recalled."""
+    """Narrow the candidates to the checkpoint's choices; return the names of the choices that are kept."""
     same = previous.get("device") == device and previous.get("compute") == compute
     recalled = []
     for key, names in candidates.items():
@@ -207,8 +213,7 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
 
 
 def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[str, Any]:
-    """What the checkpoint has chosen, but for a kernel that drops other probabilities in every layout, which `auto`
-    took before there was one that does not."""
+    """Return the checkpoint's choices, without a kernel of layout-dependent dropout if `auto` has a better one."""
     previous: Mapping[str, Any] = recorded if isinstance(recorded, dict) else {}
     kernel, is_free = previous.get("attention"), model.attention == "auto" and model.attention_dropout > 0
     if not is_free or kernel not in ABILITIES or ABILITIES[kernel].hashed or not ABILITIES[preferred].hashed:
@@ -219,8 +224,10 @@ def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[s
 
 
 def _matmul(config: RunConfig, mesh: Mesh) -> tuple[Matmul, float]:
-    """The largest matmul of a tensor-parallel rank, cut to what is timed, and how many of it make up a micro-batch's
-    matmuls: cut, all hardly differ in shape, and kernels for each would stay in the process."""
+    """Return the largest matmul of a rank, cut to the timed size, and the number of them in a micro-batch's matmuls.
+
+    Cut to one size, all hardly differ in shape, and kernels for each would stay in the process.
+    """
     model, ranks = config.model, mesh.layout.tensor
     tokens = model.sequence // mesh.layout.context * config.batch.micro_size
     sizes = [size for layer in range(model.layers) for size in layer_matrices(model, ranks, layer)]
@@ -233,7 +240,7 @@ def _matmul(config: RunConfig, mesh: Mesh) -> tuple[Matmul, float]:
 
 
 def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
-    """Seconds of the matmuls of a micro-batch, on a tensor-parallel rank, by precision; 0 where there is no choice."""
+    """Return the seconds of a micro-batch's matmuls per tensor-parallel rank, by precision; 0 without a choice."""
     if len(precisions) == 1:
         return dict.fromkeys(precisions, 0.0)
     with one_thread(mesh.device):
@@ -247,8 +254,7 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
 def _time_attention(
     config: RunConfig, mesh: Mesh, candidates: Mapping[str, list[str]], every: list[str], timer: Timer
 ) -> dict[Any, float]:
-    """As `_time_kernels`, on the slowest rank, of the candidates, or if all ranks can run none of them, of others of
-    `every`, whose last one needs no compiler."""
+    """Return the kernels' times on the slowest rank; if no candidate runs on all ranks, those of others of `every`."""
     times: dict[Any, float] = {}
     others = [kernel for kernel in _affordable(config.model, every) if kernel not in candidates["attention"]]
     for kernels in filter(None, (candidates["attention"], others, every[-1:])):
@@ -263,8 +269,7 @@ def _time_attention(
 def _time_kernels(
     config: RunConfig, mesh: Mesh, kernels: Sequence[str], precisions: Sequence[str], timer: Timer
 ) -> dict[Any, float]:
-    """Seconds of the attention of a micro-batch, by kernel and precision; 0 where there is no choice, infinite where a
-    kernel cannot run."""
+    """Return the seconds of a micro-batch's attention by kernel and precision; 0: no choice, inf: cannot run."""
     # with parts of sequences there is a choice only where the ranks share heads
     model, ranks = config.model, mesh.layout.tensor * mesh.layout.context
     pairs = list(itertools.product(kernels, precisions))
@@ -302,7 +307,7 @@ def _time_kernels(
 def _time_collectives(
     collectives: Sequence[Collective], algorithms: Sequence[str], mesh: Mesh, timer: Timer
 ) -> dict[Any, float]:
-    """Seconds of all these collectives once, by algorithm; 0 where there is no choice."""
+    """Return the seconds of running all these collectives once, by algorithm; 0 without a choice."""
     seconds = dict.fromkeys(algorithms, 0.0)
     if len(algorithms) > 1:
         trials = {(name, i): one.trial(name) for name in algorithms for i, one in enumerate(collectives)}
@@ -312,7 +317,7 @@ def _time_collectives(
 
 
 def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str], where: str) -> None:
-    """Log one line for each choice; `where`: where kernels and products were timed."""
+    """Log one line for each choice; `where`: where kernels and matmuls were timed."""
     keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_products={config.precision.fp32_products}",

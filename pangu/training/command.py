@@ -1,4 +1,4 @@
-"""The command line around a run: Hydra composes, one process speaks, and a user's error is one message."""
+"""Command line of a run: composition by Hydra, output by the first process, one message for user errors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from pangu.topology.launch import is_first_process
 from pangu.training.interrupts import ENDED, ending_at_once
 
 _OF_LAUNCHER = ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "max-restarts")
-"""Options of torchrun that stand in front of pretrain.py."""
+"""Options of torchrun, which belong before pretrain.py."""
 
 
 def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], None]) -> None:
-    """Compose the configuration from the command line and train; ends the process with the status.
+    """Compose the configuration from the command line and train; end the process with its exit status.
 
     Args:
         configs: absolute path of the folder with base.yaml.
@@ -65,8 +65,7 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
 
 
 def require_options(words: Sequence[str], configs: Path) -> None:
-    """Raise UserError if the words of a command line hold options that Hydra does not have, with what they may stand
-    for: options of other programs are keys and groups here."""
+    """Raise UserError if the command line has options unknown to Hydra, with the keys that they may stand for."""
     known = get_args_parser()._option_string_actions
     lines = []
     for word, following in pairwise([*words, "-"]):
@@ -92,7 +91,7 @@ def _counterparts(name: str, value: str, configs: Path) -> list[str]:
 
 
 def refuse_long_integers(words: Sequence[str]) -> None:
-    """Raise UserError for an integer that Python does not read, nor any key take."""
+    """Raise UserError for an integer with more digits than Python parses, which no key takes."""
     for word in words:
         if re.search(rf"\d{{{MOST_DIGITS + 1}}}", word):
             raise UserError(f"{shown(word)}: has an integer of more than {MOST_DIGITS:,} digits, which no key takes")
@@ -108,13 +107,13 @@ def given_keys(words: Iterable[str]) -> set[str]:
 
 
 def _show(values: Mapping[str, Any]) -> None:
-    """What `--cfg job` asks for. Raises ConfigError for keys that do not exist and values of other types."""
+    """Print the configuration for `--cfg job`. Raises ConfigError for unknown keys and values of wrong types."""
     build(RunConfig, values)
     print(OmegaConf.to_yaml(values), end="")
 
 
 def _end(action: Callable[[], None]) -> None:
-    """Do what the command is for; ends the process unless it succeeds."""
+    """Run an action; end the process unless it succeeds."""
     first = is_first_process()
     status = exit_status(action, "\nerror", first)
     if status == INTERRUPTED:
@@ -128,11 +127,10 @@ def _end(action: Callable[[], None]) -> None:
 
 
 def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """What pretrain.py would run from, given these overrides. Keys that do not exist are in it as they were given, so
-    that they are told of together with all else that is wrong.
+    """Return the configuration that pretrain.py would run from, given these overrides.
 
-    Raises:
-        UserError: for words that cannot be read, options that do not exist, and references to nothing.
+    Unknown keys are kept, so that they are reported together with all other problems. Raises UserError for unreadable
+    overrides, unknown options and unresolvable references.
     """
     groups = {
         path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in configs.iterdir() if path.is_dir()
@@ -159,9 +157,9 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """An override as one that Hydra takes for any key: which keys there are is for the schema to say.
+    """Return an override in a form that Hydra accepts for any key, as the schema decides which keys exist.
 
-    Raises OverrideParseException for what is no override, ConfigError for a group that is not given an option.
+    Raises OverrideParseException for an invalid override, ConfigError for a group without the name of an option.
     """
     (override,) = OverridesParser.create().parse_overrides([word])
     key = override.key_or_group
@@ -188,7 +186,7 @@ def _quoted(word: str) -> str | None:
 
 
 def _joined(word: str, words: Sequence[str], recipes: Sequence[str]) -> str | None:
-    """Return what a word without `=` is meant for: a recipe, or a key with spaces before its value; None if neither."""
+    """Return the meaning of a word without `=`: a recipe, or a key with spaces before its value; None if neither."""
     if word in recipes:
         return f"+config={word}"
     following = words[words.index(word) + 1 :] if word in words else []
@@ -221,7 +219,7 @@ def _is_override(word: str) -> bool:
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:
-    """The composed configuration with its references resolved, as plain dictionaries. Raises ConfigError."""
+    """Return the composed configuration, references resolved, as plain dictionaries. Raises ConfigError."""
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -231,7 +229,7 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def _unresolved(group: Any, path: str) -> Iterator[Problem]:
-    """The references of a DictConfig or ListConfig that lead nowhere, or to a group of keys."""
+    """Yield the references of a DictConfig or ListConfig that lead nowhere, or to a group of keys."""
     raw: Any = OmegaConf.to_container(group, resolve=False)
     for key in range(len(raw)) if isinstance(raw, list) else raw:
         name = f"{path}.{key}" if path else str(key)

@@ -1,4 +1,4 @@
-"""Description of a run in numbers, without starting it."""
+"""Summary of a run in numbers, without starting it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pangu.zero.states import StatePlan
 
 
 def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> str:
-    """Return the configuration in a few lines: model, layout, model states of the fullest device, batch and length of
-    the run. `largest` is None where a dry run follows, which prints that line: it counts all tensors."""
+    """Return a few lines about model, layout, largest model states, batch and length of a run.
+
+    `largest` is None if a dry run follows, which prints that line itself, as it counts all tensors.
+    """
     model, batch = config.model, config.batch
     parameters, tokens = f"{num_parameters(model):,} parameters", batch.global_size * model.sequence
     if model.experts is not None:
@@ -61,5 +63,5 @@ def _states(largest: StatePlan | None) -> Iterator[tuple[str, str]]:
 
 
 def _kept_in(config: RunConfig, format_: str) -> str:
-    """A format of moments or sums as it is: in fp64, fp32 means fp64."""
+    """Return the effective format of moments or sums: in fp64 runs, fp32 means fp64."""
     return "fp64" if config.precision.compute == "fp64" and format_ == "fp32" else format_

@@ -1,4 +1,4 @@
-"""`train.deterministic`: the same command on the same devices and libraries gives the same bits again."""
+"""Bitwise reproducibility on the same devices and libraries (`train.deterministic`)."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ VARIABLES = {
     "NCCL_NVLS_ENABLE": ("0",),
     "HCCL_DETERMINISTIC": ("true", "strict"),
 }
-"""Environment variable -> values with which cuBLAS adds up in one order on every stream, NCCL not in switches, and HCCL
-in one order too."""
+"""Values of environment variables with which cuBLAS, NCCL (without sums in switches) and HCCL add in a fixed order."""
 REPLACED = {
     *(f"_{name}_attention_backward" for name in ("flash", "scaled_dot_product_flash")),
     *(f"_{name}_attention_backward" for name in ("efficient", "scaled_dot_product_efficient")),
     *("index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "index_copy", "index_copy_"),
     *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
 }
-"""Operators whose usual kernels on a GPU add, or write, in an order that changes from call to call, and for which torch
-has another one."""
+"""Operators whose usual GPU kernels add or write in a varying order, and for which torch has a deterministic one."""
 REFUSED = {
     *("_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward", "cumsum", "put", "put_", "histc"),
     *("bincount", "median", "nll_loss_forward", "nll_loss2d_forward"),
 }
-"""Those for which it has none (`cumsum` of integers apart, whose sums are exact): with the mode it raises an error. Of
-backward and single operators that no model here has, torch's documentation lists more."""
+"""Operators without a deterministic kernel, which raise an error in this mode (integer `cumsum`, whose sums are exact,
+apart). torch's documentation lists more, which no model here uses."""
 
 
 @contextmanager
 def deterministic(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Within the block every operator adds up in an order that only its input decides: torch takes other kernels,
-    Inductor times none, and NCCL leaves no sums to switches, which add in the order of arrival. To be entered before a
-    device computes and before groups are made: libraries read once what they are told. Raises UserError if they were
-    told otherwise."""
+    """Make every operator of the block accumulate in an order that depends only on its input.
+
+    torch uses other kernels, Inductor times none, and NCCL leaves no sums to switches, which add in order of arrival.
+    Enter this before devices compute and groups are created, as libraries read their settings once. Raises UserError if
+    the environment asks otherwise.
+    """
     for name, values in VARIABLES.items():
         if (value := environment.setdefault(name, values[0])) not in values:
             message = f"train.deterministic = True: {name} = {value}: sums differ from run to run"

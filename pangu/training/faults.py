@@ -1,4 +1,4 @@
-"""What can go wrong in a run, and how it is found: loss spikes and values that are not finite."""
+"""Detection of faults of a run: loss spikes and non-finite values."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
 
 NAMED_RANKS = 4
-"""Ranks that a message names."""
+"""Largest number of ranks named in a message."""
 
 
 class SpikeDetector:
-    """Judge of every step by the ones before it, and memory of how often the run has gone back.
+    """Detector of loss spikes from earlier steps, with the history of rollbacks.
 
-    All of it is a function of the run's own figures and is kept in checkpoints, so that a resumed run judges as the
-    unbroken one does.
+    Its state depends only on the run's own figures and is saved in checkpoints, so that a resumed run decides as an
+    uninterrupted one does.
     """
 
     def __init__(self, config: FaultsConfig) -> None:
+        """Start without history."""
         self._config = config
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._skipped = 0
-        """Steps skipped in a row."""
+        """Skipped steps in a row."""
         self.rollbacks: list[dict[str, Any]] = []
-        """What happened, in which step, where the run went on from, and the range of samples that it left out."""
+        """Faults with step, checkpoint that the run went back to, and range of samples that it skipped."""
         self.left_out = 0
-        """Samples that were left out on the way to this state."""
+        """Samples skipped on the way to this state."""
         self.good_steps = 0
-        """Steps on the way to this state that were neither skipped nor a fault."""
+        """Steps on the way to this state that were neither skipped nor faulty."""
 
     def fault(self, result: StepResult) -> str | None:
-        """Return what is wrong with a step, or None if nothing is. Every step is shown once."""
+        """Return the fault of a step, or None. Call this once for every step."""
         fault = self._judge(result)
         self.good_steps += fault is None and not result.skipped
         return fault
@@ -68,13 +69,13 @@ class SpikeDetector:
         )
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int) -> dict[str, Any]:
-        """Return what changes in the checkpoint of this `index` when a run goes back to it.
+        """Return the entries that change in the `index` of the checkpoint that a run goes back to.
 
         Args:
-            index: of the checkpoint; empty for the beginning of the run.
-            step: in which the `fault` was found.
-            fault: in words.
-            end: first sample, in the order of the data, that is not left out.
+            index: Index of the checkpoint; empty for the beginning of the run.
+            step: Step in which the `fault` was found.
+            fault: Description of the fault.
+            end: First sample, in the order of the data, that is not skipped.
         """
         start, state = index.get("samples", 0), index.get("watch", {})
         event = {"step": step, "fault": fault, "back_to": index.get("step", 0), "left_out": [start, end]}
@@ -82,7 +83,7 @@ class SpikeDetector:
         return {"samples": end, "watch": {**state, "rollbacks": [*self.rollbacks, event], "left_out": left_out}}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state to save in a checkpoint."""
         return {
             "losses": list(self._losses),
             "skipped_in_a_row": self._skipped,
@@ -92,7 +93,7 @@ class SpikeDetector:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned; an empty one is a beginning."""
+        """Restore what `state` returned; an empty state is a beginning."""
         self._losses = deque(state.get("losses", ()), maxlen=self._config.spike_window)
         self._skipped = state.get("skipped_in_a_row", 0)
         self.rollbacks = list(state.get("rollbacks", ()))
@@ -101,13 +102,13 @@ class SpikeDetector:
 
 
 def not_finite(norms: Norms) -> list[str]:
-    """Tensors with a norm that is not finite, about in backward's order."""
+    """Return the tensors with a non-finite norm, about in the order of backward."""
     pairs = [pair for tensors, of_flat in norms for pair in zip(reversed(tensors), reversed(of_flat), strict=True)]
     return list(dict.fromkeys(name for (name, _), norm in pairs if not math.isfinite(norm)))
 
 
 def culprits(mesh: Mesh, not_finite: Sequence[Sequence[str]]) -> str:
-    """In words, where gradients were not finite: for every rank, the names of its tensors, before the reduction."""
+    """Return a text that names the ranks with non-finite gradients, given each rank's tensors before reduction."""
     ranks = _first_ranks(mesh, not_finite)
     if not ranks:
         return "the gradients of each rank are finite, and their sum or its norm is not"
@@ -115,7 +116,7 @@ def culprits(mesh: Mesh, not_finite: Sequence[Sequence[str]]) -> str:
 
 
 def _first_ranks(mesh: Mesh, tensors: Sequence[Sequence[str]]) -> str:
-    """In words, the first ranks with some tensors, and the first tensor of each; `tensors`: names, for every rank."""
+    """Return a text with the first ranks that have `tensors` (names per rank), and the first tensor of each."""
     ranks = [
         f"{mesh.named([rank])}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         for rank, names in enumerate(tensors)
@@ -126,11 +127,10 @@ def _first_ranks(mesh: Mesh, tensors: Sequence[Sequence[str]]) -> str:
 
 
 def find_non_finite(trainer: Trainer) -> str | None:
-    """Which ranks keep which fp32 weights or moments with a value that is not finite, in words; None: there is none.
-    The same answer on all ranks.
+    """Return a text with the ranks that hold non-finite fp32 weights or moments, equal on all ranks; None: none do.
 
-    No step makes such a value rightly: one whose gradient overflows is skipped, and changes neither weights nor
-    moments. Each rank reads what it keeps once, where it lies.
+    No correct step makes such a value: one whose gradient overflows is skipped, and changes neither weights nor
+    moments. Each rank reads its states once, where they are stored.
     """
     mesh = trainer.mesh
     world = mesh.group("world")
@@ -140,10 +140,10 @@ def find_non_finite(trainer: Trainer) -> str | None:
 
 
 def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors with a value that is not finite.
+    """Return the names of the tensors with a non-finite value.
 
-    What is not finite spreads to the norm, which one fused kernel has for many tensors. The norm of finite values
-    overflows as well if they are large enough: those tensors are looked at by themselves.
+    Non-finite values spread to the norm, which one fused kernel computes for many tensors. Large finite values can make
+    a norm overflow, too, so the suspects are checked one by one.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

@@ -15,10 +15,10 @@ from typing import Self
 from pangu.config.exit_status import INTERRUPTED
 
 SAME_SECONDS = 0.3
-"""Interrupts within this time are one: a terminal and a launcher may both pass it on."""
+"""Time within which interrupts count as one: a terminal and a launcher may both pass it on."""
 GRACE_SECONDS = 15.0
-"""Time to end by KeyboardInterrupt where there is no step to save, before the process is ended by force: what prepares
-data waits for its workers, and removes what is half-written."""
+"""Time to end by KeyboardInterrupt where there is no step to save, before the process is killed: data preparation waits
+for its workers and removes partial files."""
 ENDED = "\ninterrupted; the same command continues from the newest checkpoint"
 
 
@@ -43,18 +43,17 @@ def _end_now(*_: object) -> None:
 
 
 class Interrupts:
-    """A thread that ends this process after Ctrl-C, wherever the main thread is.
+    """Thread that ends this process after Ctrl-C, wherever the main thread is.
 
     Python runs signal handlers between two operations of the main thread, which may be in a collective for minutes, and
     aborts with a core dump if it ends while another thread is in the store. This thread reads the signals as they
     arrive and ends the process without Python's cleanup: at the second Ctrl-C, or `GRACE_SECONDS` after the first one
-    where it raises KeyboardInterrupt instead of asking the training loop to stop (`process.StopSignals`).
-
-    A context manager. It does nothing where Ctrl-C is ignored, as in a shell's background.
+    where it raises KeyboardInterrupt instead of asking the training loop to stop (`process.StopSignals`). Use it as a
+    context manager. It does nothing where Ctrl-C is ignored, as in a shell's background.
     """
 
     def __init__(self, speaks: bool) -> None:
-        """`speaks`: whether this is the process that prints for all."""
+        """Prepare the thread; `speaks`: True in the process that prints for all."""
         self._speaks = speaks
         self._ended = Event()
         self._reader, self._writer = socket.socketpair()
@@ -63,12 +62,14 @@ class Interrupts:
         self._is_active = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and current_thread() is main_thread()
 
     def __enter__(self) -> Self:
+        """Start the thread."""
         if self._is_active:
             self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             Thread(target=self._watch, name="interrupts", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the thread."""
         self._ended.set()
         if self._is_active:
             signal.set_wakeup_fd(self._previous)
@@ -91,7 +92,7 @@ class Interrupts:
                 os._exit(INTERRUPTED)
 
     def _wait(self, limit_s: float | None) -> None:
-        """Return at the next SIGINT, at the end, or after so many seconds."""
+        """Wait for the next SIGINT, for the end, or for `limit_s` seconds."""
         self._reader.settimeout(limit_s)
         with suppress(TimeoutError):
             while (number := self._reader.recv(1)) and number[0] != signal.SIGINT:

@@ -1,4 +1,4 @@
-"""Trials of a layer on a run's shapes, compiled and not."""
+"""Timing of a layer on a run's shapes, compiled and not."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from pangu.zero.gradients import layer_products_add
 
 log = logging.getLogger("pangu")
 BUDGET_S = 2.0
-"""Of timing; compiling comes on top."""
+"""Time budget in seconds; compilation comes on top."""
 
 
 def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer: Timer) -> dict[str, float]:
-    """Seconds of the layers of a micro-batch, forward and backward, as they are ("false") and compiled ("true"), on the
-    slowest rank. Nothing is sent: that takes both the same time. Infinite where a layer cannot be compiled."""
+    """Return the slowest rank's seconds per micro-batch of all layers, compiled ("true") or not; inf: cannot compile.
+
+    Nothing is communicated, which takes both the same time.
+    """
     with matmul_precision(products):
         trials = {"false": _trial(config, mesh, kernel, compiled=False)}
         compiled = _trial(config, mesh, kernel, compiled=True)

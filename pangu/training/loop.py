@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("pangu")
 
 
 class Loop:
-    """Makes steps until the run is complete."""
+    """Loop over the steps of a run until it is complete."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Loop:
         heartbeat: Heartbeat,
         forecast: ForecastWriter | None = None,
     ) -> None:
-        """`trainer` is fresh, or as a checkpoint left it, whose index is `checkpoint`, empty for a new run."""
+        """Start from a new `trainer`, or one restored from a checkpoint, whose index is `checkpoint` (empty: new)."""
         self.config = config
         self.trainer = trainer
         self.sources = sources
@@ -64,38 +64,38 @@ class Loop:
         self.forecast = forecast
         self.spikes = SpikeDetector(config.faults)
         self.samples = 0
-        """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
+        """Position in the data, over all replicas: samples consumed, and those skipped by rollbacks."""
         self._position: Mapping[str, Any] | None = None
-        """That of the data after the last step."""
+        """Position of the data source after the last step."""
         self._continued_from: int | None = None
-        """Step of the checkpoint that the next step goes on from, if no step has been recorded since."""
+        """Step of the checkpoint that the next step continues from, if no step has been recorded since."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
         self._failing: set[str] = set()
-        """Writers whose last figures could not be written."""
+        """Writers whose last metrics could not be written."""
         self._pending: tuple[PendingResult, dict[int, float] | None, dict[str, Any]] | None = None
-        """The step whose result has not been looked at, the stragglers in it, and what the record says of its data."""
+        """Last step whose result has not been read, its stragglers, and the data part of its record."""
         self._asked: list[bool] = []
-        """What the flags of earlier steps ask for and was not done yet."""
+        """Requests in the flags of earlier steps that are not done yet."""
         self._step_began: Moment | None = None
-        """The end of the last step that was looked at; None: begin to count anew."""
+        """End of the last step whose result was read; None: start a new measurement."""
         self._interlude_s = 0.0
-        """Seconds since then that are no part of a step."""
+        """Seconds since then that belong to no step."""
         self._step_s = 0.0
         self.checkpoint: Path | None = None
         self.stopped: str | None = None
-        """Why the run ended before its last step, if it did."""
+        """Reason why the run ended before its last step, if it did."""
         self.record: StepRecord | None = None
-        """The figures of the last step that was made."""
+        """Record of the last step."""
         self.profile: Profile | None = None
-        """Of a step, if `profile` asks for one."""
+        """Profile of a step, if `profile` asks for one."""
         self._profiled_after = -1
-        """Step after which one is recorded; negative: none."""
+        """Step after which one is profiled; negative: none."""
         if config.profile:
             self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1
 
     def run(self) -> None:
-        """Make the remaining steps; validate, evaluate, record and save as they fall due."""
+        """Run the remaining steps; validate, evaluate, record and save when due."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         data, batch = config.data, config.batch
         sizes = (batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data)
@@ -113,9 +113,11 @@ class Loop:
             self.checkpoint = saver.newest
 
     def _make_step(self, loader: Loader, saver: Saver) -> None:
-        """Compute gradients; look at the step before, whose result has arrived meanwhile, unless it was looked at; then
-        update the weights. So nobody waits for a device that has nothing to do, and a step that was bad is known before
-        another one changes what it left. What follows a step, and needs its result, looks at it at once."""
+        """Compute gradients, read the previous step's result, which has arrived meanwhile, then update the weights.
+
+        So the host never waits for an idle device, and a bad step is known before another one changes its state. If
+        work that needs the result of this step is due, it is read at once.
+        """
         # computing   | gradients 5 | update 5 | gradients 6 | update 6 | gradients 7 | update 7 |
         # looking at                           4 |                        5 |                  6, 7 (the last step)
         trainer = self.trainer
@@ -141,8 +143,10 @@ class Loop:
                 self._look(saver, at_once=True)
 
     def _look(self, saver: Saver, at_once: bool) -> bool:
-        """Read the result of the last update, and do what follows the step; false if the run has gone back to a
-        checkpoint. `at_once`: no other step is under way."""
+        """Read the result of the last update and act on it; return False if the run has gone back to a checkpoint.
+
+        `at_once`: no other step is in flight.
+        """
         assert self._pending is not None
         assert self._step_began is not None
         (pending, stragglers, of_data), self._pending = self._pending, None
@@ -169,7 +173,7 @@ class Loop:
         return True
 
     def _obey(self, saver: Saver) -> None:
-        """Save and stop, as far as that is due or was asked for."""
+        """Save and stop, as far as that is due or was requested."""
         request, self._asked = Request.of(self._asked), []
         if request.stop and self.trainer.step < self.config.train.steps:
             self.stopped = request.stop
@@ -182,7 +186,7 @@ class Loop:
                 self._save(saver)
 
     def _forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
-        """That of a step; returns the stragglers, where they are looked for."""
+        """Run forward and backward of a step; return the stragglers, if they are looked for."""
         trainer, slow_every = self.trainer, self.config.faults.slow_every
         if slow_every and (trainer.step + 1) % slow_every == 0 and trainer.mesh.recorder.tape is None:
             return find_stragglers(trainer, batches, self.config.faults.slow_factor) or None
@@ -191,7 +195,7 @@ class Loop:
 
     @contextmanager
     def _profiled(self, saver: Saver) -> Iterator[None]:
-        """Record what is done within the block, if that is the step to be profiled."""
+        """Record the block, if it is the step to be profiled."""
         trainer, config = self.trainer, self.config
         if trainer.step != self._profiled_after:
             yield
@@ -212,7 +216,7 @@ class Loop:
                 log.info(self.profile.table())
 
     def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
-        """Measure what is due, and put together all figures of the step that was made."""
+        """Validate and evaluate if due, and return the record of the step."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         validation: dict[str, Any] = {}
         evaluation, ratios = None, None
@@ -251,13 +255,13 @@ class Loop:
         return f"step {step}, {self.trainer.doing}"
 
     def _note(self, doing: str) -> None:
-        """Note what the run does now."""
+        """Note what the run is doing."""
         self.trainer.doing = doing
         self.heartbeat.beat(self.trainer.step, doing)
 
     @contextmanager
     def _interlude(self, doing: str) -> Iterator[None]:
-        """Do something that is no part of a step and does not count in its time."""
+        """Run a block whose time belongs to no step."""
         self._note(doing)
         interlude_s, began = self._interlude_s, time.perf_counter()
         with self.trainer.mesh.recorder.span("interlude"):
@@ -265,8 +269,7 @@ class Loop:
         self._interlude_s = interlude_s + time.perf_counter() - began  # once, where one is within another
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:
-        """Say what went wrong in a step, if anything did, and do what is asked for then; True if the run has gone back
-        to a checkpoint. Raises UserError on all ranks, if the run is to end."""
+        """Handle a step's fault, if any; return True if the run has gone back. May raise UserError on all ranks."""
         if result.skipped:
             mesh = self.trainer.mesh
             of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
@@ -275,8 +278,7 @@ class Loop:
         return fault is not None and self._answer(fault, saver)
 
     def _save(self, saver: Saver) -> None:
-        """Begin to save what the run has, unless it is spoiled: a run that goes on from that is lost. Raises UserError
-        on all ranks, if the run is to end."""
+        """Start a checkpoint, unless weights or moments are not finite. May raise UserError on all ranks."""
         tensors = find_non_finite(self.trainer)
         if tensors is None:
             saver.save(self.samples, self.spikes.state(), self._position)
@@ -286,8 +288,7 @@ class Loop:
             raise UserError(f"step {self.trainer.step}: {fault}")
 
     def _answer(self, fault: str, saver: Saver) -> bool:
-        """Do what is asked for at a fault; True if the run has gone back to a checkpoint. Raises UserError on all
-        ranks, if the run is to end."""
+        """Handle a fault as configured; return True if the run has gone back. May raise UserError on all ranks."""
         trainer, faults = self.trainer, self.config.faults
         message = f"step {trainer.step}: {fault}"
         if faults.action == "warn":
@@ -315,7 +316,7 @@ class Loop:
         return True
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from where a checkpoint was written."""
+        """Continue from the position of a checkpoint."""
         self.samples = checkpoint.get("samples", 0)
         self.sources.train.resume(checkpoint.get("position"))
         self._continued_from = self.trainer.step if checkpoint else None
@@ -337,11 +338,11 @@ class Loop:
             raise UserError(f"{message}; {continues}")
 
     def _due(self, every: int) -> bool:
-        """True in every `every`-th step and in the last; never if `every` is 0."""
+        """Return True in every `every`-th step and in the last; never if `every` is 0."""
         return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)
 
     def _open_writers(self) -> None:
-        """Writers that go on after the step that is made; steps that a file holds beyond it will be made again."""
+        """Open writers that continue after the current step; later steps in a file will be made again."""
         step, total = self.trainer.step, self.config.train.steps
         if self.trainer.mesh.is_first and step < total:
             output = Path(self.config.train.output)
@@ -356,7 +357,7 @@ class Loop:
 
     @contextmanager
     def _bearing_failures(self, writer: str) -> Iterator[None]:
-        """Let figures that cannot be written be a warning, once until they can be: the run is worth more than they."""
+        """Warn once, until it works again, if metrics cannot be written: the run is worth more than they are."""
         try:
             yield
         except UserError as error:
@@ -368,13 +369,13 @@ class Loop:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on, without what was left out and what was taken back."""
+        """Tokens trained on, without skipped and undone ones."""
         return (self.samples - self.spikes.left_out) * self.config.model.sequence
 
 
 @contextmanager
 def _telling(message: str) -> Iterator[None]:
-    """Log what led to the block if it fails, so that its error does not hide that."""
+    """Log the reason of the block if it fails, so that its own error does not hide that."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""What can be wrong with a cluster, found before a run takes memory: limits, unequal nodes, folders not shared."""
+"""Checks of a cluster before a run takes memory: limits, unequal nodes, folders that are not shared."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ log = logging.getLogger("pangu")
 FILES_OF_ITS_OWN = 512
 """Open files of a process besides its connections: libraries, data, checkpoints, pipes of its workers."""
 CONNECTIONS_PER_PEER = 4
-"""gloo connects each two processes of a group once; a rank meets another one in at most that many groups."""
+"""Upper bound of groups that two ranks share; gloo connects each pair of a group once."""
 SHARED_WITHIN_SECONDS = 10.0
-"""A network file system may show a new file that late."""
+"""Delay until a network file system shows a new file."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a rank tells the others about where it runs."""
+    """Facts about the node of a rank that the ranks compare."""
 
     host: str
     device: str
     versions: str
     configuration: str
-    """Digest of all keys but the paths, which may differ between nodes."""
+    """Digest of all keys but paths, which may differ between nodes."""
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> Node:
-        """This process's."""
+        """Return the facts about this process."""
         values = asdict(replace(config, cluster=None, train=replace(config.train, output="")))
         for path in ("folder", "train", "validation", "tokenizer"):
             values["data"].pop(path, None)
@@ -56,11 +56,7 @@ class Node:
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Allow this process the files and connections that a run of `num_ranks` needs.
-
-    Raises:
-        LocalError: if the system does not allow as many.
-    """
+    """Allow this process the files and connections that `num_ranks` ranks need. Raises LocalError if it cannot."""
     needed = FILES_OF_ITS_OWN + CONNECTIONS_PER_PEER * num_ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed or soft == resource.RLIM_INFINITY:
@@ -75,10 +71,9 @@ def raise_open_files(num_ranks: int) -> None:
 
 
 def check_cluster(config: RunConfig, mesh: Mesh) -> None:
-    """Compare the nodes of a run, and note on which of them the ranks are. What only makes it slow is a warning.
+    """Compare the nodes of a run, and note the hosts of the ranks; what only slows the run down is a warning.
 
-    Raises:
-        UserError: on every rank, if versions or configurations differ, or if the run folder is not one folder for all.
+    Raises UserError on every rank if versions or configurations differ, or if the run folder is not shared by all.
     """
     nodes = gather_objects(Node.of(config, mesh.device), mesh.group("world"))
     require_equal(nodes)
@@ -90,7 +85,7 @@ def check_cluster(config: RunConfig, mesh: Mesh) -> None:
 
 
 def require_equal(nodes: Sequence[Node]) -> None:
-    """Raises UserError if ranks (`nodes` in rank order) run other versions or another configuration than rank 0."""
+    """Raise UserError if ranks (`nodes` in rank order) run other versions or another configuration than rank 0."""
     first = nodes[0]
     for rank, node in enumerate(nodes):
         if node.versions != first.versions:
@@ -106,7 +101,7 @@ def require_equal(nodes: Sequence[Node]) -> None:
 
 
 def warnings(nodes: Sequence[Node], layout: Layout) -> list[str]:
-    """What makes a run slow: unequal devices, tensor-parallel groups across nodes. `nodes` in rank order."""
+    """Return warnings about unequal devices and tensor-parallel groups across nodes. `nodes`: in rank order."""
     lines = []
     hosts_of: dict[str, str] = {}
     for node in nodes:
@@ -128,7 +123,7 @@ def warnings(nodes: Sequence[Node], layout: Layout) -> list[str]:
 
 
 def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
-    """Raises UserError on every rank, if a host does not see what rank 0 writes into the run folder."""
+    """Raise UserError on every rank if a host does not see what rank 0 writes into the run folder."""
     if len(set(hosts)) == 1:
         return
     name = gather_objects(f".shared-{secrets.token_hex(8)}", mesh.group("world"))[0]
@@ -153,7 +148,7 @@ def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file that another node has written shows here in time."""
+    """Return whether a file that another node has written appears here in time."""
     deadline = time.monotonic() + SHARED_WITHIN_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
@@ -163,10 +158,7 @@ def _appears(path: Path) -> bool:
 
 
 def require_same_text(mesh: Mesh, position: Mapping[str, Any]) -> None:
-    """Raise UserError on all ranks unless all read the same text, which each of them streams for itself.
-
-    `position`: of the stream, before the first sample.
-    """
+    """Raise UserError on all ranks unless all stream the same text; `position`: of the stream at its start."""
     different = meet_all(mesh, position, lambda of_ranks: [i for i, one in enumerate(of_ranks) if one != of_ranks[0]])
     if different:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The run as processes: which rank runs where, the lock on its folder, its heartbeat, and the signals that it obeys."""
+"""Processes of a run: places of the ranks, lock on the run folder, heartbeat and signals."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ from pangu.topology.mesh import Mesh
 log = logging.getLogger("pangu")
 
 LOCK_BYTES = 200
-"""Read of what run.lock says: a name of a machine and a number."""
+"""Length read from run.lock: the name of a machine and a process id."""
 STEPS_UNTIL_STOP = 3
-"""Steps that end before a run stops whose flags did not yet ask for that: this one, the next, which raises them, and
-the one after it, in which they are heard of."""
+"""Steps that end before a run can stop because of time: this one, the next, which raises the flags, and the one after
+it, in which they are read."""
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that save and stop a run: of a scheduler, of a terminal that is closed, and Ctrl-C."""
 HEARTBEAT_SECONDS = 1.0
-"""The heartbeat is not written more often than that, unless the run does something else."""
+"""Shortest interval between heartbeats, unless the run starts to do something else."""
 
 
 @contextmanager
 def only_run(output: Path) -> Iterator[None]:
-    """Hold `run.lock` in a run folder, which says who holds it. The system lets go of it when the process ends, however
-    it ends, on network file systems too, so that nobody has to delete it after a crash. Raises UserError
-    if another process holds it, or the folder cannot be written."""
+    """Hold `run.lock`, which names its holder, in a run folder; raises UserError if another process holds it.
+
+    The system releases it however the process ends, on network file systems too, so nobody must delete it after a
+    crash.
+    """
     path = output / "run.lock"
     with writing(path):
         file = open_regular(path, "a+b")
@@ -66,14 +68,14 @@ def only_run(output: Path) -> Iterator[None]:
 
 
 class Heartbeat:
-    """`heartbeat.json` in the run folder: step, what the run is doing, saves in a row that have failed, time (UTC),
-    host, process. Written as training goes on, not by a thread of its own, so that a run that hangs falls silent.
+    """Writer of `heartbeat.json` in the run folder: step, activity, failed saves in a row, time (UTC), host, process.
 
-    A context manager, whose end writes `ended`, or `failed` with an error. None as folder: writes nothing. A file that
-    cannot be written is a warning, once until it can be: the run is worth more than its heartbeat.
+    It is written as training proceeds, not by a thread of its own, so that a hanging run falls silent. The end of this
+    context manager writes `ended`, or `failed` after an error. Failures to write are a warning.
     """
 
     def __init__(self, folder: Path | None) -> None:
+        """Write into `folder`; None: write nothing."""
         self._path = None if folder is None else folder / "heartbeat.json"
         self._step = 0
         self._doing = ""
@@ -82,7 +84,7 @@ class Heartbeat:
         self.failed_saves = 0
 
     def beat(self, step: int, doing: str) -> None:
-        """Say that the run is alive, having made `step` steps."""
+        """Record that the run is alive, having made `step` steps."""
         now = time.monotonic()
         self._step = step
         if self._path is None or (doing == self._doing and now - self._written_s < HEARTBEAT_SECONDS):
@@ -107,15 +109,17 @@ class Heartbeat:
             self._failing = True
 
     def __enter__(self) -> Self:
+        """Write the first heartbeat."""
         self.beat(0, "starting")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Write the last heartbeat."""
         self.beat(self._step, "ended" if kind is None else "failed")
 
 
 def describe_rank(mesh: Mesh, local_rank: int) -> dict[str, Any]:
-    """Where this rank runs, and which part of the layout it has."""
+    """Return where this rank runs, and its place in the layout."""
     device = str(mesh.device) if mesh.device.type == "cpu" else f"{mesh.device}, {device_name(mesh.device)}"
     place = {"rank": mesh.rank, "host": socket.gethostname(), "local_rank": local_rank, "process": os.getpid()}
     return {**place, "device": device, **asdict(mesh.at)}
@@ -130,18 +134,18 @@ def save_nodes(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What all ranks do after a step."""
+    """Actions of all ranks after a step."""
 
     save: bool
     """Save a checkpoint now."""
     stop: str | None
-    """Why the run ends here, after saving; None: it goes on."""
+    """Reason to stop after saving; None: continue."""
     settle: bool
-    """The last save has failed on some rank: hear now how it ended."""
+    """Read the result of the last save now, which has failed on some rank."""
 
     @classmethod
     def of(cls, flags: Sequence[bool]) -> Self:
-        """Return what the flags (`StopSignals.flags`) of any rank ask for."""
+        """Return the actions for the flags (`StopSignals.flags`) that any rank raised."""
         save, *stops, settle = flags
         reasons = [*(number.name for number in STOPS), "train.stop_after"]
         stop = next((reason for reason, is_asked in zip(reasons, stops, strict=True) if is_asked), None)
@@ -149,21 +153,20 @@ class Request:
 
 
 class StopSignals:
-    """Signals that a run obeys: `STOPS` save and stop, SIGUSR1 saves; a time limit saves and stops before it is over.
+    """Handler of signals: `STOPS` save and stop, SIGUSR1 saves; a time limit saves and stops before it is over.
 
-    A context manager, in whose block the signals have these meanings. A signal to one process is enough. SIGHUP and
-    SIGINT stay ignored where whoever started the process ignores them (`nohup`, a shell's background).
+    Use it as a context manager. A signal to one process is enough. SIGHUP and SIGINT stay ignored where the parent of
+    the process ignores them (`nohup`, a shell's background).
     """
 
     def __init__(self, began: float, limit_s: float | None) -> None:
-        """`began`: `time.perf_counter()` when the run was started; `limit_s`: seconds from then on, None: no limit."""
+        """Prepare; `began`: `time.perf_counter()` at the start; `limit_s`: seconds since then, None: no limit."""
         self._deadline = None if limit_s is None else began + limit_s
         self._received: set[int] = set()
         self._handlers: dict[int, Any] = {}
 
     def flags(self, step_s: float, save_has_failed: bool) -> list[bool]:
-        """Return what this rank was told to do, once: to save, to stop by one of `STOPS` or in time, and to hear how a
-        save ended. `step_s`: seconds of a step."""
+        """Return this rank's new requests: save, each stop reason, read a failed save. `step_s`: time of a step."""
         late = self._deadline is not None and time.perf_counter() + STEPS_UNTIL_STOP * step_s > self._deadline
         stops = [number in self._received for number in STOPS]
         flags = [signal.SIGUSR1 in self._received, *stops, late, save_has_failed]
@@ -171,12 +174,15 @@ class StopSignals:
         return flags
 
     def linger(self) -> None:
-        """Wait a little where SIGTERM was sent to other processes only. A launcher that ends its process because others
-        join the run takes one that has ended by itself before for a run that is complete."""
+        """Wait a moment if SIGTERM went to other processes only.
+
+        A launcher that restarts because others join takes a process that has ended by itself for a complete run.
+        """
         if signal.SIGTERM not in self._received:
             time.sleep(LAUNCHER_SECONDS)
 
     def __enter__(self) -> Self:
+        """Install the handlers."""
         for number in (*STOPS, signal.SIGUSR1):
             is_ignored = number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) is signal.SIG_IGN
             if not is_ignored:
@@ -184,6 +190,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the previous handlers."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

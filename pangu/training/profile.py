@@ -1,4 +1,4 @@
-"""A recorded step: where its time goes on each rank, a trace of it and a picture; and the search for slow ranks."""
+"""Profile of a step: time by category on each rank, trace and picture; detection of slow ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pangu.training.step import Trainer
 log = logging.getLogger("pangu")
 
 INTERLUDE = "interlude"
-"""A span that is no part of the step."""
+"""Name of spans that belong to no step."""
 PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "expert", "loading", "logging")
-"""What a step's time is spent on: the terms of a forecast, of which those of communication are waiting for the messages
-themselves and `bubble` is waiting for a rank that has not come yet; waiting for batches; all that surrounds a step."""
+"""Categories of a step's time: the terms of a forecast, in which communication is exposed time of the messages and
+`bubble` is waiting for ranks that are late; waiting for batches; the rest around a step."""
 WORDS = ("update", "loading", "logging", INTERLUDE)
-"""What spans are for that are no action and wait for no collective."""
+"""Names of spans that are no action and wait for no collective."""
 TERM_OF = {
     "context": "tensor",
     "ends": "pipeline",
@@ -40,34 +40,34 @@ TERM_OF = {
     **dict.fromkeys(EXPERT_GROUPS[1:], "data"),
     "world": "update",
 }
-"""Axis -> the part that its messages count in, where that has another name."""
+"""Category of an axis's messages, if its name differs."""
 PROFILED = 10
-"""Which of the steps of a process is recorded; its last one, if it makes fewer."""
+"""Number of the process's step that is profiled; its last one, if it makes fewer."""
 TRACED = 64
-"""The first ranks, whose spans are sent to the others, with those of the first pipeline."""
+"""Number of leading ranks whose spans are sent to the others, besides those of the first pipeline."""
 
 
 class RankProfile(NamedTuple):
-    """In seconds."""
+    """Profile of one rank, times in seconds."""
 
     parts: dict[str, float]
-    """By PARTS; their sum is the time of the step."""
+    """Time by category (`PARTS`); the sum is the step time."""
     exposed: dict[str, float]
-    """Axis -> time that computation waited for its messages, all ranks having come."""
+    """Exposed time by axis: computation waited for its messages, all ranks having arrived."""
     hidden: dict[str, float]
-    """Axis -> time that its collectives took, all ranks having come, before they were waited for. Of messages between
-    stages, of what begins in one step and ends in another, and of what other streams wait for, it is not known."""
+    """Overlapped time by axis: its collectives ran, all ranks having arrived, before they were waited for. Unknown for
+    messages between stages, for those across steps, and for those that other streams wait for."""
     recording: Recording | None
-    """Of the ranks that are traced."""
+    """Recorded spans; None: this rank is not traced."""
 
 
 def breakdown(recording: Recording, came: Mapping[str, Sequence[float]], sent: Mapping[Message, float]) -> RankProfile:
-    """Every moment of a rank's step as a part of it.
+    """Assign every moment of a rank's step to a category.
 
     Args:
-        recording: in it the last span of a message is that of waiting for it.
-        came: axis -> when the last rank came to each collective of `recording`.
-        sent: when each message between stages left.
+        recording: Spans, in which the last one of a message is that of waiting for it.
+        came: Time of the last rank's arrival at each collective, by axis.
+        sent: Time when each message between stages left.
     """
     self_times = [span.stop - span.start for span in recording.spans]
     for span in recording.spans:
@@ -92,7 +92,7 @@ def breakdown(recording: Recording, came: Mapping[str, Sequence[float]], sent: M
 
 
 def counted(spans: Sequence[Span]) -> Iterator[int]:
-    """Places of those that are no part of an interlude."""
+    """Yield the indices of spans outside interludes."""
     left_out: set[int] = set()
     for place, span in enumerate(spans):
         if span.what == INTERLUDE or span.parent in left_out:
@@ -102,14 +102,14 @@ def counted(spans: Sequence[Span]) -> Iterator[int]:
 
 
 def axis_of(span: Span) -> str | None:
-    """The axis whose messages it waits for, or posts."""
+    """Return the axis whose messages a span waits for or posts, if any."""
     if isinstance(span.what, Action):
         return "pipeline" if span.what.kind in MESSAGES else None
     return None if span.what in WORDS else str(span.what)
 
 
 def part_of(span: Span) -> str:
-    """The one of PARTS that it counts in, once all ranks have come."""
+    """Return the category of a span, once all ranks have arrived."""
     axis = axis_of(span)
     if axis is not None:
         return TERM_OF.get(axis, axis)
@@ -119,12 +119,12 @@ def part_of(span: Span) -> str:
 
 
 def waits(span: Span, spans: Sequence[Span]) -> bool:
-    """Whether it is the time in which another action waits for a message between stages."""
+    """Return whether a span is the time in which another action waits for a message between stages."""
     return isinstance(span.what, Action) and span.parent is not None and isinstance(spans[span.parent].what, Action)
 
 
 def events_of(stage: int, spans: Sequence[Span]) -> list[Event]:
-    """The actions of a stage, without the time that a forward or backward waits for its message."""
+    """Return the actions of a stage, without the time that forward or backward waits for its message."""
     events: dict[Action, Event] = {}
     places: dict[int, Action] = {}
     for place in counted(spans):
@@ -141,25 +141,25 @@ def events_of(stage: int, spans: Sequence[Span]) -> list[Event]:
 
 @dataclass(frozen=True)
 class Profile:
-    """A recorded step of all ranks."""
+    """Profile of one step on all ranks."""
 
     step: int
     ranks: list[RankProfile]
     timeline: Timeline
-    """Of the first pipeline."""
+    """Timeline of the first pipeline."""
     expected: dict[str, float] | None = None
-    """What a forecast said of its parts."""
+    """Forecast of the times by category."""
 
     @staticmethod
     def begin(mesh: Mesh) -> None:
-        """Record from now on what this rank does."""
+        """Start recording on this rank."""
         # clocks of different machines differ: all ranks begin together, and each counts from there
         all_reduce(torch.zeros((), device=mesh.device), mesh.group("world"))
         mesh.recorder.tape = Tape("logging", mesh.device)
 
     @classmethod
     def of(cls, trainer: Trainer, recording: Recording, expected: dict[str, float] | None = None) -> Profile:
-        """Tell all ranks of this one's recording, as all do."""
+        """Combine the recordings of all ranks, which call this together."""
         mesh = trainer.mesh
         came = {axis: [when for when, _ in messages] for axis, messages in recording.messages.items()}
         for axis in mesh.groups:  # in the order in which all ranks have them
@@ -183,7 +183,7 @@ class Profile:
         return cls(trainer.step, ranks, timeline, expected)
 
     def table(self) -> str:
-        """Lines for the log: mean and worst rank of each part, and what was expected of it."""
+        """Return lines for the log: mean and worst rank of each category, and the forecast."""
         worst = self._worst()
         rows = {"mean": self._mean("parts"), "worst": {part: seconds for part, (_, seconds) in worst.items()}}
         if self.expected is not None:
@@ -203,12 +203,12 @@ class Profile:
         return "\n".join(lines)
 
     def bars(self) -> dict[str, dict[str, float]]:
-        """Rows of a picture: parts of the step as expected, in the mean, and on the first ranks."""
+        """Return the bars of the picture: categories of the forecast, the mean, and the first ranks."""
         rows = {"mean": self._mean("parts"), **{f"rank {n}": one.parts for n, one in enumerate(self.ranks[:TRACED])}}
         return rows if self.expected is None else {"expected": self.expected, **rows}
 
     def as_dict(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Return the profile for summary.json."""
         mean = self._mean("parts")
         return {
             "step": self.step,
@@ -221,7 +221,7 @@ class Profile:
         }
 
     def _worst(self) -> dict[str, tuple[int, float]]:
-        """Part -> the rank that spends most on it, and how much."""
+        """Return the worst rank and its time, by category."""
         ranks = range(len(self.ranks))
         return {
             part: max(((rank, self.ranks[rank].parts[part]) for rank in ranks), key=lambda pair: pair[1])
@@ -234,9 +234,11 @@ class Profile:
         return {name: fmean(of_rank.get(name, 0.0) for of_rank in values) for name in names}
 
     def write_trace(self, path: Path) -> None:
-        """Write Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing: a process per rank, with a track
-        of what it does (X: a span) and one of the collectives of each axis (b and e: begin and end), which overlap.
-        Raises UserError if the file cannot be written."""
+        """Write a trace for ui.perfetto.dev and chrome://tracing (Chrome's Trace Event Format). Raises UserError.
+
+        Each rank is a process, with a track of its spans (X) and one of each axis's collectives (b and e: begin and
+        end), which overlap.
+        """
         records = [record for rank, one in enumerate(self.ranks) for record in _records(rank, one.recording)]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +246,7 @@ class Profile:
 
 
 def _records(rank: int, recording: Recording | None) -> Iterator[dict[str, Any]]:
-    """A rank's part of a trace, in microseconds."""
+    """Yield a rank's records of a trace, in microseconds."""
     if recording is None:
         return
     yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -268,7 +270,7 @@ def _records(rank: int, recording: Recording | None) -> Iterator[dict[str, Any]]
 
 
 def durations_of(timeline: Timeline) -> Durations:
-    """Mean times of the chunks' actions in a measured step, for the simulator."""
+    """Return the mean times of the chunks' actions in a measured step, for the simulator."""
     times: dict[tuple[Kind, int], list[float]] = {}
     for event in timeline.events:
         times.setdefault((event.action.kind, event.action.chunk), []).append(event.stop - event.start)
@@ -282,10 +284,9 @@ def durations_of(timeline: Timeline) -> Durations:
 
 
 def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: float) -> dict[int, float]:
-    """`trainer.forward_backward`; returns the stragglers, which are named in the log.
+    """Run `trainer.forward_backward` and return the stragglers, which are logged.
 
-    Compared is the time that forwards and backwards take, waiting for other stages not included, per FLOP of the layers
-    that a rank has.
+    Compared is the time of forwards and backwards, without waits for other stages, per FLOP of a rank's layers.
     """
     mesh, schedule = trainer.mesh, trainer.stages.schedule
     mesh.recorder.tape = Tape("update", mesh.device)
@@ -304,6 +305,6 @@ def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: fl
 
 
 def above_median(seconds: Sequence[float], factor: float) -> dict[int, float]:
-    """Ranks whose time is more than `factor` times the median, of an even number the lower one, and how many times."""
+    """Return the ranks whose time exceeds `factor` times the (lower) median, with the ratio."""
     median = median_low(seconds)
     return {rank: time / median for rank, time in enumerate(seconds) if time > factor * median}

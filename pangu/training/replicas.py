@@ -1,4 +1,4 @@
-"""The replica check: what several ranks hold alike is compared, bit for bit."""
+"""Replica check: bitwise comparison of state that several ranks hold alike."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _WIDTH = 1024
 _MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Name, place of the first element, and shape of a part of a tensor."""
+"""Name, index of the first element, and shape of a part of a tensor."""
 
 
 def find_replica_difference(trainer: Trainer) -> str | None:
-    """Find copies that differ in any bit, and name tensor, ranks and hosts; the same answer on all ranks.
+    """Return a text with tensor, ranks and hosts of copies that differ in any bit, equal on all ranks; None: none do.
 
-    Compared are the weights that compute, gathered as for a step at every ZeRO stage, over the replicas and where
+    Compared are the compute weights, gathered as for a step at every ZeRO stage, over the replicas and where
     tensor-parallel ranks or stages share them; their fp32 values and the optimizer's moments where several ranks hold
-    the same shard; and scales and loads, which are the same everywhere. In a format below fp32 the weights that compute
-    are also compared with the fp32 values that they are rounded from. All of it was computed from the same numbers by
-    the same operations, so that a difference means that a device, its memory or a link is wrong, or that a kernel
-    does not add up in the same order each time.
+    the same shard; and scales and loads, which are replicated. In a format below fp32 the compute weights are also
+    compared with the fp32 values that they are rounded from. All of it was computed from the same numbers by the same
+    operations, so that a difference means that a device, its memory or a link is faulty, or that a kernel does not add
+    up in a fixed order.
     """
     mesh = trainer.mesh
     digests = _on_host(dict(_digests(trainer)))
@@ -53,7 +53,7 @@ def find_replica_difference(trainer: Trainer) -> str | None:
 
 
 def _without_local(digests: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Leave out what only this rank compares."""
+    """Return the digests without those that only this rank compares."""
     return {key: digest for key, digest in digests.items() if not key[0].startswith("local/")}
 
 
@@ -76,7 +76,7 @@ def _named(mesh: Mesh, rank: int) -> str:
 
 
 def _digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
-    """Yield the digest of everything that this rank holds; all ranks call this together, since weights are gathered."""
+    """Yield the digest of all state of this rank; all ranks call this together, since weights are gathered."""
     for name, part in state_of(trainer):
         yield (name, part.offsets, tuple(part.tensor.shape)), _digest(part.tensor)
     parameters = trainer.parameters
@@ -101,7 +101,7 @@ def _digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _rounded_digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
-    """Yield what the digest of each shard of the weights that compute must be, by the fp32 values that are updated."""
+    """Yield the digest that each shard of the compute weights must have, according to the fp32 values."""
     if trainer.config.precision.compute not in ("bf16", "fp16"):
         return  # they are the same memory, or a copy of it
     for flat in trainer.parameters.trained:
@@ -111,7 +111,7 @@ def _rounded_digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _on_host(digests: Mapping[Key, Tensor]) -> dict[Key, tuple[int, ...]]:
-    """Read all digests of a device at once."""
+    """Return all digests after one device-to-host copy per device."""
     found: dict[Key, tuple[int, ...]] = {}
     for device in {digest.device for digest in digests.values()}:
         there = {key: digest for key, digest in digests.items() if digest.device == device}
@@ -120,10 +120,10 @@ def _on_host(digests: Mapping[Key, Tensor]) -> dict[Key, tuple[int, ...]]:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return three sums over the bits of a tensor, modulo 2^64, on its device: exact, so in any order the same.
+    """Return three sums over the bits of a tensor, modulo 2^64, on its device: exact, hence independent of the order.
 
-    A single bit that flips changes the first sum by a power of two. The others weight the elements by row and by column
-    of the folded tensor, and so find errors that cancel each other there, such as elements that changed places.
+    A flipped bit changes the first sum by a power of two. The others weight the elements by row and by column of the
+    folded tensor, and so find errors that cancel there, such as swapped elements.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     per_number = 8 // flat.element_size()
@@ -138,5 +138,5 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _weights(sums: Tensor) -> Tensor:
-    """Return an odd number for each sum."""
+    """Return an odd weight for each sum."""
     return (2 * torch.arange(len(sums), device=sums.device) + 1) * _MULTIPLIER

@@ -1,4 +1,4 @@
-"""How a run comes back from a checkpoint."""
+"""Resuming of a run from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ log = logging.getLogger("pangu")
 
 
 def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
-    """Return the best checkpoint of the run folder to continue from, see `continuation_order`, that is intact. None:
-    the beginning, because there is no checkpoint, or because those that are there were condemned before any was proven
-    and `faults.action` = rollback. All ranks read the files between them, and come to the same.
+    """Return the best intact checkpoint of the run folder to continue from, see `continuation_order`.
 
-    Raises:
-        UserError: on all ranks, if there are checkpoints that should not be given up unasked.
+    None: the beginning, because there is no checkpoint, or because all were condemned before any was proven and
+    `faults.action` = rollback. All ranks share the reading, and get the same. Raises UserError on all ranks if there
+    are checkpoints that should not be given up automatically.
     """
     folder = Path(config.train.output) / "checkpoints"
 
@@ -66,10 +65,12 @@ def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
 
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
-    """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
-    Returns its index: among others `samples` and `watch`, as given to `Saver.save`. Keys that may change are said and
-    taken; tensors that were frozen begin with moments of zero. Raises UserError if the checkpoint belongs to another
-    model, optimizer or seed, or does not say where its run was."""
+    """Restore the exact state of a run from an intact checkpoint, which becomes the newest; return its index.
+
+    The index holds `samples` and `watch`, as given to `Saver.save`. Keys that may change are logged; tensors that were
+    frozen start with zero moments. Raises UserError if the checkpoint belongs to another model, optimizer or seed, or
+    does not say where its run was.
+    """
     index = read_index(path)
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index, config)
@@ -94,8 +95,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
 
 
 def _unfrozen(index: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Return the tensors that were frozen when a checkpoint was written, so that it has no moments of theirs, and are
-    trained now."""
+    """Return the tensors that are trained now but were frozen, without moments, in the checkpoint."""
     if index["step"] == index["skipped"]:
         return []
     kinds = (key.partition("/") for key in index["tensors"])
@@ -109,7 +109,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _first_updates(index: Mapping[str, Any], config: RunConfig) -> dict[str, int]:
-    """Return, of the tensors whose moments did not begin with the run, after how many updates they did."""
+    """Return the number of updates before the moments of a tensor began, for those that did not begin with the run."""
     before = index.get("moments_since", {})
     known = {name: count for name, count in before.items() if not _matches(name, config.train.frozen)}
     if unfrozen := _unfrozen(index, config):
@@ -119,8 +119,7 @@ def _first_updates(index: Mapping[str, Any], config: RunConfig) -> dict[str, int
 
 
 def in_sequences_of(path: Path, index: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Return the index of a checkpoint with the place in the data counted in samples of `model.sequence` tokens, which
-    may be others than those of the run that wrote it. Raises UserError if it is damaged."""
+    """Return a checkpoint's index with its position in samples of the current `model.sequence`; raises UserError."""
     before, now = index.get("identity", {}).get("model.sequence", config.model.sequence), config.model.sequence
     if before == now:
         return dict(index)
@@ -143,7 +142,7 @@ def in_sequences_of(path: Path, index: Mapping[str, Any], config: RunConfig) -> 
 
 
 def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
-    """Say so if the place that a checkpoint has in a blend of datasets was reached in another order."""
+    """Warn if the position in a blend of datasets was reached in another order."""
     if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
         log.warning(
             "%s: written when datasets were blended by another rule. Each goes on from its share of sample %d; the "
@@ -154,8 +153,7 @@ def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> No
 
 
 def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
-    """Give a new run the weights of a checkpoint; with `checkpoint.upcycle`, of a dense model. Raises UserError as
-    `load_weights`."""
+    """Initialize a new run with a checkpoint's weights, a dense one's with `checkpoint.upcycle`. Raises UserError."""
     weights, model, upcycle = weights_of(trainer), config.model, config.checkpoint.upcycle
     if model.experts is not None:
         require_kind(intact(path, trainer.mesh), upcycle)
@@ -173,16 +171,16 @@ MAY_CHANGE = (
     *("dropout", "attention_dropout", "init_std", "sequence", "rope_base", "rope_scaling", "window", "expert_capacity"),
     *("router.balance", "router.balance_weight", "router.bias_rate", "router.z_loss"),
 )
-"""Keys of `model` that may change within a run: the weights keep their meaning. Where a change alters the shape of a
+"""Keys of `model` that may change within a run: the weights keep their meaning. If a change alters the shape of a
 tensor, as `sequence` does with a table of positions, it is refused."""
 
 
 _NULLABLE = {field.name for field in fields(ModelConfig) if str(field.type).endswith("| None")}
-"""Keys of `model` that may be null; an index that is crafted may have it for others."""
+"""Keys of `model` that may be null; a crafted index may have null for others."""
 
 
 def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
-    """Say what changes within the run of a checkpoint. Raises UserError, naming every key that must not."""
+    """Log the keys that change within the run. Raises UserError, naming every key that must not."""
     tensors, wrong = index["tensors"], []
     shapes = {f"weight/{name}": list(shape) for name, shape in logical_shapes(config.model).items()}
     misfits = [name for name, shape in shapes.items() if name in tensors and tensors[name]["shape"] != shape]
@@ -199,7 +197,7 @@ def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Keys that are saved, those of groups one by one, with their values now and before, where these differ."""
+    """Yield saved keys, those of groups one by one, with their values now and before, where these differ."""
     for key, before in saved.items():
         now = current.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
@@ -209,7 +207,7 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
 
 
 def _is_default(key: str, now: object, before: object, current: Mapping[str, Any]) -> bool:
-    """Whether null, now or in a checkpoint, stands for the other value of a key of the model."""
+    """Return whether null, now or in the checkpoint, stands for the other value of a key of the model."""
     group, _, name = key.partition(".")
     if (now is None) == (before is None) or group != "model" or name not in _NULLABLE:
         return False

@@ -1,4 +1,4 @@
-"""A run from its configuration to its summary: the only place that wires all parts together."""
+"""Run of a configuration up to its summary: the only module that wires all parts together."""
 
 from __future__ import annotations
 
@@ -59,13 +59,15 @@ log = logging.getLogger("pangu")
 
 
 Expect = Callable[[RunConfig, Layout, Stages, Callable[[], None]], ForecastWriter | None]
-"""Returns what a run is expected to take, or None if nothing is known, and calls its last argument as it gets on.
-Raises UserError if the run needs more memory than a device has."""
+"""Function that returns the forecast of a run, or None if nothing is known; it calls its last argument to report
+progress. Raises UserError if the run needs more memory than a device has."""
 
 
 def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
-    """Check the configuration, composed as plain dictionaries, then train, and return the exit status. `expect` makes
-    the forecast where the cluster is known. Raises UserError for everything that the user can mend."""
+    """Check the configuration, composed as plain dictionaries, then train, and return the exit status.
+
+    `expect` makes the forecast if the cluster is known. Raises UserError for all errors that the user can fix.
+    """
     began = time.perf_counter()
     launch = Launch.from_environment()
     _set_up_logging(launch.rank == 0)
@@ -110,7 +112,7 @@ def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
-    """Log what the configuration asks for."""
+    """Log the plan of the configuration."""
     frozen = count_frozen(config.model, config.train.frozen)
     log.info(describe(config, layout, None if config.dry_run else fullest_states(config, layout, stages.of)))
     if frozen:
@@ -130,7 +132,7 @@ def _set_up_logging(is_first: bool) -> None:
 
 @contextmanager
 def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterator[None]:
-    """Within the block, the backend of a device is told what pangu has it do."""
+    """Configure the backend of a device within the block, and log its environment."""
     given = dict(os.environ)
     is_nccl = launch.world > 1 and backend_of(device) == "nccl"
     with record_collectives(output) if is_nccl else nullcontext():
@@ -141,8 +143,7 @@ def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterato
 def _shared_forecast(
     forecast: Callable[[Callable[[], None]], ForecastWriter | None], mesh: Mesh, watchdog: Watchdog | None
 ) -> ForecastWriter | None:
-    """Return the forecast on the first process, which counts for all nodes; None elsewhere. Raises UserError on all if
-    the run needs more memory than a device has."""
+    """Return the first process's forecast; None elsewhere. Raises UserError on all if memory does not suffice."""
     if watchdog is None:
         return forecast(lambda: None)
     doing = "counting what layers do"
@@ -198,7 +199,7 @@ def _train(
 
 
 def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict[str, Any]:
-    """Let a trainer go on from a checkpoint, whose index is returned, or begin."""
+    """Restore a trainer from a checkpoint and return its index, or start from the beginning."""
     if checkpoint is not None:
         index = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
@@ -211,7 +212,7 @@ def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict
 
 
 def _log_states(config: RunConfig, trainer: Trainer) -> None:
-    """How weights are updated, and what memory the model's states take."""
+    """Log how weights are updated, and the memory of the model states."""
     mesh, optimizer = trainer.mesh, trainer.optimizer
     place = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, place, implementation(optimizer))
@@ -221,8 +222,7 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
 
 
 def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Write the configuration, tokenizer and chat template, with which the folder can be used without what it was made
-    from, the choices, and where which rank runs."""
+    """Write configuration, tokenizer, chat template, choices and ranks, so that the run folder is self-contained."""
     save_config(output, config)
     save_choices(output, choices)
     save_nodes(output, ranks)
@@ -234,8 +234,10 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: S
 
 
 def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None) -> Sources:
-    """Prepare the data once per file system (the first node's first, so that a shared one is found ready), open it.
-    That may take long, but has to get on."""
+    """Prepare the data once per file system, then open it; this may be slow, but must report progress.
+
+    The first node goes first, so that the others find a shared file system ready.
+    """
     num_validation = config.validation.sequences if config.validation.every else 0
     opened: list[Sources] = []
 
@@ -271,8 +273,7 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog |
 
 
 def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Validation | None, Benchmarks | None]:
-    """What is measured during training, as far as the run asks for it and there is a validation split. Raises UserError
-    if the files of benchmarks are wrong."""
+    """Return validation and benchmarks, if the run asks for them. Raises UserError if benchmark files are wrong."""
     validation, benchmarks = None, None
     if sources.validation is not None and config.validation.every:
         validation = Validation(config, sources, mesh)
@@ -282,7 +283,7 @@ def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Vali
 
 
 def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
-    """What `sample` asks to continue; none if it asks for nothing. Raises UserError if a prompt is too long."""
+    """Return the encoded prompts of `sample`, if tokens are asked for. Raises UserError if a prompt is too long."""
     if not config.sample.tokens:
         return []
     assert sources.tokenizer is not None
@@ -291,7 +292,7 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
 
 
 def _stop(loop: Loop, signals: StopSignals) -> None:
-    """The end of a run that was told to stop early."""
+    """Report a run that was told to stop early."""
     saved = "nothing is written (checkpoint.every = 0); the same command begins where this one did"
     if loop.checkpoint:
         saved = f"{loop.checkpoint} is written; the same command continues"
@@ -303,7 +304,7 @@ def _stop(loop: Loop, signals: StopSignals) -> None:
 
 
 def _finish(loop: Loop, prompts: list[list[int]], seconds: float) -> None:
-    """The end of a complete run: all processes draw text together, and the first one writes and prints."""
+    """Finish a complete run: all processes generate text together, and the first one writes and prints."""
     config, texts = loop.config, []
     if prompts:
         model = in_training(config, loop.trainer, loop.sources.tokenizer)

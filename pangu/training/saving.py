@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint."""
+"""Saving of a run's state in checkpoints."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ log = logging.getLogger("pangu")
 
 
 def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
-    """Return the intact checkpoint that a run continues from; None: it begins from the seed. All ranks read the files
-    between them.
+    """Return the intact checkpoint that a run continues from; None: start from the seed. All ranks share reading.
 
-    Raises:
-        UserError: on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
-            checkpoint, or if the run folder holds none that can be continued.
+    Raises UserError on all ranks if `checkpoint.resume` forbids the content of the run folder or names no intact
+    checkpoint, or if the run folder holds none that can be continued.
     """
     resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
@@ -56,9 +54,11 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
 
 
 def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
-    """Let a fresh trainer begin a run, with the weights of `checkpoint.init_from` if there are any. Returns what a
-    checkpoint's index would say of `samples` and `watch`, if the run went back to its beginning before; otherwise
-    nothing. Checkpoints that are there are condemned, and get out of the way."""
+    """Start a run with a new trainer, and with the weights of `checkpoint.init_from`, if given.
+
+    Returns the `samples` and `watch` of a checkpoint's index if the run went back to its beginning before, otherwise
+    {}. Existing checkpoints, all condemned, are renamed.
+    """
     folder, mesh = Path(config.train.output) / "checkpoints", trainer.mesh
 
     def clear() -> tuple[list[Path], dict[str, Any]]:
@@ -77,12 +77,13 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
 
 
 class Saver:
-    """Writes checkpoints while training goes on, each element once, by one of the ranks that hold it.
+    """Writer of checkpoints during training; each element is written once, by one of the ranks that hold it.
 
-    A context manager: at its end it waits for the writer, but not for ever.
+    Use it as a context manager; its end waits for the writer, but not forever.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+        """Allocate memory for asynchronous saves, and read the standings."""
         self._config = config
         self._trainer = trainer
         self._folder = Path(config.train.output) / "checkpoints"
@@ -91,20 +92,20 @@ class Saver:
         if config.checkpoint.every and config.checkpoint.asynchronous:
             self._arena = Arena(self._mesh.device, _slices(trainer, every_kind=True))
         self._save: Future[Path] | None = None
-        """The last save, until it is known how it ended."""
+        """Last save, until its result is known."""
         self.newest: Path | None = None
-        """The last checkpoint that this process saved or went back to."""
+        """Last checkpoint that this process saved or went back to."""
         self._most_failed = config.checkpoint.max_failed_saves
         self.failed = 0
-        """Saves in a row that have failed, the same on all ranks."""
+        """Failed saves in a row, equal on all ranks."""
         self.standings = Standings(self._folder, trainer.mesh, config.faults.proven_after)
         self.standings.load()
 
     def save(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None = None) -> None:
-        """Copy the state of the run and begin to write it, once the save before has settled.
+        """Copy the state of the run and start to write it, once the previous save has settled.
 
-        `samples`: place in the order of the data from which the run continues; `watch`: of `faults.SpikeDetector`;
-        `position`: of the data (`Stream.position`), there or before.
+        `samples`: position in the order of the data from which the run continues; `watch`: state of
+        `faults.SpikeDetector`; `position`: of the data (`Stream.position`), there or before.
         """
         self.settle()
         trainer = self._trainer
@@ -139,7 +140,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows that the last save has failed, and nobody has heard of it."""
+        """True if this rank knows that the last save has failed, and has not reported it."""
         return self._save is not None and self._save.done() and self._save.exception() is not None
 
     def finish(self) -> None:
@@ -153,8 +154,8 @@ class Saver:
         """Wait until the last save has ended. A failure is a warning, because older checkpoints are untouched.
 
         Raises:
-            StuckError: if the save makes no progress: the next one would not either.
-            UserError: on all ranks, if more saves in a row have failed than `checkpoint.max_failed_saves`.
+            StuckError: The save makes no progress, so the next one would not either.
+            UserError: On all ranks, more saves in a row have failed than `checkpoint.max_failed_saves`.
         """
         try:
             self.finish()
@@ -169,16 +170,15 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the last save has not ended yet on this rank."""
+        """True if the last save has not ended yet on this rank."""
         return self._save is not None and not self._save.done()
 
     def go_back(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the run to the checkpoint that `resuming.place_to_continue` names, or to its beginning, and return the
-        facts from there. `change` gives those that are others now; they are written first, so that a run that is
-        resumed from there does the same. The last save must have settled.
+        """Return the run to the checkpoint of `resuming.place_to_continue`, or to its beginning, and the facts there.
 
-        Raises:
-            UserError: on all ranks, if there are checkpoints and none can be continued.
+        `change` returns the facts that differ now; they are written first, so that a run that is resumed from there
+        does the same. The last save must have settled. Raises UserError on all ranks if there are checkpoints and none
+        can be continued.
         """
         mesh = self._trainer.mesh
         self.newest = path = place_to_continue(self._config, mesh)
@@ -200,9 +200,11 @@ class Saver:
         return index
 
     def __enter__(self) -> Self:
+        """Return the saver."""
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        """Wait for the last save, unless this process must end at once."""
         if self._save is not None and not isinstance(error, LocalError):
             wait([self._save], SAVE_SECONDS)
 
@@ -231,7 +233,7 @@ class Saver:
 
 
 def _slices(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
-    """What this rank writes: of what several hold, the first."""
+    """Yield this rank's rectangles to write; of replicated ones, only the first rank's."""
     at, layout = trainer.mesh.at, trainer.mesh.layout
     skipped = {shard.placement.name for shard in trainer.shards if not counts(shard.placement, layout, at)}
     yield from (named for named in state_of(trainer, every_kind) if named[0].partition("/")[2] not in skipped)

@@ -1,4 +1,4 @@
-"""The standings of a run's checkpoints, noted by its first rank while training goes on."""
+"""Standings of a run's checkpoints, written by its first rank while training goes on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ log = logging.getLogger("pangu")
 
 
 class Standings:
-    """Record of which checkpoints are proven or condemned. Everything that a decision rests on is on the disk,
-    so that a run that is killed and started again judges its checkpoints as if it had not been."""
+    """Record of which checkpoints are proven or condemned.
+
+    All facts for decisions are on disk, so that a run that is killed and restarted judges its checkpoints alike.
+    """
 
     def __init__(self, folder: Path, mesh: Mesh, proven_after: int) -> None:
-        """`folder` of the checkpoints; `proven_after`: good steps that prove one."""
+        """Watch the checkpoints in `folder`; `proven_after`: good steps that prove one."""
         self._folder, self._mesh, self._proven_after = folder, mesh, proven_after
         self._unproven: list[tuple[Path, int]] = []
-        """Checkpoints with the good steps that led to them, oldest first; on the first rank."""
+        """Unproven checkpoints with the good steps that led to them, oldest first; on the first rank."""
 
     def load(self) -> None:
         """Find the checkpoints that the steps from here on may prove."""
@@ -43,13 +45,15 @@ class Standings:
         self._unproven = found[::-1]
 
     def add(self, path: Path, good_steps: int) -> None:
-        """Follow a checkpoint that is being written after `good_steps` good steps of the run."""
+        """Add a checkpoint that is being written after `good_steps` good steps of the run."""
         if self._mesh.is_first:
             self._unproven.append((path, good_steps))
 
     def note(self, good_steps: int, writing: bool) -> None:
-        """Mark the checkpoints that enough good steps have followed as proven; `good_steps`: of the run so far;
-        `writing`: the newest one may not be complete. No other rank waits for it: those ask the first one."""
+        """Mark checkpoints as proven that enough of the run's `good_steps` have followed, without a collective.
+
+        `writing`: the newest one may not be complete.
+        """
         due = [path for path, then in self._unproven if good_steps - then >= self._proven_after]
         if writing and self._unproven:
             due = [path for path in due if path != self._unproven[-1][0]]
@@ -62,9 +66,11 @@ class Standings:
                 log.warning("%s", error)  # the next one will be proven instead
 
     def blame(self, step: int, good_steps: int, fault: str, goes_back: bool) -> str:
-        """Count a fault in a `step`, after so many good ones, against the newest checkpoint and, if the run `goes_back`
-        behind that, against the proven one before it, which led to the fault as well; no save is under way. Returns
-        what is known of them, the same on all ranks. Raises UserError on all ranks if it cannot be written."""
+        """Count a fault against the newest checkpoint and, if the run `goes_back` behind it, the proven one before it.
+
+        That one led to the fault as well; no save is in flight. Returns their standing, equal on all ranks. Raises
+        UserError on all ranks if it cannot be written.
+        """
 
         def count() -> str:
             self.note(good_steps, writing=False)
@@ -84,8 +90,7 @@ class Standings:
         return text
 
     def condemn_after(self, step: int, fault: str) -> str:
-        """Condemn all checkpoints newer than `step`. Returns how to continue, the same on all ranks. Raises UserError
-        on all ranks if it cannot be written."""
+        """Condemn all checkpoints after `step`; return how to continue, equal on all ranks. May raise UserError."""
 
         def condemn() -> str:
             paths = list_checkpoints(self._folder)

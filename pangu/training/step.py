@@ -1,4 +1,4 @@
-"""The trainer of a rank, and one optimizer step."""
+"""Trainer of a rank, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -40,57 +40,59 @@ if TYPE_CHECKING:
     from pangu.training.autotune import Choices
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The optimizer's state of each tensor that checkpoints hold."""
+"""Optimizer states of each tensor that checkpoints hold."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, the same on every rank."""
+    """Result of one step, equal on every rank."""
 
     loss: float
     """Mean over the global batch's target tokens."""
     grad_norm: float
-    """Before clipping; not finite if the step was skipped."""
+    """Gradient norm before clipping; not finite if the step was skipped."""
     lr: float
     loss_scale: float
     flags: tuple[bool, ...] = ()
-    """Those that any rank raised."""
+    """Flags that any rank raised."""
     norms: Norms = field(default_factory=list)
-    """If it was skipped: of this rank's gradients before they were reduced, on the device."""
+    """Norms of this rank's gradients before reduction, on the device, if the step was skipped."""
     experts: dict[str, float] | None = None
-    """How the experts were used, if there are any."""
+    """Load statistics of the experts, if there are any."""
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights are as they were."""
+        """True if the weights did not change."""
         return not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
 class PendingResult:
-    """The result of a step on its way to the host."""
+    """Result of a step, in flight to the host."""
 
     numbers: Tensor
-    """fp64, in host memory: loss, norm, loss scale, how many ranks raised each flag, figures of the experts. Not
-    there before `end`."""
+    """Loss, norm, loss scale, number of ranks that raised each flag, and expert statistics: fp64, in host memory, valid
+    after `end`."""
     lr: float
     norms: Norms
     end: Moment
 
 
 class Trainer:
-    """This rank's part of the model, its gradient buffers and optimizer, and the step that joins them."""
+    """Trainer of this rank's part of the model: gradient buffers, optimizer, and the step that joins them."""
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None
     ) -> None:
-        """Build this rank's chunks of the model with their first values, and a fresh optimizer. `choices` of
-        autotuning: None takes the preferred ones. Raises ConfigError if the pipeline's schedule or the attention kernel
-        does not allow what is asked for."""
+        """Build this rank's chunks of the model with initial weights, and a new optimizer.
+
+        `choices`: of autotuning; None: the preferred ones. Raises ConfigError if the pipeline's schedule or the
+        attention kernel does not support the configuration.
+        """
         self.config = config
         self.stages = stages or plan_stages(config, mesh.layout)
         self.choices = None if choices is None else asdict(choices)
-        """What `auto` stood for, as checkpoints hold it."""
+        """Resolved choices of `auto`, as saved in checkpoints."""
         if choices is None:
             kernel = kernels_of(config, mesh.device)[0]
         else:
@@ -100,13 +102,13 @@ class Trainer:
         self.step = 0
         """Steps made, skipped ones included."""
         self.skipped = 0
-        """Those whose result was read."""
+        """Skipped steps, among those whose result was read."""
         self.moments_since: dict[str, int] = {}
         """Updates made before the moments of tensors that were frozen at first began."""
         self.copied = Moment(mesh.device)
-        """When the last save has its copy of what updates change."""
+        """Completion of the last save's copy of what updates change."""
         self.doing = "starting"
-        """What this rank is at, for messages."""
+        """Current activity of this rank, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
         store, self.scales = WeightGradientStore(), None
         layers_store = store if schedule.splits_backward or layer_products_add(mesh.device) else None
@@ -136,11 +138,11 @@ class Trainer:
 
     @property
     def shards(self) -> list[Shard]:
-        """What this rank keeps: shards of logical tensors, frozen ones included."""
+        """Shards of logical tensors on this rank, frozen ones included."""
         return self.parameters.shards
 
     def start_over(self) -> None:
-        """Return to the state before the first step: initial weights of the seed, and an optimizer without a past."""
+        """Return to the state before the first step: initial weights of the seed, and a new optimizer."""
         self.restart_optimizer(0, 0, {})
         self.parameters.fill(self.config.train.seed)
         self.loss_scale = LossScale(self.config.precision.loss_scale, self.mesh.device)
@@ -150,8 +152,10 @@ class Trainer:
             self.balance.reset()
 
     def restart_optimizer(self, step: int, skipped: int, moments_since: Mapping[str, int]) -> None:
-        """Let `step` steps be made, of which `skipped` changed nothing, with moments of zero. `moments_since`: see the
-        attribute; bias correction counts from there."""
+        """Set the step counts and zero the moments.
+
+        Bias correction counts from `moments_since`, see the attribute, and without the `skipped` steps.
+        """
         self.step, self.skipped, self.moments_since = step, skipped, dict(moments_since)
         counts: dict[tuple[int, int], Tensor] = {}  # tensors that shared a count still do, where it is the same
         old = [self.optimizer.state[shard.main]["step"] for shard in self.parameters.trained_shards]
@@ -163,12 +167,12 @@ class Trainer:
                 state[moment].zero_()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """One step, whose result is waited for."""
+        """Run one step and wait for its result."""
         self.forward_backward(micro_batches)
         return self.read(self.update())
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> None:
-        """Forward and backward over this rank's micro-batches, and the sum of the gradients over the replicas.
+        """Run forward and backward over this rank's micro-batches, and sum the gradients over the replicas.
 
         The loss of every token is divided by the number of target tokens of the *global* batch, so that neither the
         micro-batch size nor the number of replicas changes the gradient, however uneven the loss masks are.
@@ -199,10 +203,11 @@ class Trainer:
         self._loss = torch.stack(losses).double().sum() if losses else None
 
     def update(self, flags: Sequence[bool] = ()) -> PendingResult:
-        """Unscale, clip, update the weights, then adjust the scale; a step whose gradient has a norm that is not finite
-        is skipped. All of that is decided on the device, and the host does not wait for it. The result of the step
-        before must have been read: the learning rate depends on the number of steps that were skipped. `flags` are
-        raised for all ranks to see."""
+        """Unscale, clip, update the weights, then adjust the scale; a step with a non-finite gradient norm is skipped.
+
+        All of that is decided on the device, without a host sync. The result of the previous step must have been read:
+        the learning rate depends on the number of skipped steps. `flags` are raised for all ranks to see.
+        """
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = "adding up loss and norm"
         sums = self.parameters.norm_and_loss(self._loss, flags)

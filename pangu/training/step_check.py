@@ -1,4 +1,4 @@
-"""`train.check_step`: compares every operation of a step, as it happens, with the list from `pipeline.expand`."""
+"""Comparison of every operation of a step with the list from `pipeline.expand` (`train.check_step`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class StepCheck(ModuleHooks):
-    """The list of a trainer's step, and how far the step has come in it.
+    """Expected operations of a trainer's step, and the position of the step in them.
 
-    Weight gradients that a schedule postpones are made parameter by parameter, and those of lookups when no module is
-    left: of these the reductions are compared, not the modules. A trainer whose step an exception has ended is not
-    compared any more.
+    Postponed weight gradients are computed parameter by parameter, and those of lookups when no module is left: of
+    these the reductions are compared, not the modules. After an exception in a step, nothing is compared any more.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -50,7 +49,7 @@ class StepCheck(ModuleHooks):
         trainer.optimizer.register_step_pre_hook(lambda *_: self._note_update())
 
     def begin(self) -> None:
-        """Compare what follows with the list of a step."""
+        """Start to compare a step."""
         if self._is_stopped:
             return
         in_flight = {self._numbers[flat].index for flat in self._unsharder.in_flight}
@@ -58,21 +57,21 @@ class StepCheck(ModuleHooks):
         self._expected, self._count = filter(self._is_compared, ops), 0
 
     def stop(self) -> None:
-        """Compare no further: an exception has ended a step, and weights stay unsharded as it left them."""
+        """Stop comparing for good: an exception has ended a step and left weights unsharded."""
         self._expected, self._is_stopped = None, True
 
     def end(self) -> None:
-        """Stop comparing at the end of a step. Raises LocalError if the list goes on."""
+        """Stop comparing at the end of a step. Raises LocalError if operations are missing."""
         if self._expected is not None and (rest := next(self._expected, None)) is not None:
             self._refuse(rest, "the end of the step")
         self._expected = None
 
     def before(self, module: str, x: Tensor) -> Tensor:
-        """Note the module's forward, behind what its weights need."""
+        """Note the module's forward, after what its weights need."""
         return passing(self._below.before(module, x), lambda: self._note_module(module), lambda: None)
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        """Note the module's backward, behind what its weights need."""
+        """Note the module's backward, after what its weights need."""
         return self._below.after(module, passing(x, lambda: None, lambda: self._note_module(module)))
 
     def _begin_action(self, action: Action) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run: its summary and pictures, and a few lines on what came out, where it lies and what to do next."""
+"""End of a run: summary, pictures, and a few lines about results, files and next commands."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from pangu.training.loop import Loop
 log = logging.getLogger("pangu")
 
 FIGURES = ("loss", "validation_loss", "validation_perplexity", "evaluation")
-"""Of the last step, which the summary repeats."""
+"""Figures of the last step, which the summary repeats."""
 
 
 def finish(loop: Loop, texts: list[str], seconds: float) -> None:
-    """Write summary.json and the pictures of a complete run, and print what came out. `loop`: of the first process;
-    `texts`: sampled; `seconds`: that the loop took."""
+    """Write summary.json and pictures of a complete run, on the first process, and print the results.
+
+    `texts`: generated samples; `seconds`: time of the loop.
+    """
     config, record = loop.config, loop.record
     output = Path(config.train.output)
     figures = (
@@ -62,7 +64,7 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
 
 
 def _earlier(output: Path, step: int) -> dict[str, Any]:
-    """Numbers of the last step as the start that made it wrote them; None where there are none of this step."""
+    """Return the last step's figures from an earlier start's summary; None where there are none of this step."""
     summary: dict[str, Any] = {}
     with suppress(UserError):
         summary = read_json_object(output / "summary.json")
@@ -84,7 +86,7 @@ def draw_pictures(loop: Loop) -> None:
 
 
 def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
-    """Several lines; every command in them works as it stands from the folder that the run was started in."""
+    """Return the lines to print; every command in them works in the folder that the run was started in."""
     output = Path(config.train.output)
     lines = [
         f"\n{summary['steps']} steps, {summary['tokens']:,} tokens; "
@@ -113,7 +115,7 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
 
 
 def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
-    """Return commands that continue from here, made from the one that was given, and what each does."""
+    """Return commands that continue from here, derived from the given one, each with a description."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     launcher = [*_program("scripts/launch.py"), f"--nproc-per-node={world}"] if world > 1 else []
     start = ["python", *launcher, *_program("pretrain.py")]
@@ -142,7 +144,7 @@ def _changed(words: Sequence[str], *changes: str) -> list[str]:
 
 
 def _program(path: str) -> list[str]:
-    """A program of this project as it is started from here: a file beside the one that was started, or a module."""
+    """Return the words that start a program of this project: a file next to the started one, or a module."""
     script = Path(sys.argv[0])
     if script.resolve().parent == Path(pangu.__file__).resolve().parent:  # python -m pangu.pretrain
         return ["-m", f"pangu.{path.removesuffix('.py').replace('/', '.')}"]

@@ -1,4 +1,4 @@
-"""Measurements during training: the loss on the validation split, benchmarks, LAMB's ratios."""
+"""Measurements during training: validation loss, benchmarks, LAMB's trust ratios."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class Validation:
     """Losses on the validation split, and on each of its sources if there are several."""
 
     def __init__(self, config: RunConfig, sources: Sources, mesh: Mesh) -> None:
+        """Prepare the split and its sources."""
         assert sources.validation is not None
         self._whole = Split(config, sources.validation, mesh)
         self._sources = {name: Split(config, stream, mesh) for name, stream in sources.of_validation.items()}
 
     def figures(self, trainer: Trainer) -> dict[str, Any]:
-        """Fields of a step's record, on every process; all of them call it together."""
+        """Return the validation fields of a step's record; all processes call this together."""
         loss = self._whole.loss(trainer)
         losses = {name: split.loss(trainer) for name, split in self._sources.items()}
         return {
@@ -47,11 +48,13 @@ class Validation:
 
 
 class Split:
-    """The first `validation.sequences` samples of a stream, the same ones every time and in every layout. Those of like
-    length are computed together, without the padding behind them."""
+    """Prefix of a stream: its first `validation.sequences` samples, equal every time and in every layout.
+
+    Samples of similar length are computed together, so that their padding can be cut off.
+    """
 
     def __init__(self, config: RunConfig, stream: Stream, mesh: Mesh) -> None:
-        """`stream`: held-out samples in plain order; the replicas of `mesh` share them."""
+        """Assign the held-out samples of `stream`, in plain order, to the replicas of `mesh`."""
         assert stream.num_samples is not None
         self._num_samples = min(config.validation.sequences, stream.num_samples)
         lengths = [config.model.sequence - stream.padding(index) for index in range(self._num_samples)]
@@ -69,7 +72,7 @@ class Split:
         self._mesh = mesh
 
     def loss(self, trainer: Trainer) -> float:
-        """Mean negative log-likelihood per target token."""
+        """Return the mean negative log-likelihood per target token."""
         batches = [self._batch(places, length) for places, length in self._micro_batches]
         return mean_loss(trainer.runner, trainer.stages.schedule, batches, self._mesh)
 
@@ -83,10 +86,10 @@ class Split:
 
 
 class Benchmarks:
-    """The tasks of `evaluate.tasks`, with the same questions every time and in every layout."""
+    """Benchmarks of `evaluate.tasks`, with equal questions every time and in every layout."""
 
     def __init__(self, config: RunConfig, sources: Sources) -> None:
-        """Raises UserError if a task's files are missing or of another format."""
+        """Read the questions. Raises UserError if a task's files are missing or of another format."""
         evaluate = config.evaluate
         assert evaluate.data is not None
         setup = Setup(evaluate.shots, config.train.seed, limit=evaluate.limit)
@@ -96,7 +99,7 @@ class Benchmarks:
         self._tokenizer = sources.tokenizer
 
     def figures(self, trainer: Trainer) -> dict[str, float]:
-        """`task/measure` -> figure, on every process; all of them call it together."""
+        """Return the figures by `task/measure`; all processes call this together."""
         model = in_training(self._config, trainer, self._tokenizer)
         figures: dict[str, float] = {}
         for questions in self._questions:
@@ -106,7 +109,7 @@ class Benchmarks:
 
 
 def trust_ratios(trainer: Trainer) -> dict[str, float]:
-    """LAMB's ratio of each tensor in the last step, of all ranks on all ranks; none with Adam."""
+    """Return LAMB's trust ratio of each tensor in the last step, gathered from all ranks; {} with Adam."""
     ratios = getattr(trainer.optimizer, "ratios", {})
     of_rank = {p.placement.name: float(ratios[p.main]) for p in trainer.shards if p.main in ratios}
     of_ranks = gather_objects(of_rank, trainer.mesh.group("world"))
@@ -114,7 +117,7 @@ def trust_ratios(trainer: Trainer) -> dict[str, float]:
 
 
 def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:
-    """A model that is being trained, to be asked in between."""
+    """Return the model that is being trained, for evaluation."""
     schedule, packing, rows = trainer.stages.schedule, config.data.packing, config.batch.micro_size
     bos = begin_id(packing.bos, tokenizer)
     ids = (packing.eod, rows, packing.stop, bos)

@@ -1,4 +1,4 @@
-"""Who is stuck where, said before a run that hangs is ended: a backend of devices ends the process without a word."""
+"""Watchdog: report which ranks hang, and where, before a device backend aborts the process without a message."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ if TYPE_CHECKING:
     from pangu.training.step import Trainer
 
 BEAT_SECONDS = 5.0
-"""Between two messages of a process to the store; less if `parallel.timeout_s` is short."""
+"""Interval of a process's messages to the store; less if `parallel.timeout_s` is short."""
 PATIENCE = 0.7
-"""Part of `parallel.timeout_s` for which a process may be in one place: what is said comes before the end."""
+"""Fraction of `parallel.timeout_s` without progress after which a process reports, before the timeout ends it."""
 LOOK = 3
-"""Messages in whose time a process that sends none is silent."""
+"""Message intervals after which a process without a message is unresponsive."""
 NAMED_RANKS = 8
-"""Ranks that a line names."""
+"""Largest number of ranks named in a line."""
 
 
 class Place(NamedTuple):
-    """Where a process is in its run. Another one is progress."""
+    """Position of a process in its run; a different one is progress."""
 
     step: int
     words: str
     began: float = 0.0
-    """When the action that is carried out began; any clock."""
+    """Start of the current action, on any clock."""
 
 
 STARTING = Place(-1, "before the first step")
 
 
 def place_of(trainer: Trainer) -> Place:
+    """Return the position of a trainer."""
     runner, words = trainer.runner, f"step {trainer.step + 1}, {trainer.doing}"
     if trainer.doing == "forward and backward" and runner.action is not None:
         words += f", {runner.action}"
@@ -53,43 +54,46 @@ def place_of(trainer: Trainer) -> Place:
 
 
 def _key(step: int) -> str:
-    """Where processes count who wants to say where all are in a step."""
+    """Return the store key that counts the processes that want to report in a step."""
     return f"speaks-{step}"
 
 
 class Watchdog:
-    """A thread beside the run. It tells the other processes every few seconds where this one is. When that has not
-    changed for most of `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run
-    folder, and the first process to which that happens says where all are, those first that are furthest behind, also
-    to `stacks/where-HOST.txt`; where the store does not answer, one file for each host. Nothing else: what makes no
-    progress may still come.
+    """Thread that reports hanging ranks; training itself does nothing for it.
 
-    A context manager. Training itself does nothing for it: the thread looks.
+    It sends the position of this process to the store every few seconds. When that has not changed for most of
+    `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run folder, and the first
+    process to which that happens reports the positions of all ranks, the furthest behind first, also to
+    `stacks/where-HOST.txt`; if the store does not answer, there is one file per host. It ends nothing: what makes no
+    progress may still finish. Use it as a context manager.
     """
 
     def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place] = lambda: STARTING) -> None:
+        """Prepare the thread; `place` returns the current position."""
         self._mesh, self._folder, self._place = mesh.background(), folder, place
         self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
         self._began_s = time.monotonic()
-        """When this process met the others, about the same moment for all."""
+        """Time when this process met the others, about the same moment for all."""
         self._ended = Event()
         self._said_in: int | None = None
-        """Step in which this process says where all are."""
+        """Step in which this process reports the positions of all."""
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
 
     def follow(self, trainer: Trainer) -> None:
-        """Look at where a trainer is from now on."""
+        """Watch the position of a trainer from now on."""
         self._place = partial(place_of, trainer)
 
     def look_at(self, words: str = STARTING.words, progress: int = 0) -> None:
-        """Take this for what the process does before its first step, and for how often it has got on with it."""
+        """Set the activity before the first step, and the amount of its progress."""
         self._place = lambda: Place(STARTING.step, words, progress)
 
     def __enter__(self) -> Self:
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        """Stop the thread."""
         self._ended.set()
         self._thread.join(STORE_SECONDS)  # Python ends with an abort if a thread is in the store then
 
@@ -113,8 +117,10 @@ class Watchdog:
                 return  # the store is gone, and with it the run
 
     def _speak(self, place: Place) -> None:
-        """Leave the stacks; where all are is for one process to say: whoever has waited longest, because
-        the first one may be what is stopped, and because its backend ends that one first."""
+        """Write the stacks; one process, the one that has waited longest, reports for all.
+
+        The first rank may be the one that is stopped, and the backend ends the longest waiting one first.
+        """
         store = self._mesh.store
         assert store is not None
         self._leave(f"rank-{self._mesh.rank}.txt", f"{self._mesh.name}: {place.words}", stacks=True)
@@ -135,8 +141,7 @@ class Watchdog:
         self._leave(f"where-{socket.gethostname()}.txt", text)
 
     def _leave(self, name: str, text: str, stacks: bool = False) -> None:
-        """Write a file into `stacks/`, if asked for with the stacks of this process, which go to standard error where
-        that cannot be written."""
+        """Write a file into `stacks/`, optionally with this process's stacks, which otherwise go to standard error."""
         path = self._folder / "stacks" / name
         try:
             path.parent.mkdir(exist_ok=True)
@@ -151,8 +156,7 @@ class Watchdog:
                     faulthandler.dump_traceback(sys.stderr)
 
     def _all_places(self) -> str:
-        """Where all processes are: those first whose threads are silent between two looks, because they are stopped or
-        gone, then those that are steps behind, then those that are longest in one place."""
+        """Return the positions of all processes: unresponsive first, then those behind, then longest waiting."""
         before = self._beats()
         self._ended.wait(LOOK * self._interval_s)
         ranks: dict[tuple[int, str], list[int]] = {}
@@ -181,7 +185,7 @@ class Watchdog:
         return time.monotonic() - self._began_s
 
     def _beats(self) -> dict[int, list[Any]]:
-        """Return, of the ranks that have begun: age of their last message, seconds in one place, step, words."""
+        """Return age of the last message, seconds in one place, step and activity of each rank that has started."""
         store, keys = self._mesh.store, [f"beat-{rank}" for rank in range(self._mesh.layout.world)]
         assert store is not None
         missing = set(absent(store, keys))
