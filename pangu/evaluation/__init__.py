@@ -1,0 +1,1 @@
+"""Evaluation of models: loading, text generation, scoring, and benchmark tasks."""

@@ -1,4 +1,4 @@
-"""What commands that load a model share: arguments, and the processes that the model is spread over."""
+"""Shared parts of commands that load a model: arguments, and the processes that the model is distributed over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pangu.topology.mesh import Mesh
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, and how it is computed."""
+    """Add arguments for the model, and for how it is computed."""
     parser.add_argument(
         "model",
         type=Path,
@@ -38,10 +38,10 @@ def require_positive(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 @contextmanager
 def connected(tensor: int, pipeline: int, device: str, launch: Launch, *, replicas: bool) -> Iterator[Mesh]:
-    """All processes of the command, in the layout that was asked for.
+    """Connect all processes of the command in the requested layout.
 
-    `replicas`: more processes than one model takes hold copies of it, which share the work. Raises UserError if so many
-    processes cannot share the model.
+    `replicas`: surplus processes hold copies of the model, which share the work. Raises UserError if the number of
+    processes does not fit the layout.
     """
     shared = tensor * pipeline
     if launch.world % shared or (launch.world > shared and not replicas):

@@ -1,4 +1,4 @@
-"""Text from a model: prompts in, continuations out, drawn id by id."""
+"""Text generation: prompts in, continuations out, sampled token by token."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from pangu.pipeline.schedule import forward_only
 from pangu.topology.random import generator, random_key
 
 UNFINISHED = "\ufffd"
-"""What tokenizers decode the first bytes of a character to that goes on in the next token."""
+"""Decoding of an incomplete character, whose last bytes are in the next token."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are drawn. Raises UserError for values that make no sense."""
+    """Sampling parameters. Raises UserError for invalid values."""
 
     max_tokens: int
-    """Tokens of a text at most; it also ends where prompt and text fill the model's window, `model.sequence`."""
+    """Largest number of generated tokens; a text also ends where it fills the model's window, `model.sequence`."""
     temperature: float = 1.0
     """Softmax temperature; 0 takes the most probable token."""
     top_k: int = 0
-    """Draw among the k most probable tokens; 0: among all."""
+    """Sample among the k most probable tokens; 0: among all."""
     top_p: float = 1.0
-    """Draw among the fewest tokens whose probabilities reach this sum (Holtzman et al. 2020, section 3.1); of those
-    that `top_k` leaves."""
+    """Sample among the fewest tokens, of those that `top_k` leaves, whose probabilities reach this sum (Holtzman et al.
+    2020, section 3.1)."""
     repetition_penalty: float = 1.0
-    """Scores of tokens that are in the prompt or the text already are divided by this, or multiplied if they are
-    negative (Keskar et al. 2019, section 4.1). 1: no penalty."""
+    """Divisor of positive scores, and factor of negative ones, of tokens that already occur in prompt or text (Keskar
+    et al. 2019, section 4.1). 1: no penalty."""
     seed: int = 0
-    """A draw is a function of this, the prompt's ids and the number of the token."""
+    """Seed; a sample is a function of the seed, the prompt's ids and the index of the token."""
     stop: tuple[int, ...] = ()
-    """Ids that end a text, beside the model's end of document."""
+    """Ids that end a text, besides the model's end of document."""
     end: str = ""
-    """Text that ends a text and is no part of it, where no id does."""
+    """Text that ends a text and is not part of it, where no id does."""
 
     def __post_init__(self) -> None:
+        """Raise UserError for invalid values."""
         rules = {
             "max_tokens": (self.max_tokens >= 1, "must be at least 1"),
             "temperature": (self.temperature >= 0, "must be at least 0"),
@@ -61,10 +62,10 @@ class Sampling:
 def draw(
     model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, ended: Container[int] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Continue each prompt; among others a prompt gets the text that it gets alone. All ranks of a replica call it
-    together, with the same prompts. The caller may put numbers of prompts that need no more tokens into `ended`.
+    """Continue each prompt, independently of the others, and yield (number of the prompt, id) of each new token.
 
-    Yields the number of a prompt and an id of its text, as soon as it is drawn, without the one that ends the text.
+    All ranks of a replica call this together, with the same prompts. Ids are yielded as soon as they are sampled,
+    without the one that ends the text. The caller may add numbers of prompts that need no more tokens to `ended`.
     Raises UserError, naming the prompts that are empty, longer than the window or hold ids beyond the vocabulary.
     """
     window, vocab, problems = model.config.sequence, model.config.vocab, []
@@ -91,7 +92,7 @@ def _draw_rows(
     numbers: Sequence[int],
     ended: Container[int],
 ) -> Iterator[tuple[int, int]]:
-    """Continue prompts side by side; yields the row and the id of what is drawn."""
+    """Continue prompts in one batch; yield the row and the id of each new token."""
     ends = {model.eod, *model.stop, *sampling.stop}
     # the last token that the window has room for asks for one more
     room = [min(sampling.max_tokens, model.config.sequence + 1 - len(prompt)) for prompt in prompts]
@@ -123,7 +124,7 @@ def _draw_rows(
 
 
 def generate(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-    """The ids that `draw` draws for each prompt."""
+    """Return the ids that `draw` yields for each prompt."""
     texts: list[list[int]] = [[] for _ in prompts]
     for number, token in draw(model, prompts, sampling):
         texts[number].append(token)
@@ -131,7 +132,7 @@ def generate(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sam
 
 
 def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-    """As `generate`, called by all ranks of all replicas together, with the same prompts; all get all texts."""
+    """Return the ids for each prompt; all ranks of all replicas call this together, and all get all texts."""
     mesh = model.mesh
     # with sharded weights or spread experts (in training) replicas compute in step: each draws everything
     replicas = 1 if mesh.layout.zero == 3 or mesh.layout.expert > 1 else mesh.layout.replicas
@@ -141,14 +142,14 @@ def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampli
 
 
 class Reader:
-    """Reads texts that grow side by side, each token once.
+    """Incremental forward pass over a growing batch of texts, each token once.
 
-    Texts end together: shorter ones begin later, behind padding, which is a document of its own. So distances between
-    the tokens of a text are those between their places, whatever stands beside it.
+    Texts end together: shorter ones begin later, after padding, which is a document of its own. So distances between
+    the tokens of a text are those between their places, whatever else is in the batch.
     """
 
     def __init__(self, model: LoadedModel, lengths: Sequence[int], more: int) -> None:
-        """`lengths`: tokens in each text at first; `more`: most tokens that are read after those."""
+        """Allocate the cache for texts of `lengths` tokens and up to `more` further ones."""
         self.longest = max(lengths)
         self._model = model
         # sequence parallelism deals tokens to ranks: what they do not divide is filled up behind the text, where a
@@ -158,12 +159,12 @@ class Reader:
         self._begins = torch.tensor([self.longest - length for length in lengths], device=model.mesh.device)[:, None]
         self._forward = forward_only(model.schedule, 1)
         self._read = 0
-        """Tokens read, padding before shorter texts included."""
+        """Number of tokens read, padding before shorter texts included."""
 
     def read(self, tokens: Tensor) -> Tensor | None:
         """Read the next tokens of each text, int64 [texts, tokens].
 
-        Returns scores [texts, vocab] of the token after the last one, in fp32 (fp64 in fp64), on the ranks that hold
+        Returns logits [texts, vocab] for the token after the last one, in fp32 (fp64 in fp64), on the ranks that hold
         the head; None on the others.
         """
         # Texts "a b c" and "d", of which "d" is padded in front; three tokens are read, then one more of each:
@@ -187,10 +188,10 @@ class Reader:
 
 
 def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> Tensor:
-    """One id for each text, int64 [texts], from its scores [texts, vocab].
+    """Return one id for each text, int64 [texts], from its scores [texts, vocab].
 
     `used`: bool [texts, vocab], the tokens that a text has already; `chances`: fp64 [texts] in [0, 1), the place in the
-    cumulative distribution, the most probable token first, that is drawn.
+    cumulative distribution, most probable token first, that is sampled.
     """
     scores, penalty = scores.double(), sampling.repetition_penalty
     scores = torch.where(used, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
@@ -210,22 +211,25 @@ def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> T
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote after a prompt."""
+    """Text generated after a prompt."""
 
     prompt: str
-    """As the model saw it: a tokenizer may know fewer characters than the user typed."""
+    """Prompt as the model saw it: a tokenizer may know fewer characters than the user typed."""
     text: str
     tokens: int
-    """Of the text."""
+    """Number of tokens of the text."""
     end: str
-    """`stop`: the end of a document; `length`: as many tokens as asked for; `window`: the model has no more room."""
+    """Reason for the end: `stop`: end of a document; `length`: requested number of tokens; `window`: the model has no
+    more room."""
 
 
 def encode_prompts(
     texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, window: int, bos: int | None = None
 ) -> list[list[int]]:
-    """Return the ids of prompts, each behind `bos` if there is one; without it an empty prompt begins behind the end of
-    a document. Raises UserError, naming the prompts that are longer than the model's window, or are no text."""
+    """Return the ids of prompts, each after `bos`, if given; without it an empty prompt follows the end of a document.
+
+    Raises UserError, naming the prompts that are longer than the model's window, or are not text.
+    """
     # bytes of a command line that are not UTF-8 are lone surrogates to Python
     if wrong := [text for text in texts if any("\ud800" <= character <= "\udfff" for character in text)]:
         raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
@@ -257,10 +261,10 @@ def continue_prompts(
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:
-    """Continue prompts of `encode_prompts`. All ranks of a replica call it together.
+    """Continue prompts of `encode_prompts`. All ranks of a replica call this together.
 
     `on_text` is called with the number of a prompt and the text that is new since the last call, whole characters only.
-    Raises UserError as `draw`.
+    Raises UserError like `draw`.
     """
     assert model.tokenizer is not None
     tokenizer = model.tokenizer

@@ -1,4 +1,4 @@
-"""A model that is asked, not trained: one that was loaded, or the one in training in between."""
+"""Model for inference: one that was loaded, or the one in training."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is spread over the ranks of a mesh. What is asked of it, all ranks of one replica ask together."""
+    """Model distributed over the ranks of a mesh; all ranks of one replica use it together."""
 
     runner: Runner
-    """Of this rank's stage; `runner.model` is what this rank holds."""
+    """Runner of this rank's stage; `runner.model` is this rank's part."""
     schedule: Schedule
-    """Its stages are used."""
+    """Schedule, of which only the placement of stages is used."""
     mesh: Mesh
     config: ModelConfig
-    """The architecture; `config.sequence` is the longest text."""
+    """Architecture; `config.sequence` is the longest text."""
     tokenizer: Tokenizer | None
-    """Of the data that it was trained on, if that has one."""
+    """Tokenizer of the training data, if there is one."""
     eod: int | None
     """Id that ends a document, if there is one."""
     rows: int = 8
-    """Texts computed at a time."""
+    """Number of texts computed at a time."""
     stop: tuple[int, ...] = ()
-    """Ids that end a generated text beside `eod`."""
+    """Ids that end a generated text, besides `eod`."""
     bos: int | None = None
     """Id before each text, if there is one."""
     read_template: Callable[[], str | None] = lambda: None
-    """Return the template of the conversations that it was fine-tuned on, as Jinja, if it was. Raises UserError."""
+    """Function that returns the chat template (Jinja) of fine-tuning, or None. Raises UserError."""
 
     @property
     def first(self) -> int | None:
@@ -52,16 +52,16 @@ class LoadedModel:
 
 
 def padded_length(longest: int, layout: Layout) -> int:
-    """Tokens that texts of at most so many are filled up to: as few as the ranks that share a sequence can deal out."""
+    """Return the padded length of texts: the smallest one that the ranks of a layout can split along the sequence."""
     multiple = math.lcm(layout.tensor if layout.sequence else 1, 2 * layout.context if layout.context > 1 else 1)
     return longest + -longest % multiple
 
 
 def mean_loss(runner: Runner, schedule: Schedule, batches: Sequence[Batch], mesh: Mesh) -> float:
-    """Negative log-likelihood per target token, in nats, over the batches of all replicas; dropout is off.
+    """Return the negative log-likelihood per target token, in nats, over the batches of all replicas, without dropout.
 
-    `batches` are those of this replica, the same on all its stages. Replicas may hold different numbers of them: they
-    meet only once, at the end. Perplexity is exp of the result.
+    `batches` are those of this replica, the same on all its stages. Replicas may hold different numbers of them, as
+    they communicate only once, at the end. Perplexity is exp of the result.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     batches = [batch.cut(runner.model.context).to(mesh.device) for batch in batches]

@@ -1,9 +1,9 @@
-"""Models of this package in EleutherAI's lm-evaluation-harness, under the name `pangu`:
+"""Models of this package in EleutherAI's lm-evaluation-harness, under the name `pangu`.
 
     python -m pangu.evaluation.lm_eval --model pangu --model_args pretrained=runs/gpt2 --tasks lambada_openai
 
 This command is `lm_eval` (`pip install lm-eval`) with one more model. Under torchrun, `tensor=2` and `pipeline=2` among
-the model's arguments spread it; the processes that remain share the requests.
+the model's arguments distribute it; the remaining processes share the requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pangu.topology.launch import Launch, is_first_process
 
 @register_model("pangu")
 class PanguLM(TemplateLM):
-    """A trained model; every process gets all requests, and the replicas share them here."""
+    """Trained model for lm_eval; every process gets all requests, and the replicas share them here."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class PanguLM(TemplateLM):
         batch_size: int | str = 8,
         device: str = "auto",
     ) -> None:
-        """`pretrained`: path as of `load_model`, or a model that is there already; `device`: cpu, or anything else for
-        the accelerator if there is one (lm_eval says cuda:0 where nobody chose).
+        """Load the model. Raises UserError if that fails, or if it has no tokenizer or no id that ends a document.
 
-        Raises UserError if the model cannot be loaded, or has no tokenizer or no id that ends a document.
+        `pretrained`: path as for `load_model`, or a loaded model; `device`: cpu, or anything else for the accelerator
+        if there is one (lm_eval passes cuda:0 by default).
         """
         super().__init__()
         if isinstance(pretrained, str):
@@ -75,11 +75,11 @@ class PanguLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id before what has no context."""
+        """Id before texts without context."""
         return self._first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text, behind the beginning of a text where the tokenizer puts one."""
+        """Return the ids of a text, after the id that begins a text where the tokenizer adds one."""
         before = [] if self._bos is None or add_special_tokens is False else [self._bos]
         return [*before, *self._tokens.encode(string)]
 
@@ -90,8 +90,10 @@ class PanguLM(TemplateLM):
         return [(-one.loss, one.greedy) for one in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts in windows that do not overlap but for the last one. As in lm_eval's class for
-        transformers, the beginning of a text is predicted too, from another one."""
+        """Return the log-likelihood of full texts, in windows that do not overlap except for the last one.
+
+        As in lm_eval's class for transformers, the beginning of a text is predicted too, from another one's end.
+        """
         texts = []
         for request in requests:
             (text,) = request.args
@@ -101,7 +103,7 @@ class PanguLM(TemplateLM):
         return [-sum(next(scores).loss for _ in spans) for spans in texts]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Text up to the first of the given strings; greedy unless `do_sample` is asked for."""
+        """Return texts up to the first of the given strings; greedy unless `do_sample` is set."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -111,7 +113,7 @@ class PanguLM(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _written(self, requests: Sequence[Instance]) -> list[str]:
-        """Of requests that are drawn in the same way."""
+        """Return the texts of requests with equal sampling parameters."""
         options = requests[0].args[1]
         until = options.get("until") or []
         ends = [until] if isinstance(until, str) else until
@@ -128,7 +130,7 @@ class PanguLM(TemplateLM):
         return [min((text.split(end)[0] for end in ends if end), key=len, default=text) for text in texts]
 
     def _span(self, context: list[int], continuation: list[int]) -> Span:
-        """As much of the context as fits, then what is scored."""
+        """Return the end of the context that fits, with the continuation to be scored."""
         ids = [*context, *continuation][-self._window - 1 :]
         return Span(tuple(ids), max(1, len(ids) - len(continuation)))
 

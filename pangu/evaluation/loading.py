@@ -1,4 +1,4 @@
-"""A trained model, ready to be asked, on any layout."""
+"""Loading of trained models for evaluation, on any layout."""
 
 from __future__ import annotations
 
@@ -43,32 +43,36 @@ from pangu.topology.placement import PlacementTable
 
 @dataclass(frozen=True)
 class _Source:
-    """A model in files."""
+    """Model stored in files."""
 
     model: ModelConfig
     precision: str
-    """Format that it is computed in unless another one is asked for."""
+    """Compute format by default."""
     tokenizer: Tokenizer | None
     packing: Mapping[str, Any]
     """Keys of `PackingConfig`, as far as they are known, with ids."""
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
-    """Fills slices of logical tensors with its weights."""
+    """Function that fills slices of logical tensors with the weights."""
     experts: Any = None
-    """State of `ExpertBalance`, of a model with experts."""
+    """State of `ExpertBalance`, for a model with experts."""
     kernel: str | None = None
-    """Attention kernel that its run chose as the fastest, if it had a choice."""
+    """Attention kernel that the run chose as the fastest, if it had a choice."""
     read_template: Callable[[], str | None] = lambda: None
     """See `LoadedModel.read_template`."""
 
 
 def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: int = 8) -> LoadedModel:
-    """Load the weights of a model, and nothing else of it, for evaluation: no dropout, no gradients.
+    """Load the weights of a model, and nothing else, for evaluation: no dropout, no gradients.
 
-    `path`: a run folder, whose newest checkpoint is taken, one checkpoint in it, or a folder of Hugging Face's
-    transformers (see `pangu.checkpoint.formats.huggingface`), of which no code is run. `mesh`: of any layout that the
-    model allows, whatever layout wrote the checkpoint. `precision`: format that the model computes in; None: that of
-    the run, or of the folder. `rows`: texts computed at a time. Raises UserError on all ranks, if there is no intact
-    checkpoint, or the layout does not fit the model.
+    Args:
+        path: Run folder (its newest checkpoint is loaded), checkpoint in it, or folder of Hugging Face's
+            transformers (see `pangu.checkpoint.formats.huggingface`), of which no code is run.
+        mesh: Mesh of any layout that the model supports, whatever layout wrote the checkpoint.
+        precision: Compute format; None: that of the run, or of the folder.
+        rows: Number of texts computed at a time.
+
+    Raises:
+        UserError: On all ranks, there is no intact checkpoint, or the layout does not fit the model.
     """
     source = _exported(path) if (path / "config.json").is_file() else _of_run(path, mesh)
     config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0)
@@ -142,7 +146,7 @@ def _exported(path: Path) -> _Source:
 
 
 def _checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest one of the run folder that it is."""
+    """Return `path` if it is a checkpoint, or the newest one of the run folder `path`."""
     newest = newest_checkpoint(path)
     if newest == path and not (path / "index.json").exists():
         raise UserError(f"{path}: neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)")
@@ -150,7 +154,7 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[ModelPart, ...]]:
-    """One chunk of layers for each stage. Raises ConfigError if the layout does not fit the model."""
+    """Return a schedule and one chunk of layers per stage. Raises ConfigError if the layout does not fit the model."""
     layout = mesh.layout
     problems = list(shared_matrices(config, layout.tensor))
     if layout.pipeline > config.layers:
@@ -164,7 +168,7 @@ def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[ModelPart,
 def _slices(
     model: LanguageModel, table: PlacementTable, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Slice]]:
-    """Give a model from the meta device real parameters; yields the logical tensors, to be filled."""
+    """Materialize a model from the meta device; yield its logical tensors, to be filled."""
     for name, parameter in list(model.named_parameters()):
         stored = torch.zeros(parameter.shape, dtype=dtype, device=device)
         replace_parameter(model, name, stored).requires_grad_(False)

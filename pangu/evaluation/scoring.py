@@ -1,4 +1,4 @@
-"""How probable a model finds given tokens, on any layout."""
+"""Log-likelihood of given tokens, on any layout."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from pangu.pipeline.schedule import forward_only
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens to be scored, behind those that they follow."""
+    """Tokens to be scored, after their context."""
 
     ids: tuple[int, ...]
-    """At most one more than the model's window: the last one is only predicted."""
+    """Ids, at most one more than the model's window: the last one is only predicted."""
     start: int
-    """Place of the first token that counts, at least 1."""
+    """Index of the first scored token, at least 1."""
     weight: int | None = None
-    """Number of tokens that the mean loss of those that count stands for; None: as many as they are."""
+    """Number of tokens that the mean loss of the scored ones stands for; None: as many as they are."""
 
     @property
     def num_scored(self) -> int:
-        """Tokens that count."""
+        """Number of scored tokens."""
         return max(0, len(self.ids) - self.start)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a span."""
+    """Result of scoring a span."""
 
     loss: float
-    """Negative log-likelihood of the tokens that count, in nats; with a weight, their mean times the weight."""
+    """Negative log-likelihood of the scored tokens, in nats; with a weight, their mean times the weight."""
     greedy: bool
-    """Whether greedy decoding would write them."""
+    """True if greedy decoding would generate the scored tokens."""
     tokens: int
-    """How many they are, or the weight."""
+    """Number of scored tokens, or the weight."""
 
 
 def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
-    """Score each span; all ranks of all replicas call it together, with the same spans.
+    """Score each span; all ranks of all replicas call this together, with the same spans.
 
     The spans are sorted by length, the longest first, and padded on the right, where a causal model does not look, to
     micro-batches of `model.rows`, which the replicas share.
@@ -80,7 +80,7 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
 
 
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
-    """Spans that together score every token of a text but the first, each once.
+    """Yield spans that together score every token of a text but the first, each once.
 
     The first span fills the window; each further one moves on by `stride` tokens and scores these, so that each sees at
     least `window - stride` others.
@@ -95,9 +95,9 @@ def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
 
 
 def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
-    """Spans as in "Perplexity of fixed-length models" of transformers' documentation, whose figures are much published.
+    """Yield spans like "Perplexity of fixed-length models" of transformers' documentation, which many figures use.
 
-    A window holds at most `window` ids, begins `stride` behind the one before it and scores what that has not seen. Its
+    A window holds at most `window` ids, begins `stride` after the previous one and scores what that has not seen. Its
     mean loss stands for one token fewer than it has new ones. That is how many it scores where it begins with them, as
     the first window does; where it begins with others it scores all of them, and each counts a little less.
     """
@@ -111,7 +111,7 @@ def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterato
 
 
 def _batch(spans: Sequence[Span], model: LoadedModel) -> Batch:
-    """One micro-batch [spans, longest] of inputs and labels, on the device."""
+    """Return one micro-batch [spans, longest] of inputs and labels, on the device."""
     length = padded_length(max(len(span.ids) for span in spans) - 1, model.mesh.layout)
     tokens = torch.zeros(len(spans), length + 1, dtype=torch.int64)
     weights = torch.zeros(len(spans), length)

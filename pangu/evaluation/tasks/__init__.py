@@ -1,0 +1,1 @@
+"""Benchmark tasks: their files, prompts, measures and results."""

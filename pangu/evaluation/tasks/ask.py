@@ -1,4 +1,4 @@
-"""Puts the questions of a task to a model and counts its answers."""
+"""Evaluation of a model on the questions of a task."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from pangu.evaluation.tasks.task import SLOT, Item, Task, find_files, published_
 from pangu.metrics.record import perplexity
 
 CHUNK = 16
-"""Micro-batches of each replica between two times that answers are handed over."""
+"""Micro-batches per replica between two yields of answers."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model made of one question."""
+    """Result of one question."""
 
     id: str
     said: str | None
-    """The answer that it chose or wrote; None where it was not asked for one."""
+    """Answer that the model chose or generated; None for tasks without one."""
     figures: dict[str, float]
-    """Measures of it; losses in nats, with the numbers of tokens, words and bytes that they belong to."""
+    """Measures of the answer; losses in nats, with their numbers of tokens, words and bytes."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """A task, read from its files and ready to be asked."""
+    """Task with its questions, read from its files."""
 
     task: Task
     setup: Setup
     items: Sequence[Item]
     pool: Sequence[Item]
-    """What examples are taken from."""
+    """Items that examples are taken from."""
 
 
 def read_questions(task: Task, folder: Path, setup: Setup) -> Questions:
-    """Read a benchmark's files. Raises UserError if they are missing, of another format, or hold too few examples."""
+    """Read a benchmark's files. Raises UserError if they are missing, invalid, or hold too few examples."""
     if setup.shots and not task.train:
         raise UserError(f"{task.name} is done without examples; shots = {setup.shots} cannot be; 0 works")
     pool = list(_read(task, folder, task.train)) if setup.shots else []
@@ -66,9 +66,10 @@ def _read(task: Task, folder: Path, patterns: tuple[str, ...]) -> Iterator[Item]
 
 
 def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) -> Iterator[list[Answer]]:
-    """Ask the questions whose ids are not `done`, some at a time.
+    """Answer the questions whose ids are not `done`, some at a time.
 
-    All ranks of all replicas call it together and get the same answers. Raises UserError if the model has no tokenizer.
+    All ranks of all replicas call this together and get the same answers. Raises UserError if the model has no
+    tokenizer.
     """
     task, setup = questions.task, questions.setup
     if model.tokenizer is None:
@@ -85,13 +86,12 @@ def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) ->
 
 
 def _length(item: Item) -> int:
-    """Characters of a question with its longest answer."""
+    """Return the number of characters of a question with its longest answer."""
     return sum(map(len, item.fields.values())) + max(map(len, item.answers))
 
 
 def summary(answers: Iterable[Answer]) -> dict[str, float]:
-    """Means of measures, in per cent, and perplexities over all that was scored: per token, per word where words are
-    counted, and bits per byte."""
+    """Return mean measures in percent, and overall perplexities per token, per word (if counted) and bits per byte."""
     totals: dict[str, float] = {}
     number = 0
     for answer in answers:
@@ -110,7 +110,7 @@ def summary(answers: Iterable[Answer]) -> dict[str, float]:
 
 
 def _scored(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> list[Answer]:
-    """By the probabilities that the model gives."""
+    """Answer by the probabilities that the model assigns."""
     spans = [prompts.spans(item) for item in items]
     scores = iter(score(model, [span for some in spans for span in some]))
     scored = [(item, [next(scores) for _ in some]) for item, some in zip(items, spans, strict=True)]
@@ -124,14 +124,14 @@ def _scored(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> list
 
 
 def _ranked(item: Item, scores: Sequence[Score]) -> Answer:
-    """The answer with the lowest perplexity."""
+    """Return the answer with the lowest perplexity."""
     means = [one.loss / max(1, one.tokens) for one in scores]
     best = means.index(min(means))
     return Answer(item.id, item.answers[best], {"accuracy": float(best == item.right)})
 
 
 def _likely(item: Item, scores: Sequence[Score], word: bool) -> Answer:
-    """How probable the text is; of a word, also whether the model would write it."""
+    """Return the likelihood of the text; of a word, also whether greedy decoding generates it."""
     figures = {
         "loss": sum(one.loss for one in scores),
         "tokens": float(sum(one.tokens for one in scores)),
@@ -145,7 +145,7 @@ def _likely(item: Item, scores: Sequence[Score], word: bool) -> Answer:
 
 
 def _written(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> list[Answer]:
-    """By what the model writes up to the end of the line; the replicas share the questions."""
+    """Answer with the text that the model generates up to the end of the line; the replicas share the questions."""
     task, tokenizer = prompts.task, prompts.tokenizer
     assert task.decoding is not None
     assert task.measure is not None

@@ -1,8 +1,8 @@
-"""All tasks: one table, and how the files of each are read.
+"""Catalogue of all tasks in one table, and readers of their files.
 
 Templates, numbers of examples and decoding are those of the paper (PanGu-α, tables 7 and 8); ranked tasks without a
 template put the answer where it stood in the text. Where a text has several blanks, each is one question, and the
-others are filled with what is right.
+others are filled with the right words.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Fields = dict[str, str]
 
 
 def find_task(name: str) -> Task:
-    """The task of that name. Raises UserError, naming all, if there is none."""
+    """Return the task of that name. Raises UserError, naming all tasks, if there is none."""
     if name not in TASKS:
         raise UserError(f"task {name}: there is none of that name; {', '.join(TASKS)} are there")
     return TASKS[name]
 
 
 def _each_line(question: Callable[[Any], tuple[Fields, tuple[str, ...], int] | None], words: int = 0) -> Reader:
-    """Reader of a file of JSON lines.
+    """Return the reader of a JSON-lines file.
 
     Args:
-        question: from a line's value to the template's fields, the answers, and the number of the right one; None for
-            a line that holds no question. Its ValueErrors get the file and the line.
-        words: of each answer, if its perplexity is told per word.
+        question: Function from a line's value to the template's fields, the answers, and the index of the right
+            one; None for a line without a question. Its ValueErrors are reported with file and line.
+        words: Words of each answer, if perplexity per word is reported.
     """
 
     def read(path: Path) -> Iterator[Item]:
@@ -52,8 +52,7 @@ def _each_line(question: Callable[[Any], tuple[Fields, tuple[str, ...], int] | N
 
 
 def _pairs(words: dict[str, str]) -> Reader:
-    """Sentence pairs; `words`: from the file's label to the word for it. Other labels (OCNLI's `-`: the annotators did
-    not agree) are left out."""
+    """Return the reader of sentence pairs; `words`: word of each label; others (OCNLI's `-`: no agreement) are skipped."""
 
     def question(value: Any) -> tuple[Fields, tuple[str, ...], int] | None:
         fields = {key: value[key] for key in ("sentence1", "sentence2")}
@@ -65,8 +64,7 @@ def _pairs(words: dict[str, str]) -> Reader:
 
 
 def _labelled(description: str, words: dict[str, str] | None = None) -> Reader:
-    """Sentences with one of the labels of `labels.json` beside them, whose names stand under `description`; `words`:
-    for these names."""
+    """Return the reader of sentences with a label of `labels.json`, named by `description`; `words` for these names."""
 
     def read(path: Path) -> Iterator[Item]:
         labels = [label for _, label in json_lines(path.with_name("labels.json"))]
@@ -82,7 +80,7 @@ def _keywords(value: Any) -> tuple[Fields, tuple[str, ...], int]:
 
 
 def _pronoun(value: Any) -> tuple[Fields, tuple[str, ...], int]:
-    """The text as it is against the text with the noun in the place of the pronoun."""
+    """Compare the text unchanged with the text whose pronoun is replaced by the noun."""
     target, text = value["target"], value["text"]
     start, pronoun = target["span2_index"], target["span2_text"]
     if text[start : start + len(pronoun)] != pronoun:
@@ -92,7 +90,7 @@ def _pronoun(value: Any) -> tuple[Fields, tuple[str, ...], int]:
 
 
 def _masked_word(value: Any) -> tuple[Fields, tuple[str, ...], int]:
-    """WPLC: a text whose last sentence lacks its last word, `<mask>`."""
+    """Read WPLC: a text whose last sentence lacks its last word, `<mask>`."""
     before, mask, _ = value["masked_text"].partition("<mask>")
     if not mask:
         raise ValueError("masked_text has no <mask>")
@@ -100,13 +98,13 @@ def _masked_word(value: Any) -> tuple[Fields, tuple[str, ...], int]:
 
 
 def _last_word(value: Any) -> tuple[Fields, tuple[str, ...], int]:
-    """LAMBADA as OpenAI processed it: one text a line, whose last word is asked for."""
+    """Read LAMBADA as OpenAI processed it: one text per line, whose last word is asked for."""
     before, space, word = value["text"].rpartition(" ")
     return {"before": before}, (space + word,), 0
 
 
 def _idioms(path: Path) -> Iterator[Item]:
-    """CLUE's ChID: passages with blanks #idiom000001#, ten candidates for each line, right ones in NAME_answer.json."""
+    """Read CLUE's ChID: passages with blanks #idiom000001#, ten candidates per line, answers in NAME_answer.json."""
     right = read_json(path.with_name(f"{path.stem}_answer.json"))
     for _, value in json_lines(path):
         candidates = tuple(value["candidates"])
@@ -116,7 +114,7 @@ def _idioms(path: Path) -> Iterator[Item]:
 
 
 def _sentences(path: Path) -> Iterator[Item]:
-    """CMRC 2019: passages with blanks [BLANK1], and the sentences that belong there, with some that do not."""
+    """Read CMRC 2019: passages with blanks [BLANK1], and sentences for them, some of which do not belong."""
     for passage in read_json(path)["data"]:
         choices = tuple(passage["choices"])
         answers = {f"[BLANK{i + 1}]": choices[right] for i, right in enumerate(passage["answers"])}
@@ -124,7 +122,7 @@ def _sentences(path: Path) -> Iterator[Item]:
 
 
 def _blanks(text: str, answers: dict[str, str], candidates: tuple[str, ...], prefix: str = "") -> Iterator[Item]:
-    """A question for each blank of a text, the others filled; `answers`: blank -> what is right."""
+    """Yield a question for each blank of a text, the others filled; `answers`: right one by blank."""
     for blank, answer in answers.items():
         before, after = text.split(blank)
         for other, filling in answers.items():
@@ -141,7 +139,7 @@ def _dialogues(path: Path) -> Iterator[Item]:
 
 
 def _squad(path: Path) -> Iterator[Item]:
-    """The format of SQuAD, in which CMRC 2018 and DRCD are published; questions without an answer are left out."""
+    """Read SQuAD's format, in which CMRC 2018 and DRCD are published; questions without an answer are skipped."""
     for article in read_json(path)["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
@@ -151,7 +149,7 @@ def _squad(path: Path) -> Iterator[Item]:
 
 
 def _dureader(path: Path) -> Iterator[Item]:
-    """The document is the selected paragraphs of the search results, those that the annotators used if they say so."""
+    """Read DuReader; the document is the selected paragraphs of search results, those the annotators used if known."""
     for _, value in json_lines(path):
         documents = [d for d in value["documents"] if d.get("is_selected")] or value["documents"]
         texts = [d["paragraphs"][d.get("most_related_para", 0)] for d in documents if d["paragraphs"]]
@@ -161,8 +159,7 @@ def _dureader(path: Path) -> Iterator[Item]:
 
 
 def _webqa(path: Path) -> Iterator[Item]:
-    """Only the questions, closed-book. Evidence without an answer says `no_answer`; questions with no other are left
-    out."""
+    """Read WebQA's questions only, closed-book; those whose only evidence says `no_answer` are skipped."""
     for number, value in read_json(path).items():
         texts = [answer for evidence in value["evidences"].values() for answer in evidence["answer"]]
         if answers := tuple(dict.fromkeys(answer for answer in texts if answer != "no_answer")):
@@ -170,10 +167,10 @@ def _webqa(path: Path) -> Iterator[Item]:
 
 
 def _cloze(path: Path) -> Iterator[Item]:
-    """CMRC 2017, People Daily and Children's Fairy Tale: `number ||| sentence` lines, words between spaces, then the
-    sentence with the blank, with its answer behind it or, under its number, in a file NAME.answer.
+    """Read CMRC 2017, People Daily and Children's Fairy Tale, for a model that reads text and sentence up to the blank.
 
-    The model reads the text, then the sentence up to the blank.
+    Lines are `number ||| sentence`, words between spaces, then the sentence with the blank, with its answer after it
+    or, under its number, in a file NAME.answer.
     """
     answer_file = path.with_suffix(".answer")
     right = dict(_bars(line) for line in read_text(answer_file).splitlines()) if answer_file.is_file() else {}
@@ -194,21 +191,20 @@ def _cloze(path: Path) -> Iterator[Item]:
 
 
 def _bars(line: str) -> list[str]:
-    """What stands between bars, without the spaces between Chinese words."""
+    """Return the parts between bars, without the spaces between Chinese words."""
     parts = (part.strip() for part in line.split("|||"))
     return [re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", part) for part in parts]
 
 
 def _articles(path: Path) -> Iterator[Item]:
-    """WikiText, cut at the titles of its articles, its signs joined to words again."""
+    """Read WikiText, cut at the titles of its articles, its signs joined to words again."""
     articles = re.split(r"(?m)^(?= = [^=].*[^=] = ?$)", read_text(path))
     for number, text in enumerate(article for article in articles if article.strip()):
         yield Item(f"{path.name}-{number}", {}, (_joined(text),), words=len(text.split()))
 
 
 def _joined(text: str) -> str:
-    """Undo WikiText's tokenisation: ` @-@ ` is a hyphen, signs stand where a writer puts them (Radford et al. 2019,
-    section 3.1)."""
+    """Undo WikiText's tokenization: ` @-@ ` is a hyphen, signs rejoin words (Radford et al. 2019, section 3.1)."""
     text = re.sub(r" @([-,.])@ ", r"\1", text)
     text = re.sub(r' (["\']) (.*?) \1(?= |$)', r" \1\2\1", text, flags=re.MULTILINE)
     text = re.sub(r" ([.,:;!?%)\]}]|'s\b|n't\b)", r"\1", text)
@@ -232,12 +228,12 @@ _NEWS = {
     "news_agriculture": "农业",
     "news_game": "电竞",
 }
-"""TNEWS names its classes in English."""
+"""Chinese names of TNEWS's classes."""
 _INFERENCE = {"entailment": "对", "neutral": "或许", "contradiction": "错"}
 _BLANK = "{before}{answer}{after}"
 _READING = "阅读文章：{document}\n问：{question}\n答：{answer}"
 _AS_MANY_AS_FIT = 64
-"""More examples than a window holds."""
+"""Number of examples larger than any window holds."""
 _SQUAD_DECODING = Sampling(max_tokens=64, top_p=0.8, temperature=0.8)
 _CLOZE_DECODING = Sampling(max_tokens=16, top_k=1, temperature=0.9)
 

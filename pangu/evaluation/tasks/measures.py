@@ -1,4 +1,4 @@
-"""How a generated answer is compared with those that are accepted."""
+"""Measures that compare a generated answer with the accepted ones."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
 Measure = Callable[[str, Sequence[str]], dict[str, float]]
-"""From what a model wrote and the accepted answers to named figures, each in [0, 1]."""
+"""Function from the generated text and the accepted answers to named figures in [0, 1]."""
 
 _PUNCTUATION = frozenset("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
-"""What the evaluation of CMRC 2018 leaves out; ASCII commas and full stops are not among it."""
+"""Characters that CMRC 2018's evaluation ignores; ASCII commas and full stops are not among them."""
 _BETA = 1.2
 """Weight of recall in Rouge-L, that of DuReader's evaluation (He et al. 2018)."""
 
 
 def exact_match_and_f1(written: str, answers: Sequence[str]) -> dict[str, float]:
-    """As the evaluation of CMRC 2018 (Cui et al. 2019) computes them, the best of all answers counts.
+    """Return exact match and F1, best of all answers, as CMRC 2018's evaluation does (Cui et al. 2019).
 
-    `exact_match`: equal but for case and punctuation. `f1`: of the longest common run of segments.
+    `exact_match`: equal up to case and punctuation. `f1`: of the longest common run of segments.
     """
     text, references = segments(written), [segments(answer) for answer in answers]
     return {
@@ -29,8 +29,11 @@ def exact_match_and_f1(written: str, answers: Sequence[str]) -> dict[str, float]
 
 
 def rouge(written: str, answers: Sequence[str]) -> dict[str, float]:
-    """Over segments, the best of all answers counts. `rouge_1`: F1 of common segments, wherever they stand (the paper's
-    figure for DuReader); `rouge_l`: F of the longest common subsequence, recall weighted by 1.2 (DuReader's own)."""
+    """Return Rouge over segments, best of all answers.
+
+    `rouge_1`: F1 of common segments in any order (the paper's figure for DuReader); `rouge_l`: F of the longest common
+    subsequence, recall weighted by 1.2 (DuReader's own).
+    """
     text, references = segments(written), [segments(answer) for answer in answers]
     return {
         "rouge_1": _best_f(_num_common, text, references),
@@ -39,13 +42,12 @@ def rouge(written: str, answers: Sequence[str]) -> dict[str, float]:
 
 
 def begins_with(written: str, answers: Sequence[str]) -> dict[str, float]:
-    """`accuracy`: the text that fills a blank begins with the word that stood there; what the model writes after it is
-    the rest of the sentence."""
+    """Return `accuracy`: 1 if the text for a blank begins with the right word; the rest continues the sentence."""
     return {"accuracy": float(any(_plain(written).startswith(_plain(answer)) for answer in answers))}
 
 
 def segments(text: str) -> list[str]:
-    """Mixed segmentation: every Chinese character, and every Latin word, number or ASCII sign; no punctuation marks."""
+    """Return the mixed segmentation: Chinese characters, Latin words, numbers and ASCII signs; no punctuation."""
     signs = "".join(character for character in text.lower() if character not in _PUNCTUATION)
     return re.findall(r"[一-龥]|[^\W一-龥]+|[^\w\s]", signs)
 
@@ -57,7 +59,7 @@ def _plain(text: str) -> str:
 def _best_f(
     common: Callable[[list[str], list[str]], int], text: list[str], references: list[list[str]], beta: float = 1.0
 ) -> float:
-    """The best F-measure over the references of so many `common` segments; 0 where there are none."""
+    """Return the best F-measure over the references for their number of `common` segments; 0 without any."""
     best = 0.0
     for reference in references:
         if length := common(text, reference):
@@ -67,17 +69,17 @@ def _best_f(
 
 
 def _num_common(one: list[str], other: list[str]) -> int:
-    """Segments that both have, wherever they stand."""
+    """Return the number of common segments, in any order."""
     return (Counter(one) & Counter(other)).total()
 
 
 def _longest_run(one: list[str], other: list[str]) -> int:
-    """Length of the longest list that stands in both without a gap."""
+    """Return the length of the longest common run without a gap."""
     return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size
 
 
 def _longest_common(one: list[str], other: list[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(other) + 1)
     for word in one:
         before = row

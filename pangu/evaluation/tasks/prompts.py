@@ -1,4 +1,4 @@
-"""From questions to tokens: templates, examples, and what to leave out where a text is longer than the window."""
+"""Conversion of questions to tokens: templates, examples, and truncation to the window."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from pangu.topology.random import generator
 
 @dataclass(frozen=True)
 class Setup:
-    """How a task is done."""
+    """Settings of a task."""
 
     shots: int = 0
-    """Examples before each question, fewer where they do not fit."""
+    """Number of examples before each question, fewer where they do not fit."""
     seed: int = 0
-    """Of examples, of wrong labels where not all are ranked, of drawn answers, and of the questions that a limit
+    """Seed of examples, of wrong labels where not all are ranked, of sampled answers, and of the questions that a limit
     leaves."""
     scoring: Literal["text", "rest"] = "text"
-    """What ranks an answer: the perplexity of the whole filled template, as the paper says, or of what stands behind
-    the answer alone, as the code of the paper does (the whole, where nothing stands there)."""
+    """Text whose perplexity ranks an answer: `text`: the full filled template, as the paper says; `rest`: only the part
+    after the answer, as the code of the paper does (the full text, where nothing follows)."""
     limit: int | None = None
-    """Questions at most, taken at random; None: all."""
+    """Largest number of questions, taken at random; None: all."""
     stride: int | None = None
-    """Tokens by which the window moves on over a long text; None: half of it."""
+    """Stride of the window over a long text, in tokens; None: half of it."""
     recipe: Literal["own", "huggingface"] = "own"
-    """Of the perplexity of texts. `own`: each token counts once, behind the end of another document; `huggingface`: as
-    transformers' documentation computes it (see `huggingface_windows`), of the ids that transformers gives a text."""
+    """Recipe of text perplexity. `own`: each token counts once, after the end of another document; `huggingface`: as in
+    transformers' documentation (see `huggingface_windows`), with the ids that transformers gives a text."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Puts the questions of one task to one kind of model."""
+    """Converter of one task's questions to prompts and spans for a model."""
 
     task: Task
     setup: Setup
@@ -45,14 +45,14 @@ class Prompts:
     """Id before each text, as in training: the beginning of a text or the end of another; without one the first token
     of a text is not scored."""
     window: int
-    """Longest input of the model."""
+    """Longest input of the model, in tokens."""
     pool: Sequence[Item] = ()
-    """What examples are taken from."""
+    """Items that examples are taken from."""
     bos: int | None = None
-    """Id of the beginning of a text, if the tokenizer has one before each."""
+    """Id of the beginning of a text, if the tokenizer adds one."""
 
     def narrowed(self, item: Item) -> Item:
-        """The item with as many answers as the task ranks, the right one among them."""
+        """Return the item with as many answers as the task ranks, the right one among them."""
         number = self.task.choices or len(item.answers)
         wrong = [i for i in range(len(item.answers)) if i != item.right]
         source = generator(self.setup.seed, "answers", self.task.name, item.id)
@@ -60,7 +60,7 @@ class Prompts:
         return replace(item, answers=tuple(item.answers[i] for i in numbers), right=numbers.index(item.right))
 
     def spans(self, item: Item) -> list[Span]:
-        """One for each answer; for a text, those that its windows score."""
+        """Return one span per answer; for a text, those of its windows."""
         if self.task.method == "text":
             stride = self.setup.stride or max(1, self.window // 2)
             if self.setup.recipe == "huggingface":
@@ -74,7 +74,7 @@ class Prompts:
         return [self._span(shown, head, answer, tail) for answer in item.answers]
 
     def prompt(self, item: Item) -> list[int]:
-        """Ids that the model goes on from, with room for the answer."""
+        """Return the ids of the prompt, with room for the answer."""
         assert self.task.decoding is not None
         room = self.window - min(self.task.decoding.max_tokens, self.window // 2)
         template, _ = self.task.template.split(SLOT)
@@ -91,7 +91,7 @@ class Prompts:
         return [*([] if self.first is None else [self.first]), *self.tokenizer.encode(text)]
 
     def _examples(self, item: Item, room: int) -> str:
-        """Examples of other questions with their right answers, each followed by a line break, while they fit."""
+        """Return examples of other questions with right answers, each followed by a line break, while they fit."""
         source = generator(self.setup.seed, "examples", self.task.name, item.id)
         shown = ""
         for place in source.permutation(len(self.pool))[: self.setup.shots]:
@@ -107,7 +107,7 @@ class Prompts:
         ids = self._encode(shown + head + answer + tail)
 
         def place(text: str) -> int:
-            """Of the first token that does not belong to the text alone."""
+            """Return the index of the first token that does not belong to the text alone."""
             alone = self._encode(text)
             same = (one == other for one, other in zip(alone, ids, strict=False))
             return max(1, next((i for i, equal in enumerate(same) if not equal), min(len(alone), len(ids))))
@@ -129,7 +129,7 @@ class Prompts:
 
 
 def chosen(items: Sequence[Item], task: Task, setup: Setup) -> list[Item]:
-    """The questions that are asked: all, or as many as the limit allows, taken at random and kept in order."""
+    """Return the questions to ask: all, or as many as the limit allows, taken at random and kept in order."""
     if setup.limit is None or setup.limit >= len(items):
         return list(items)
     places = generator(setup.seed, "questions", task.name).permutation(len(items))[: setup.limit]

@@ -1,4 +1,4 @@
-"""Results: answers on disk as they come, so that a second start goes on, and figures beside the published ones."""
+"""Results of tasks: answers saved as they arrive, for restarts, and figures next to the published ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pangu.evaluation.tasks.task import read_text
 MODELS = ("PanGu-α 2.6B", "PanGu-α 13B")
 
 _Pair = tuple[float, float]
-"""Of the two models."""
+"""Figures of the two models."""
 _Settings = tuple[_Pair | None, _Pair | None, _Pair | None]
-"""Zero-, one- and few-shot."""
+"""Zero-, one- and few-shot figures."""
 
 PUBLISHED: Mapping[str, Mapping[str, _Settings]] = {
     "cmrc2018": {
@@ -51,20 +51,20 @@ PUBLISHED: Mapping[str, Mapping[str, _Settings]] = {
     "c3": {"accuracy": ((53.42, 54.47), (52.82, 53.92), (53.64, 54.58))},
     "wplc": {"perplexity": ((16.70, 19.18), None, None)},
 }
-"""Task -> measure -> settings. Everything but perplexity is in per cent."""
+"""Published settings by task and measure. Everything but perplexity is in percent."""
 
 
 class AnswerFile:
-    """One JSON object a line: the set-up, then each answer as soon as it is there."""
+    """File with one JSON object per line: the setup, then each answer as soon as it is known."""
 
     def __init__(self, path: Path, setup: Mapping[str, Any]) -> None:
-        """Begin a file, or go on with one; `setup`: what the answers depend on, as JSON values.
+        """Create a file, or continue one; `setup`: all that the answers depend on, as JSON values.
 
-        Raises UserError if the file is of another set-up, naming what differs, or cannot be written.
+        Raises UserError if the file has another setup, naming the differences, or cannot be written.
         """
         self.path = path
         self.answers: dict[str, dict[str, Answer]] = {}
-        """Task -> id -> answer."""
+        """Answers by task and id."""
         lines = read_text(path).splitlines() if path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
@@ -111,7 +111,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise a UserError if the answers of a file depend on something else."""
+    """Raise a UserError if the answers of a file have another setup."""
     different = ", ".join(
         f"{key}: {saved.get(key)} there, {current.get(key)} here"
         for key in sorted({*saved, *current})
@@ -122,8 +122,7 @@ def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, An
 
 
 def result(task: str, shots: int, questions: int, measures: Mapping[str, float]) -> dict[str, Any]:
-    """One task's figures beside those of both models in the paper, as JSON values; more than one example is its
-    few-shot setting."""
+    """Return a task's figures, and those of both models in the paper (few-shot for several shots), as JSON values."""
     settings = {name: of_shots[min(shots, 2)] for name, of_shots in PUBLISHED.get(task, {}).items() if name in measures}
     pairs = {name: pair for name, pair in settings.items() if pair is not None}
     of_models = {model: {name: pair[i] for name, pair in pairs.items()} for i, model in enumerate(MODELS)}
@@ -131,7 +130,7 @@ def result(task: str, shots: int, questions: int, measures: Mapping[str, float])
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each measure of each task; published figures are those of the few-shot setting where shots > 1."""
+    """Return a table with a row for each measure of each task; published figures are few-shot where shots > 1."""
     rows = Table("task", "shots", "questions", "measure")
     for title in ("this model", *MODELS):
         rows.add_column(title, justify="right")

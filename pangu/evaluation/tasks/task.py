@@ -1,4 +1,4 @@
-"""What a benchmark is to this package, and how its files are read, with errors that name the file and the line."""
+"""Definition of benchmarks, and reading of their files with errors that name file and line."""
 
 from __future__ import annotations
 
@@ -14,56 +14,55 @@ from pangu.evaluation.generation import Sampling
 from pangu.evaluation.tasks.measures import Measure
 
 SLOT = "{answer}"
-"""Where the answer stands in a template."""
+"""Slot of the answer in a template."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question of a benchmark."""
+    """Question of a benchmark."""
 
     id: str
-    """Unique in its task."""
+    """Id, unique in its task."""
     fields: Mapping[str, str]
-    """What stands in the template's other slots."""
+    """Texts for the template's other slots."""
     answers: tuple[str, ...]
-    """Where answers are ranked, all that may stand in the template's slot; otherwise those that are right."""
+    """Candidates for the slot where answers are ranked; otherwise the accepted answers."""
     right: int = 0
-    """Number of the right one, with which examples are shown."""
+    """Index of the right answer, which examples show."""
     words: int = 0
-    """Words that are scored, if perplexity is told per word as well."""
+    """Number of scored words, if perplexity per word is reported."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A benchmark."""
+    """Definition of a benchmark."""
 
     name: str
     read: Callable[[Path], Iterator[Item]]
-    """Reads one of its files."""
+    """Reader of one of its files."""
     template: str
-    """A question, with `{answer}` and the fields of its items."""
+    """Template of a question, with `{answer}` and the fields of its items."""
     few: int = 0
-    """The paper's number of examples in its few-shot setting (table 7; the first where it gives two)."""
+    """Number of examples in the paper's few-shot setting (table 7; the first where it gives two)."""
     method: Literal["rank", "write", "word", "text"] = "rank"
-    """`rank`: of the template filled with each answer, the one with the lowest perplexity is chosen; `write`: the model
-    goes on where the slot stands; `word`: the one answer is scored behind what stands before it; `text`: all is scored,
-    in windows."""
+    """Method. `rank`: choose the answer with the lowest perplexity of the filled template; `write`: the model generates
+    the slot; `word`: score the one answer after its context; `text`: score the full text, in windows."""
     test: tuple[str, ...] = ()
-    """Patterns of the names of the files that are measured on: all that match the first pattern that matches any."""
+    """Patterns of test file names; all files that match the first successful pattern are used."""
     train: tuple[str, ...] = ()
-    """The same for the files that examples are taken from; none: the task is done without examples."""
+    """Patterns of the files for examples; empty: the task has no examples."""
     choices: int | None = None
-    """The right answer is ranked among so many, the others taken at random; None: among all."""
+    """Number of ranked candidates, the wrong ones taken at random; None: all."""
     decoding: Sampling | None = None
-    """Of `write` (table 8); `max_tokens` is not published: what answers need."""
+    """Sampling of `write` (table 8); `max_tokens` is not published: as long as answers need."""
     measure: Measure | None = None
-    """Of `write`."""
+    """Measure of `write`."""
     shortened: str = ""
-    """Field that loses its end where a prompt of `write` is longer than the model's window."""
+    """Field that is truncated where a prompt of `write` is longer than the model's window."""
 
 
 def read_text(path: Path) -> str:
-    """All of a file, without a byte-order mark. Raises UserError if it is missing or not UTF-8."""
+    """Return a file's text, without a byte-order mark. Raises UserError if it is missing or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -73,7 +72,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Number (from 0) and value of each line that is not blank. Raises UserError for one that is not JSON."""
+    """Yield index (from 0) and value of each non-blank line. Raises UserError for one that is not JSON."""
     lines = [line for line in read_text(path).split("\n") if line.strip()]
     for number, line in enumerate(lines):
         try:
@@ -85,7 +84,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def published_format(path: Path) -> Iterator[None]:
-    """Turn what reading a value of another shape raises into a UserError that names the file."""
+    """Turn errors from values of unexpected shape into a UserError that names the file."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -95,7 +94,7 @@ def published_format(path: Path) -> Iterator[None]:
 
 
 def find_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """All files of `folder` that match the first pattern that matches any. Raises UserError if none does."""
+    """Return the files of `folder` that match the first successful pattern. Raises UserError if none does."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; it should hold the files of the benchmark")
     for pattern in patterns:
