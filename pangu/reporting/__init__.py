@@ -1,1 +1,1 @@
-"""Pages that compare runs."""
+"""Web pages that compare runs."""

@@ -1,4 +1,4 @@
-"""Line charts as SVG, for pages that need nothing else."""
+"""Line charts as self-contained SVG."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pangu.metrics.plots import Series
 WIDTH, HEIGHT = 600, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34
 MOST_POINTS = 500
-"""Of a line: more are joined to means of neighbours."""
+"""Largest number of points of a line: more are averaged with their neighbors."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve."""
+    """Curve of a chart."""
 
     name: str
     colour: str
     x: Series
     y: Series
     style: str = "line"
-    """`line`; `faint`: thin and pale; `dots`: dashed, with a dot at each point."""
+    """Style: `line`; `faint`: thin and pale; `dots`: dashed, with a dot at each point."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Chart:
     title: str
     lines: Sequence[Line]
     text: Callable[[float], str]
-    """A value of the y-axis as a person reads it."""
+    """Format of y values for people."""
     from_zero: bool = False
     marks: Sequence[tuple[float, str, str]] = field(default_factory=tuple)
-    """Vertical lines: place, colour and what they say."""
+    """Vertical lines: position, color and label."""
 
 
 def escape(text: object) -> str:
-    """For HTML, in an attribute too; control characters as their escapes."""
+    """Return text escaped for HTML, in attributes too; control characters as their escapes."""
     return html.escape(printable(str(text)), quote=True)
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) within a range, at most so many."""
+    """Return at most `most` round numbers (1, 2 or 5 times a power of ten) within a range."""
     if not high > low:
         return [low]
     unit = 10.0 ** math.floor(math.log10((high - low) / most))
@@ -59,7 +59,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thin(line: Line) -> tuple[Series, Series]:
-    """The points of a line that are finite, at most `MOST_POINTS` of them."""
+    """Return the finite points of a line, averaged to at most `MOST_POINTS`."""
     good = np.isfinite(line.x) & np.isfinite(line.y)
     x, y = line.x[good], line.y[good]
     if len(x) <= MOST_POINTS:
@@ -70,7 +70,7 @@ def thin(line: Line) -> tuple[Series, Series]:
 
 
 def draw(chart: Chart, x_text: Callable[[float], str], x_title: str) -> str:
-    """The chart as a figure; nothing if no line has two points."""
+    """Return the chart as an HTML figure; an empty text if no line has two points."""
     points = [(line, *thin(line)) for line in chart.lines]
     points = [(line, x, y) for line, x, y in points if len(x) > 1 or (len(x) and line.style == "dots")]
     if not any(len(x) > 1 for _, x, _ in points):
@@ -110,7 +110,7 @@ def draw(chart: Chart, x_text: Callable[[float], str], x_title: str) -> str:
 
 
 def _range(values: Series, from_zero: bool) -> tuple[float, float]:
-    """What is shown of the y-axis. Few points far above all others, as of a loss spike or a first step, are cut off."""
+    """Return the range of the y-axis, without rare peaks such as loss spikes or first steps."""
     low, high = float(values.min()), float(values.max())
     usual = float(np.percentile(values, 98))
     middle = float(np.median(values))

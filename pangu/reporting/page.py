@@ -1,4 +1,4 @@
-"""A page that compares runs: HTML with everything in it, which needs neither scripts nor a network."""
+"""Self-contained HTML page that compares runs, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pangu.reporting.runs import Run, differing, figures, find_runs, last, numbe
 
 COLOURS = ("#2f6fde", "#e07b1a", "#2a9d5c", "#c23b4b", "#8a5cc9", "#8c6d46", "#d65fa8", "#6b7280", "#9aa51f", "#17a3b8")
 MOST_EVENTS = 20
-"""Of a run, in the table of faults."""
+"""Largest number of events per run in the table of faults."""
 _WORDS = ("state", "layout", "what", "parts, mean of the ranks")
-"""Columns of texts."""
+"""Names of text columns."""
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2430;--pale:#66707f;--line:#dfe3ea;--card:#fff;--back:#f4f6f9;--best:#dff3e6}
 @media(prefers-color-scheme:dark){:root{--ink:#e4e8ee;--pale:#98a2b1;--line:#333b47;--card:#1d232c;--back:#14181f;
@@ -58,8 +58,7 @@ code{font:13px ui-monospace,monospace}
 
 
 def render(paths: Sequence[Path], refresh_s: int | None = None) -> str:
-    """The page of these runs, or of those in folders of runs. `refresh_s`: seconds after which a browser loads it anew.
-    Raises UserError for folders that are no runs or cannot be read."""
+    """Return the page about runs, or about those in folders of runs; raises UserError if one cannot be read."""
     folders = find_runs(paths)
     names = _names(folders)
     runs = [open_run(folder, name) for folder, name in zip(folders, names, strict=True)]
@@ -81,7 +80,7 @@ def render(paths: Sequence[Path], refresh_s: int | None = None) -> str:
 
 
 def document(content: str, refresh_s: int | None = None) -> str:
-    """A whole page around content that is HTML already. It may load nothing and run nothing."""
+    """Return a full page around HTML content, which may load and run nothing."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head += "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     head += "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
@@ -90,7 +89,7 @@ def document(content: str, refresh_s: int | None = None) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Return the last parts of the paths, as many as distinguish them."""
     parts = [folder.absolute().parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -108,7 +107,7 @@ def _swatch(colour: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """`rows`: cells, whole `<td>`s."""
+    """Return a table; `rows`: complete `<td>` cells."""
     head = "".join(f"<th{_kind(name)}>{escape(name)}</th>" for name in heads)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<div class="card"><table><tr>{head}</tr>{body}</table></div>'
@@ -123,7 +122,7 @@ def _run_cell(run: Run, colours: Mapping[str, str]) -> str:
 
 
 def _figures(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
-    """All runs; the best of each column is marked, where there are several."""
+    """Return the table of all runs, with the best of each column marked if there are several."""
     table = [figures(run) for run in runs]
     heads = list(table[0])
     best = {
@@ -141,8 +140,7 @@ def _figures(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
 
 
 def _differences(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
-    """Keys of the configuration that differ: a column for each, as sweeps have many runs and few keys; turned round if
-    there are few runs."""
+    """Return the differing keys: one per column, as sweeps have many runs, or per row if there are few runs."""
     rows = differing(runs)
     if not rows:
         return ""
@@ -218,7 +216,7 @@ def _smoothed(run: Run, column: str) -> np.ndarray:
 
 
 def _marks(runs: Sequence[Run], colours: Mapping[str, str]) -> list[tuple[float, str, str]]:
-    """Places of faults and restarts on the axis of tokens."""
+    """Return the positions of faults and restarts on the axis of tokens."""
     marks = []
     for run in runs:
         tokens = dict(zip(run.columns["step"].tolist(), run.columns["tokens"].tolist(), strict=True))
@@ -229,7 +227,7 @@ def _marks(runs: Sequence[Run], colours: Mapping[str, str]) -> list[tuple[float,
 
 
 def _times(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
-    """Where the time of a profiled step went."""
+    """Return the breakdown of a profiled step's time."""
     rows = []
     for run in runs:
         profile = run.summary.get("profile")
@@ -256,7 +254,7 @@ def _times(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
 
 
 def _benchmarks(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
-    """The newest figures of benchmarks."""
+    """Return the newest benchmark results."""
     newest = [
         next((part for record in reversed(run.records) if isinstance(part := record.get("evaluation"), dict)), {})
         for run in runs
@@ -269,14 +267,14 @@ def _benchmarks(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
 
 
 def _sources(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
-    """The newest loss and perplexity on each source of the validation split."""
+    """Return the newest loss and perplexity on each source of the validation split."""
     newest = [{name: last(losses) for name, losses in run.sources.items()} for run in runs]
     texts = [{name: f"{loss:.5g} ({math.exp(min(loss, 700)):.4g})" for name, loss in part.items()} for part in newest]
     return _table_of("Validation by source: loss (perplexity)", runs, colours, texts)
 
 
 def _table_of(title: str, runs: Sequence[Run], colours: Mapping[str, str], texts: Sequence[Mapping[str, str]]) -> str:
-    """A column for each name that a run has a text for."""
+    """Return a table with a column for each name that a run has a text for."""
     names = list(dict.fromkeys(name for part in texts for name in part))[:50]
     rows = [
         [_run_cell(run, colours), *(f"<td>{escape(part.get(name, '-'))}</td>" for name in names)]

@@ -1,5 +1,4 @@
-"""Run folders as others read them: figures of every step, configuration, summary and heartbeat. Nothing in them is
-trusted: numbers are taken for numbers only if they are some, and no link is followed."""
+"""Run folders read without trust: values are checked, and no link is followed."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from pangu.metrics.record import read_records
 from pangu.metrics.text import compact, duration
 
 MOST_RUNS = 100
-"""In a report."""
+"""Largest number of runs in a report."""
 MOST_CONFIG_BYTES = 2**20
 MOST_SOURCES = 50
-"""Of the validation split of a run."""
+"""Largest number of validation sources of a run."""
 DEPTH = 3
-"""Folders within one that holds a sweep."""
+"""Nesting depth of folders that hold a sweep."""
 SILENT_SECONDS = 120.0
-"""Without a heartbeat, after which a run that has not ended counts as silent."""
+"""Seconds without a heartbeat after which a run that has not ended counts as silent."""
 _NUMBERS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu"),
     *("peak_memory_gib", "skipped", "loss_scale", "data_wait_s", "validation_loss", "continued_from"),
@@ -41,7 +40,7 @@ _EXPERTS = ("load", "least_load", "dropped", "balance_loss", "z_loss")
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder tells."""
+    """Contents of a run folder."""
 
     name: str
     folder: Path
@@ -50,18 +49,18 @@ class Run:
     records: Sequence[Mapping[str, Any]]
     """Lines of metrics.jsonl."""
     summary: Mapping[str, Any]
-    """Empty until the run is complete."""
+    """Summary; empty until the run is complete."""
     heartbeat: Mapping[str, Any]
     silent_s: float
-    """Since the heartbeat was written."""
+    """Seconds since the last heartbeat."""
     stacks: int
-    """Files that tell where ranks were stuck."""
+    """Number of files with stacks of hanging ranks."""
     replicas: int
-    """At the last start, whatever the configuration says; 0: not known."""
+    """Data-parallel size at the last start, whatever the configuration says; 0: unknown."""
 
     @cached_property
     def columns(self) -> dict[str, Series]:
-        """Figures of all steps by name, NaN where there is none; those of experts as `experts/load`."""
+        """Figures of all steps by name, NaN where missing; those of experts as `experts/load`."""
         experts = [part if isinstance(part := record.get("experts"), dict) else {} for record in self.records]
         of_experts = columns_of(experts, _EXPERTS)
         columns = columns_of(self.records, _NUMBERS) | {f"experts/{name}": of_experts[name] for name in _EXPERTS}
@@ -71,7 +70,7 @@ class Run:
 
     @cached_property
     def sources(self) -> dict[str, Series]:
-        """Losses on the sources of the validation split, if it has several, as `columns`."""
+        """Losses on the sources of the validation split, if it has several, like `columns`."""
         steps = [part if isinstance(part := record.get("validation_sources"), dict) else {} for record in self.records]
         names = list(dict.fromkeys(name for part in steps for name in part))[:MOST_SOURCES]
         figures = {name: [one if isinstance(one := part.get(name), dict) else {} for part in steps] for name in names}
@@ -80,7 +79,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """What the run does now, or how it ended."""
+        """Current activity of the run, or how it ended."""
         doing = self.heartbeat.get("doing")
         if self.summary or doing == "failed":
             return "complete" if self.summary and doing != "failed" else "failed"
@@ -92,7 +91,7 @@ class Run:
 
     @property
     def layout(self) -> str:
-        """Degrees of parallelism other than 1, and ZeRO's stage."""
+        """Parallel sizes other than 1, and the ZeRO stage."""
         values = {**self.config, "parallel.data": self.replicas or self.config.get("parallel.data")}
         degrees = [
             f"{name} {value}"
@@ -106,11 +105,11 @@ class Run:
         return ", ".join([*degrees, f"ZeRO {zero}"] if zero else degrees or ["one replica"])
 
     def last(self, name: str) -> float:
-        """The newest finite figure of a column; NaN without any."""
+        """Return the newest finite figure of a column; NaN without any."""
         return last(self.columns[name])
 
     def median(self, name: str) -> float:
-        """Of all steps but the first ten, which warm up, where there are more."""
+        """Return the median over all steps but the first ten (warm-up), if there are more."""
         values = self.columns[name]
         values = values[10:] if len(values) > 20 else values
         finite = values[np.isfinite(values)]
@@ -122,7 +121,7 @@ class Run:
         return last(smooth(self.columns["loss"])) if len(self.records) else math.nan
 
     def events(self) -> Iterator[tuple[int, str]]:
-        """Steps at which something went wrong or the run was started again, and what."""
+        """Yield the steps with faults or restarts, each with a description."""
         before, failed = 0.0, 0.0
         names = ("step", "skipped", "continued_from", "failed_saves")
         columns = [self.columns[name] for name in names]
@@ -150,24 +149,25 @@ class Run:
 
 
 def last(values: Series) -> float:
-    """The newest finite one; NaN without any."""
+    """Return the newest finite value; NaN without any."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if len(finite) else math.nan
 
 
 def number(value: object) -> float | None:
-    """A finite number as it is; None for all else."""
+    """Return a finite number as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 2**63 and math.isfinite(value) else None
 
 
 def is_run(folder: Path) -> bool:
+    """Return whether a folder holds a run."""
     return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Run folders among these, and in those that are none, e.g. a sweep's. Raises UserError if one holds none."""
+    """Return the run folders among `paths` and in them, e.g. a sweep's. Raises UserError if one holds none."""
     folders: list[Path] = []
     for path in paths:
         with reading(path):
@@ -191,7 +191,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _natural(path: Path) -> tuple[Path, float, str]:
-    """Order of a sweep's folders: 2 comes before 10."""
+    """Return a sort key that puts a sweep's folder 2 before 10."""
     return path.parent, float(path.name) if path.name.isdecimal() and len(path.name) < 9 else math.inf, path.name
 
 
@@ -220,14 +220,14 @@ def open_run(folder: Path, name: str) -> Run:
 
 
 def _replicas(path: Path) -> int:
-    """Those of the ranks in nodes.json; 0 if it is not there, or tells none."""
+    """Return the number of replicas in nodes.json; 0 if unknown."""
     ranks = read_json(path, shared=True) if path.exists() else []
     places = [rank.get("data") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
     return 1 + max((place for place in places if isinstance(place, int)), default=-1)
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """Return the object in a JSON file; empty if there is no such file."""
     path = folder / f"{name}.json"
     if not path.exists():
         return {}
@@ -253,14 +253,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Keys of the configuration that are not the same in all runs: the values of each, `-` where a run has none."""
+    """Return the values of each key that differs between runs, `-` where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: [shown(run.config[key]) if key in run.config else "-" for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if key != "train.output" and len(set(values)) > 1}
 
 
 def figures(run: Run) -> dict[str, tuple[str, float]]:
-    """The end of a run: name, text and, for comparing, a number that is better where it is smaller (NaN: none)."""
+    """Return the final figures: name, text and a number that is better if smaller (NaN: not compared)."""
     loss, held_out, rate = run.final_loss, run.last("validation_loss"), run.median("tokens_per_s")
     steps = run.config.get("train.steps")
     parameters = number(run.summary.get("parameters"))
