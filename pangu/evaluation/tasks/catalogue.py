@@ -52,7 +52,7 @@ def _each_line(question: Callable[[Any], tuple[Fields, tuple[str, ...], int] | N
 
 
 def _pairs(words: dict[str, str]) -> Reader:
-    """Return the reader of sentence pairs; `words`: word of each label; others (OCNLI's `-`: no agreement) are skipped."""
+    """Return the reader of sentence pairs; `words`: word of each label; others (OCNLI's `-`) are skipped."""
 
     def question(value: Any) -> tuple[Fields, tuple[str, ...], int] | None:
         fields = {key: value[key] for key in ("sentence1", "sentence2")}
