@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from pangu.layers.grouped_matmul import FLOP_FORMULAS
+
+for _operator, _formula in FLOP_FORMULAS.items():
+    register_flop_formula(_operator)(_formula)
 
 COLLECTIVES = {
     "allreduce_": ("all_reduce", (0,), (0,)),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from pangu.layers.routing import Dispatch, copy_to_rows, sum_rows
 from pangu.layers.tensor_parallel_matmul import ALONE, _Value
@@ -76,8 +75,13 @@ _LIBRARY.impl("grouped_product", _product, "CompositeExplicitAutograd")
 _LIBRARY.impl("grouped_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("pangu::grouped_product", _like_product, lib=_LIBRARY)
 torch.library.register_fake("pangu::grouped_weight_gradient", _like_weight_gradient, lib=_LIBRARY)
-register_flop_formula(torch.ops.pangu.grouped_product)(_product_flops)
-register_flop_formula(torch.ops.pangu.grouped_weight_gradient)(_weight_gradient_flops)
+
+FLOP_FORMULAS = {
+    torch.ops.pangu.grouped_product: _product_flops,
+    torch.ops.pangu.grouped_weight_gradient: _weight_gradient_flops,
+}
+"""FLOPs from the shapes of arguments, for `torch.utils.flop_counter`. Who counts registers them: that module imports
+triton, 73 MB of every process."""
 
 
 def grouped_matmul(
