@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pangu.collectives.algorithms import Collective as Repeated
+from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
 from pangu.config.build import build
@@ -35,8 +35,7 @@ from pangu.config.exit_status import exit_status
 from pangu.config.files import NewFile
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
-from pangu.layers.fp32_matmul import MATMUL_TIE, matmul_precision, matmul_precisions, matmul_trial
-from pangu.layers.fp32_matmul import Matmul as FP32Matmul
+from pangu.layers.fp32_matmul import MATMUL_TIE, MatmulShape, matmul_precision, matmul_precisions, matmul_trial
 from pangu.metrics.devices import device_here
 from pangu.metrics.timing import fastest, time_candidates
 from pangu.pipeline.spans import Collective, Matmul
@@ -300,8 +299,8 @@ def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, list[Callable
     """The collectives of layers and replicas on a buffer, each by the algorithms that autotuning chooses from."""
     shard = torch.zeros_like(buffer[: buffer.numel() // size])
     along = AxisGroup(group, "replicas")
-    scatters = Repeated("scatter", along, buffer.numel(), buffer.dtype).algorithms
-    gathers = Repeated("gather", along, buffer.numel(), buffer.dtype).algorithms
+    scatters = RepeatedCollective("scatter", along, buffer.numel(), buffer.dtype).algorithms
+    gathers = RepeatedCollective("gather", along, buffer.numel(), buffer.dtype).algorithms
 
     def gather(algorithm: str) -> object:
         return start_all_gather(buffer, shard, along, Algorithms(gather=algorithm)).wait()
@@ -512,7 +511,7 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
 
 def _products(clock: Clock) -> str:
     """How a run computes products of fp32 on this host, in the words of torch.set_float32_matmul_precision."""
-    matmul = FP32Matmul(_SIDE, _SIDE, _SIDE)
+    matmul = MatmulShape(_SIDE, _SIDE, _SIDE)
     once = matmul_trial(matmul, torch.float32, clock.device)
     names = matmul_precisions("auto", clock.device, torch.float32, matmul)
     trials = {name: matmul_precision(name)(once) for name in names}

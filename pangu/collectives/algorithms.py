@@ -13,7 +13,7 @@ from pangu.topology.mesh import Algorithms
 from pangu.topology.recorder import AxisGroup
 
 
-class Collective(NamedTuple):
+class RepeatedCollective(NamedTuple):
     """All-gather or reduce-scatter that a group repeats, with its message size."""
 
     kind: str

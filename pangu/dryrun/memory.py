@@ -21,7 +21,7 @@ _GRAIN = 512
 
 
 @dataclass
-class Storage:
+class LiveStorage:
     """Live memory of a device."""
 
     size: int
@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, freed: Callable[[int], None] = lambda key: None) -> None:
         """`freed` is told the key of each storage that ends."""
-        self._live: dict[int, Storage] = {}
+        self._live: dict[int, LiveStorage] = {}
         self._freed = freed
         self.bytes: Counter[str] = Counter()
         """Kind -> what is live now."""
@@ -63,7 +63,7 @@ class Memory:
             del self._live[key]
             self._freed(key)
 
-        self._live[key] = Storage(0, kind, micro, weakref.ref(storage, end))
+        self._live[key] = LiveStorage(0, kind, micro, weakref.ref(storage, end))
         self.resize(storage, place)
 
     def resize(self, storage: torch.UntypedStorage, place: str) -> None:
@@ -94,7 +94,7 @@ class Memory:
         self.peak = 0
         self._note_peak("the beginning")
 
-    def _grow(self, entry: Storage, change: int, place: str) -> None:
+    def _grow(self, entry: LiveStorage, change: int, place: str) -> None:
         if self.log is not None:
             self.log.append((entry, change))
         self.bytes[entry.kind] += change

@@ -21,7 +21,7 @@ Clock = dict[Stream, int]
 
 
 @dataclass(frozen=True)
-class _Use:
+class _Access:
     """When and where a buffer was last read or written by a stream."""
 
     stream: Stream
@@ -33,8 +33,8 @@ class _Use:
 class _Buffer:
     stream: Stream = 0
     """That it was allocated on, and may be used by again once it is freed."""
-    written: _Use | None = None
-    read: dict[Stream, _Use] = field(default_factory=dict)
+    written: _Access | None = None
+    read: dict[Stream, _Access] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class RaceDetector:
     def access(self, stream: Stream, reads: Iterable[int], writes: Collection[int], place: Callable[[], str]) -> None:
         """A stream, or the host, reads some buffers and writes others, in the order in which it is told to."""
         clock = self.tick(stream)
-        use = _Use(stream, clock[stream], place())
+        use = _Access(stream, clock[stream], place())
         for key in reads:
             buffer = self._buffers.setdefault(key, _Buffer())
             if buffer.written is not None:
@@ -129,13 +129,13 @@ class RaceDetector:
         clock = self.clock(buffer.stream)
         for use in (buffer.written, *buffer.read.values()):
             if use is not None and isinstance(use.stream, int):
-                self._check(clock, _Use(buffer.stream, 0, "its owner"), "frees", use, "uses")
+                self._check(clock, _Access(buffer.stream, 0, "its owner"), "frees", use, "uses")
 
     def forget(self, key: int) -> None:
         """A buffer of the host ends; its allocator waits for copies."""
         self._buffers.pop(key, None)
 
-    def _check(self, clock: Clock, use: _Use, does: str, earlier: _Use, did: str) -> None:
+    def _check(self, clock: Clock, use: _Access, does: str, earlier: _Access, did: str) -> None:
         if earlier.stream != use.stream and clock.get(earlier.stream, 0) < earlier.tick:
             race = f"{use.place} {does} what {earlier.place} {did}, before its wait"
             self.races[race] = self.races.get(race, 0) + 1

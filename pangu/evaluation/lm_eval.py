@@ -29,7 +29,7 @@ from pangu.evaluation.arguments import connected
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
-from pangu.evaluation.scoring import Span, score
+from pangu.evaluation.scoring import ScoredSpan, score
 from pangu.topology.launch import Launch, is_first_process
 
 
@@ -129,10 +129,10 @@ class PanguLM(TemplateLM):
         texts = [self._tokens.decode(ids) for ids in generate_shared(self._model, prompts, sampling)]
         return [min((text.split(end)[0] for end in ends if end), key=len, default=text) for text in texts]
 
-    def _span(self, context: list[int], continuation: list[int]) -> Span:
+    def _span(self, context: list[int], continuation: list[int]) -> ScoredSpan:
         """Return the end of the context that fits, with the continuation to be scored."""
         ids = [*context, *continuation][-self._window - 1 :]
-        return Span(tuple(ids), max(1, len(ids) - len(continuation)))
+        return ScoredSpan(tuple(ids), max(1, len(ids) - len(continuation)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pangu.pipeline.schedule import forward_only
 
 
 @dataclass(frozen=True)
-class Span:
+class ScoredSpan:
     """Tokens to be scored, after their context."""
 
     ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Score:
     """Number of scored tokens, or the weight."""
 
 
-def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
+def score(model: LoadedModel, spans: Sequence[ScoredSpan]) -> list[Score]:
     """Score each span; all ranks of all replicas call this together, with the same spans.
 
     The spans are sorted by length, the longest first, and padded on the right, where a causal model does not look, to
@@ -79,7 +79,7 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
     ]
 
 
-def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
+def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[ScoredSpan]:
     """Yield spans that together score every token of a text but the first, each once.
 
     The first span fills the window; each further one moves on by `stride` tokens and scores these, so that each sees at
@@ -87,14 +87,14 @@ def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
     """
     assert 1 <= stride <= window
     end = min(len(ids), window + 1)
-    yield Span(tuple(ids[:end]), 1)
+    yield ScoredSpan(tuple(ids[:end]), 1)
     while end < len(ids):
         scored, end = end, min(len(ids), end + stride)
         begin = end - window - 1
-        yield Span(tuple(ids[begin:end]), scored - begin)
+        yield ScoredSpan(tuple(ids[begin:end]), scored - begin)
 
 
-def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
+def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterator[ScoredSpan]:
     """Yield spans like "Perplexity of fixed-length models" of transformers' documentation, which many figures use.
 
     A window holds at most `window` ids, begins `stride` after the previous one and scores what that has not seen. Its
@@ -105,12 +105,12 @@ def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterato
     end = 0
     for begin in range(0, len(ids), stride):
         seen, end = end, min(len(ids), begin + window)
-        yield Span(tuple(ids[begin:end]), max(1, seen - begin), weight=end - seen - 1)
+        yield ScoredSpan(tuple(ids[begin:end]), max(1, seen - begin), weight=end - seen - 1)
         if end == len(ids):
             return
 
 
-def _batch(spans: Sequence[Span], model: LoadedModel) -> Batch:
+def _batch(spans: Sequence[ScoredSpan], model: LoadedModel) -> Batch:
     """Return one micro-batch [spans, longest] of inputs and labels, on the device."""
     length = padded_length(max(len(span.ids) for span in spans) - 1, model.mesh.layout)
     tokens = torch.zeros(len(spans), length + 1, dtype=torch.int64)

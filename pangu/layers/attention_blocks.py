@@ -23,7 +23,7 @@ MOST_SCORES = 1 << 26
 """Maximum number of scores that exist at a time."""
 
 
-class Block(NamedTuple):
+class Tile(NamedTuple):
     """Queries and keys of a block, as positions in the sequence; if they overlap, they end together."""
 
     query: int
@@ -98,11 +98,11 @@ class Blocks(Protocol):
     def __init__(self, terms: MaskAndBias) -> None:
         """Prepare for `terms` of the full sequence."""
 
-    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
         """Return the attention of a part's queries to one block of keys."""
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
         """Add the gradients of a block to `into`, from `grad`, `output` and `log_sum` over all keys and its `state`."""
 
@@ -126,7 +126,7 @@ class ExplicitBlocks:
         self.terms = terms
         self.wide = torch.promote_types(terms.dtype, torch.float32)
 
-    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
         """Attend to a block of keys; see `Blocks`."""
         outputs, log_sums = [], []
         for rows, tile in self._tiles(part, block):
@@ -141,7 +141,7 @@ class ExplicitBlocks:
         return Attended(torch.cat(outputs, 2), torch.cat(log_sums, 2))
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         dtype, heads, scale = part.query.dtype, part.key.shape[1], 1.0 / math.sqrt(part.query.shape[-1])
@@ -165,14 +165,14 @@ class ExplicitBlocks:
             queries = _grouped(part.query[:, :, rows], heads)
             into.of.key.add_(grad_scores.transpose(-2, -1) @ queries, alpha=scale)
 
-    def _tiles(self, part: QKV, block: Block) -> Iterator[tuple[slice, Block]]:
+    def _tiles(self, part: QKV, block: Tile) -> Iterator[tuple[slice, Tile]]:
         batch, heads = part.query.shape[:2]
         size = max(1, MOST_SCORES // (batch * heads * block.keys))
         for start in range(0, block.queries, size):
             count = min(size, block.queries - start)
             yield slice(start, start + count), block._replace(query=block.query + start, queries=count)
 
-    def _logits(self, part: QKV, rows: slice, tile: Block, scores: Scores, passes_on: bool = False) -> Tensor:
+    def _logits(self, part: QKV, rows: slice, tile: Tile, scores: Scores, passes_on: bool = False) -> Tensor:
         """Return logits [batch, heads, queries, keys], -inf where masked; `passes_on`: also to the layer above."""
         heads = part.key.shape[1]
         logits = _grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
@@ -184,18 +184,18 @@ class ExplicitBlocks:
         bias = bias_of(self.terms, tile, self.wide)
         return logits.to(self.wide) if bias is None else logits + bias
 
-    def _add_bias(self, grad_logits: Tensor, tile: Block, bias: Tensor) -> None:
+    def _add_bias(self, grad_logits: Tensor, tile: Tile, bias: Tensor) -> None:
         distances = _places(tile, bias.device)[2].abs().flatten()
         bias.index_add_(0, distances, grad_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(bias.dtype))
 
 
-def _places(block: Block, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _places(block: Tile, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     queries = torch.arange(block.query, block.query + block.queries, device=device)[:, None]
     keys = torch.arange(block.key, block.key + block.keys, device=device)
     return queries, keys, queries - keys
 
 
-def bias_of(terms: MaskAndBias, block: Block, dtype: torch.dtype) -> Tensor | None:
+def bias_of(terms: MaskAndBias, block: Tile, dtype: torch.dtype) -> Tensor | None:
     """Return the bias [batch or 1, heads / ranks or 1, queries, keys], -inf where masked, or None without both."""
     if terms.bias is None and terms.mask.is_plain_causal and block.is_before:
         return None
@@ -216,9 +216,9 @@ class CpuBlocks:
     def __init__(self, terms: MaskAndBias) -> None:
         """Prepare for `terms` of the full sequence."""
         self.terms = terms
-        self._made: dict[Block, Tensor | None] = {}
+        self._made: dict[Tile, Tensor | None] = {}
 
-    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
         """Attend to a block of keys; see `Blocks`."""
         whole, is_causal, mask = part.ungrouped(), *self._mask(block)
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -229,7 +229,7 @@ class CpuBlocks:
         return Attended(output, log_sum)
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         is_causal, mask = self._mask(block)
@@ -239,7 +239,7 @@ class CpuBlocks:
         for total, gradient in zip(into.of, grads, strict=True):
             total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
 
-    def _mask(self, block: Block) -> tuple[bool, Tensor | None]:
+    def _mask(self, block: Tile) -> tuple[bool, Tensor | None]:
         if self.terms.bias is None and self.terms.mask.is_plain_causal and block.is_square:
             return True, None
         if block not in self._made:
@@ -255,7 +255,7 @@ class FlashBlocks:
         self.terms, self.mask = terms, terms.mask
         assert self.mask.documents is None or self.mask.bounds is not None
 
-    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
         """Attend to a block of keys; see `Blocks`."""
         probability = drops.dropout.in_kernel(drops.keys)
         output, log_sum, *state = flash_forward(
@@ -268,7 +268,7 @@ class FlashBlocks:
         return Attended(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (probability, *state))
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         log_sum = whole.log_sum if self.mask.bounds is None else whole.log_sum.transpose(0, 1).flatten(1)
@@ -284,7 +284,7 @@ class FlashBlocks:
         laid = [part.transpose(1, 2) for part in parts]
         return laid if self.mask.bounds is None else [part.flatten(0, 1) for part in laid]
 
-    def _lengths(self, block: Block) -> Lengths:
+    def _lengths(self, block: Tile) -> Lengths:
         if self.mask.bounds is None:
             return Lengths(None, None, block.queries, block.keys)
         row, place = self.mask.bounds // self.terms.length, self.mask.bounds % self.terms.length
@@ -292,7 +292,7 @@ class FlashBlocks:
         queries, keys = ((row * count + (place - first).clamp(0, count)).int() for first, count in spans)
         return Lengths(queries, keys, block.queries, block.keys)
 
-    def _options(self, block: Block) -> dict[str, Any]:
+    def _options(self, block: Tile) -> dict[str, Any]:
         window = self.mask.window
         if window is None:
             return {"is_causal": not block.is_before}

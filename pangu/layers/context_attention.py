@@ -17,7 +17,6 @@ from pangu.collectives.context import ContextRegion, GatheredKeys, PassedKeys, t
 from pangu.config.model import ModelConfig
 from pangu.layers.attention_blocks import (
     Attended,
-    Block,
     Blocks,
     CpuBlocks,
     Drops,
@@ -25,6 +24,7 @@ from pangu.layers.attention_blocks import (
     FlashBlocks,
     Gradients,
     Scores,
+    Tile,
     merge,
 )
 from pangu.layers.biases import Bias
@@ -100,7 +100,7 @@ class BlockAttention:
         output, scores = _Attend.apply(*qkv, self.bias, below, self, drops)
         return output, scores
 
-    def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Block]]:
+    def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Tile]]:
         """Yield this rank's queries with the keys of `source` (None: of all ranks) that they see, and their block."""
         chunk = self.length // (2 * self.region.size)
         for number, place in enumerate(self.region.chunks):
@@ -108,12 +108,12 @@ class BlockAttention:
             oldest = 0 if self.window is None else max(0, start - self.window + 1)
             if source is None:
                 keys = slice(oldest, start + chunk)
-                yield queries, keys, Block(start, chunk, keys.start, keys.stop - keys.start)
+                yield queries, keys, Tile(start, chunk, keys.start, keys.stop - keys.start)
                 continue
             their = replace(self.region, rank=source).chunks
             for half, other in reversed(list(enumerate(their))):
                 if other <= place and (other + 1) * chunk > oldest:
-                    yield queries, slice(half * chunk, (half + 1) * chunk), Block(start, chunk, other * chunk, chunk)
+                    yield queries, slice(half * chunk, (half + 1) * chunk), Tile(start, chunk, other * chunk, chunk)
 
 
 def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
@@ -137,7 +137,7 @@ def _part(query: Tensor, pair: Tensor, queries: slice, keys: slice) -> QKV:
     return QKV(query[:, :, queries], key, value)
 
 
-def _columns(scores: Tensor | None, queries: slice, block: Block) -> Tensor | None:
+def _columns(scores: Tensor | None, queries: slice, block: Tile) -> Tensor | None:
     return None if scores is None else scores[:, :, queries, block.key : block.key + block.keys]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.config.errors import LocalError
-from pangu.layers.attention_blocks import Attended, Block, Drops, Gradients, Scores
+from pangu.layers.attention_blocks import Attended, Drops, Gradients, Scores, Tile
 from pangu.layers.dropout import Dropout, DropoutKeys, Masks
 from pangu.layers.dropout_masks import bound_of, signed
 from pangu.layers.kernels import QKV, MaskAndBias
@@ -132,19 +132,19 @@ class TritonBlocks:
         """Compute the reach of the mask."""
         self.reach = Reach.of(terms)
 
-    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
         """Attend to a block of keys; see `Blocks`."""
         return Attended(*attend(*part, self._masked(part, block, drops)))
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         gradients = attend_backward(grad, *part, whole.output, whole.log_sum, self._masked(part, block, drops))
         for total, gradient in zip(into.of, gradients, strict=True):
             total.add_(gradient)
 
-    def _masked(self, part: QKV, block: Block, drops: Drops) -> Masked:
+    def _masked(self, part: QKV, block: Tile, drops: Drops) -> Masked:
         return Masked(self.reach, drops.dropout.masks(part.query, drops.keys), block.query, block.key)
 
 

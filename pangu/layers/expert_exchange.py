@@ -17,7 +17,7 @@ from pangu.collectives.exchange import Exchange, ExpertRegion, exchange_counts, 
 from pangu.layers.routing import Dispatch, permute, unpermute
 
 if TYPE_CHECKING:
-    from pangu.layers.experts import Choices, Experts, MixtureOfExperts
+    from pangu.layers.experts import Experts, MixtureOfExperts, TokenChoices
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def exchanged(
-    layer: MixtureOfExperts, tokens: Tensor, choices: Choices, beside: Callable[[], Tensor | None]
+    layer: MixtureOfExperts, tokens: Tensor, choices: TokenChoices, beside: Callable[[], Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     """Return the experts' outputs for tokens [tokens, hidden], and the result of `beside`, computed meanwhile."""
     # The output is a tensor-parallel rank's term of a sum. Two parts; > starts an exchange, < ends it:
@@ -92,7 +92,7 @@ def exchanged(
     return torch.cat([trip.finish() for trip in trips]), result
 
 
-def _parts(layer: MixtureOfExperts, region: ExpertRegion, tokens: Tensor, choices: Choices) -> Iterator[Part]:
+def _parts(layer: MixtureOfExperts, region: ExpertRegion, tokens: Tensor, choices: TokenChoices) -> Iterator[Part]:
     if layer.region.size > region.tensor.size:
         # only one rank holds an expert: each sends a share of the tokens, and has terms of 0 for the others
         first, stop = layer.region.bounds(len(tokens))

@@ -71,7 +71,7 @@ def _by_choice(x: Tensor, dispatch: Dispatch) -> Tensor:
     return x.index_select(0, dispatch.rows.flatten()).view_as(dispatch.rows)
 
 
-class Choices(NamedTuple):
+class TokenChoices(NamedTuple):
     """Choices of tokens, each [tokens, count]."""
 
     weights: Tensor
@@ -79,9 +79,9 @@ class Choices(NamedTuple):
     admitted: Tensor | None
     """True for choices that are not dropped; None: all."""
 
-    def of(self, tokens: slice) -> Choices:
+    def of(self, tokens: slice) -> TokenChoices:
         """Return the choices of a slice of the tokens."""
-        return Choices(
+        return TokenChoices(
             self.weights[tokens], self.experts[tokens], None if self.admitted is None else self.admitted[tokens]
         )
 
@@ -111,7 +111,7 @@ class Router(nn.Module):
         self.counts = build.region.rank == 0
         """True on the tensor-parallel rank that counts tokens, since all see the same ones."""
 
-    def forward(self, x: Tensor, routes: Routes) -> Choices:
+    def forward(self, x: Tensor, routes: Routes) -> TokenChoices:
         """Return the choices for x [sequence, batch, hidden]; a recompute reuses the decisions in `routes`."""
         # A score that is rounded differently must not choose other experts, and nothing is sent again.
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -132,7 +132,7 @@ class Router(nn.Module):
                 dropped = losses.new_zeros(()) if route.admitted is None else route.loads.sum() - route.admitted.sum()
                 self.balance.note(self.row, route.loads, dropped, losses.detach())
         admitted = None if route.admitted is None else route.admitted.flatten(0, 1)
-        return Choices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), admitted)
+        return TokenChoices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), admitted)
 
     def _route(self, scores: Tensor, padding: Tensor | None) -> Route:
         options, capacity = self.options, self.config.expert_capacity

@@ -24,7 +24,7 @@ def work_limit(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulShape:
     """Matmul [rows, inputs] x [inputs, outputs]."""
 
     rows: int
@@ -33,13 +33,13 @@ class Matmul:
     repeats: float = 1
     """Number of such matmuls per micro-batch."""
 
-    def cut(self, limit: int) -> tuple[Matmul, float]:
+    def cut(self, limit: int) -> tuple[MatmulShape, float]:
         """Return a smaller, more cubic matmul of at most `limit` multiplications, and how many make up this one."""
         sizes = [self.rows, self.inputs, self.outputs]
         while sizes[0] * sizes[1] * sizes[2] > limit:
             longest = sizes.index(max(sizes))
             sizes[longest] = -(-sizes[longest] // 2)
-        smaller = Matmul(*sizes)
+        smaller = MatmulShape(*sizes)
         work = self.rows * self.inputs * self.outputs / (sizes[0] * sizes[1] * sizes[2])
         return smaller, work * self.repeats
 
@@ -55,7 +55,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype, matmul: Matmul) -> list[str]:
+def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype, matmul: MatmulShape) -> list[str]:
     """Return the candidates of `torch.set_float32_matmul_precision` for `auto`, or the requested one alone."""
     # `medium` allows bf16, but a CPU without matrix tiles does not use it; torch then calls oneDNN instead of MKL,
     # which may be faster. It is a candidate if `matmul` stays true fp32 with it.
@@ -66,7 +66,7 @@ def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype, 
     return ["highest", "medium"] if _error_of_medium(matmul) < EXACT else ["highest"]
 
 
-def matmul_trial(matmul: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
+def matmul_trial(matmul: MatmulShape, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that runs forward and backward of a linear layer on random numbers."""
     rows, inputs, outputs = matmul.rows, matmul.inputs, matmul.outputs
     x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))
@@ -79,7 +79,7 @@ def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -
     return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
 
 
-def _error_of_medium(matmul: Matmul) -> float:
+def _error_of_medium(matmul: MatmulShape) -> float:
     """Return the largest difference that `medium` makes in a linear layer, relative to sqrt(inner size)."""
     # compared with `highest`, not fp64: kernels stay in memory once they have run
     multiply = matmul_trial(matmul, torch.float32, torch.device("cpu"))

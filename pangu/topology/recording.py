@@ -20,7 +20,7 @@ from pangu.topology.copy_stream import Moment
 from pangu.topology.recorder import Recorder, Watched
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """Interval of a recording, with times in seconds since its start."""
 
     what: Any
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 class Recording(NamedTuple):
     """Timeline of one step."""
 
-    spans: list[Span]
+    spans: list[RecordedSpan]
     """Spans in the order of their starts; the first one covers the recording."""
     messages: dict[str, list[tuple[float, float]]]
     """Axis -> start and end of each collective; the end is infinity if unknown."""
@@ -73,7 +73,7 @@ class Tape:
         self._now().wait()
         return Recording(
             [
-                Span(
+                RecordedSpan(
                     one.what,
                     one.parent,
                     one.message,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pangu.collectives.algorithms import Collective
+from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.config.attention import ABILITIES
 from pangu.config.errors import LocalError, writing
@@ -24,7 +24,14 @@ from pangu.config.files import write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
-from pangu.layers.fp32_matmul import MATMUL_TIE, Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
+from pangu.layers.fp32_matmul import (
+    MATMUL_TIE,
+    MatmulShape,
+    matmul_precision,
+    matmul_precisions,
+    matmul_trial,
+    work_limit,
+)
 from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
 from pangu.layers.kernel_table import KERNELS
 from pangu.metrics.devices import processor_name
@@ -141,7 +148,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
         return
     size = round((work_limit(device) / 16) ** (1 / 3))  # a slow format shows in a short product too
     formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", compute)}
-    trials = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
+    trials = {name: matmul_trial(MatmulShape(size, size, size), dtype, device) for name, dtype in formats.items()}
     with one_thread(device):
         times = timer(trials, device, FORMATS_S)
     best = min(times, key=lambda name: times[name])
@@ -156,7 +163,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
         )
 
 
-def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
+def _collectives(config: RunConfig, mesh: Mesh) -> list[RepeatedCollective]:
     """Return the all-gathers and reduce-scatters of a layer."""
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
@@ -176,7 +183,7 @@ def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
         group = mesh.group(axis) if used else None
         if group is not None:
             share = min(numel, MESSAGE_BYTES // dtype.itemsize) // mesh.layout.world + 1
-            collectives += [Collective(kind, group, share * mesh.layout.world, dtype) for kind in axis_kinds]
+            collectives += [RepeatedCollective(kind, group, share * mesh.layout.world, dtype) for kind in axis_kinds]
     return collectives
 
 
@@ -223,7 +230,7 @@ def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[s
     return {key: value for key, value in previous.items() if key != "attention"}
 
 
-def _matmul(config: RunConfig, mesh: Mesh) -> tuple[Matmul, float]:
+def _matmul(config: RunConfig, mesh: Mesh) -> tuple[MatmulShape, float]:
     """Return the largest matmul of a rank, cut to the timed size, and the number of them in a micro-batch's matmuls.
 
     Cut to one size, all hardly differ in shape, and kernels for each would stay in the process.
@@ -236,7 +243,7 @@ def _matmul(config: RunConfig, mesh: Mesh) -> tuple[Matmul, float]:
     largest = max(
         *((tokens, *size) for size in sizes), (min(tokens, config.loss_chunk or tokens), *head), key=math.prod
     )
-    return Matmul(*largest, repeats=multiplications / math.prod(largest)).cut(work_limit(mesh.device))
+    return MatmulShape(*largest, repeats=multiplications / math.prod(largest)).cut(work_limit(mesh.device))
 
 
 def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
@@ -305,7 +312,7 @@ def _time_kernels(
 
 
 def _time_collectives(
-    collectives: Sequence[Collective], algorithms: Sequence[str], mesh: Mesh, timer: Timer
+    collectives: Sequence[RepeatedCollective], algorithms: Sequence[str], mesh: Mesh, timer: Timer
 ) -> dict[Any, float]:
     """Return the seconds of running all these collectives once, by algorithm; 0 without a choice."""
     seconds = dict.fromkeys(algorithms, 0.0)

@@ -21,7 +21,7 @@ from pangu.pipeline.check import Message, message_of
 from pangu.pipeline.timeline import Event, Timeline
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
-from pangu.topology.recording import Recording, Span, Tape, stop
+from pangu.topology.recording import RecordedSpan, Recording, Tape, stop
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
@@ -91,7 +91,7 @@ def breakdown(recording: Recording, came: Mapping[str, Sequence[float]], sent: M
     return profile
 
 
-def counted(spans: Sequence[Span]) -> Iterator[int]:
+def counted(spans: Sequence[RecordedSpan]) -> Iterator[int]:
     """Yield the indices of spans outside interludes."""
     left_out: set[int] = set()
     for place, span in enumerate(spans):
@@ -101,14 +101,14 @@ def counted(spans: Sequence[Span]) -> Iterator[int]:
             yield place
 
 
-def axis_of(span: Span) -> str | None:
+def axis_of(span: RecordedSpan) -> str | None:
     """Return the axis whose messages a span waits for or posts, if any."""
     if isinstance(span.what, Action):
         return "pipeline" if span.what.kind in MESSAGES else None
     return None if span.what in WORDS else str(span.what)
 
 
-def part_of(span: Span) -> str:
+def part_of(span: RecordedSpan) -> str:
     """Return the category of a span, once all ranks have arrived."""
     axis = axis_of(span)
     if axis is not None:
@@ -118,12 +118,12 @@ def part_of(span: Span) -> str:
     return str(span.what)
 
 
-def waits(span: Span, spans: Sequence[Span]) -> bool:
+def waits(span: RecordedSpan, spans: Sequence[RecordedSpan]) -> bool:
     """Return whether a span is the time in which another action waits for a message between stages."""
     return isinstance(span.what, Action) and span.parent is not None and isinstance(spans[span.parent].what, Action)
 
 
-def events_of(stage: int, spans: Sequence[Span]) -> list[Event]:
+def events_of(stage: int, spans: Sequence[RecordedSpan]) -> list[Event]:
     """Return the actions of a stage, without the time that forward or backward waits for its message."""
     events: dict[Action, Event] = {}
     places: dict[int, Action] = {}

@@ -22,7 +22,7 @@ from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.loader import Loader
 from pangu.data.packing import Method, PackedDocuments, Packing, best_fit_decreasing, write_packing
 from pangu.data.stream import SampleStream
-from pangu.evaluation.scoring import Span, score
+from pangu.evaluation.scoring import ScoredSpan, score
 from pangu.pipeline.schedule import forward_only
 from pangu.topology.layout import Layout
 from pangu.training.run import run
@@ -246,7 +246,7 @@ def test_the_loss_of_a_packed_sample_is_that_of_its_documents_alone(write_tokens
         [documents.row(number) for number in range(documents.num_samples)], range(documents.num_samples), ids
     )
     (loss,) = model.runner.forward(forward_only(model.schedule, 1), [batch], model.runner.model.loss_of)
-    spans = [Span((100, *text[:16]), 1) for text in texts] + [Span(tuple(texts[-1][15:]), 1)]
+    spans = [ScoredSpan((100, *text[:16]), 1) for text in texts] + [ScoredSpan(tuple(texts[-1][15:]), 1)]
     assert int(batch.weights.sum()) == sum(lengths)
     assert float(loss) == pytest.approx(sum(one.loss for one in score(model, spans)), rel=1e-12)
 

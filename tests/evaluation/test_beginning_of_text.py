@@ -15,7 +15,7 @@ from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
-from pangu.evaluation.scoring import Span, score
+from pangu.evaluation.scoring import ScoredSpan, score
 from pangu.evaluation.tasks.catalogue import find_task
 from pangu.evaluation.tasks.prompts import Prompts, Setup
 from pangu.evaluation.tasks.task import Item
@@ -93,7 +93,7 @@ def test_perplexity_is_that_of_transformers(folder: Path, theirs: tuple[Any, Any
         (found,) = score(model, [span])
         assert span.ids == tuple(ids[0].tolist())
         assert found.loss / found.tokens == pytest.approx(expected, rel=1e-5)  # fp32
-    assert score(model, [Span(tuple(ids[0, 1:].tolist()), 1)])[0].loss / 10 != pytest.approx(expected, rel=1e-3)
+    assert score(model, [ScoredSpan(tuple(ids[0, 1:].tolist()), 1)])[0].loss / 10 != pytest.approx(expected, rel=1e-3)
 
 
 def test_log_likelihoods_are_those_of_lm_eval(folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.evaluation.scoring import Score, Span, huggingface_windows, score, windows
+from pangu.evaluation.scoring import Score, ScoredSpan, huggingface_windows, score, windows
 from pangu.topology.layout import Layout
 from pangu.topology.random import generator
 from tests.evaluation.models import random_model
@@ -24,12 +24,12 @@ LAYOUTS = [
 ]
 
 
-def spans() -> list[Span]:
+def spans() -> list[ScoredSpan]:
     """Of every length that fits, and of a length at which nothing counts; the number of micro-batches is odd."""
     source = generator("spans")
     lengths = [17, 2, 9, 16, 5, 5, 12, 3, 1, 17, 7, 8, 11, 10]
     drawn = [tuple(source.integers(0, 101, size=length).tolist()) for length in lengths]
-    return [Span(ids, 1 + place % max(1, len(ids) - 1)) for place, ids in enumerate(drawn)]
+    return [ScoredSpan(ids, 1 + place % max(1, len(ids) - 1)) for place, ids in enumerate(drawn)]
 
 
 def scores(rank: int, world: int, layout: Layout, kind: str = "pangu") -> list[Score]:
@@ -57,7 +57,7 @@ def test_scores_are_those_of_whole_logits() -> None:
         assert found.greedy == bool((logits.argmax(-1) == labels)[span.start - 1 :].all())
         best[-1] = int(logits[-1].argmax())
     # what greedy decoding would write is found to be so, and what it would not is not
-    last = [Span(tuple(ids), len(ids) - 1) for ids in likeliest if len(ids) > 1]
+    last = [ScoredSpan(tuple(ids), len(ids) - 1) for ids in likeliest if len(ids) > 1]
     assert all(found.greedy for found in score(model, last))
     assert not all(found.greedy for found in score(model, asked) if found.tokens)
 

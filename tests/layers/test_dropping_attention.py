@@ -21,7 +21,7 @@ from pangu.config import attention as abilities
 from pangu.config.errors import LocalError
 from pangu.layers import dropping_attention
 from pangu.layers.attention import AttentionCore
-from pangu.layers.attention_blocks import Attended, Block, Drops, ExplicitBlocks, Gradients, Scores
+from pangu.layers.attention_blocks import Attended, Drops, ExplicitBlocks, Gradients, Scores, Tile
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import Reach, Tiles, TritonBlocks, head_parts
@@ -156,12 +156,12 @@ def test_a_head_is_taken_in_powers_of_two_of_which_no_half_is_empty_up_to_128_co
     assert size > 128 or sum(parts) < size + max(16, size / 2)
 
 
-BLOCKS = [Block(20, 20, 20, 20), Block(20, 24, 0, 20), Block(30, 14, 6, 38), Block(37, 7, 5, 18)]
+BLOCKS = [Tile(20, 20, 20, 20), Tile(20, 24, 0, 20), Tile(30, 14, 6, 38), Tile(37, 7, 5, 18)]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("case", CASES[1:4], ids=NAMES[1:4])
-def test_between_some_queries_and_some_keys(case: tuple[Any, ...], block: Block) -> None:
+def test_between_some_queries_and_some_keys(case: tuple[Any, ...], block: Tile) -> None:
     """Context parallelism's blocks: output, logarithms of sums and gradients are those of explicit scores. Some queries
     see nothing of a block."""
     documents, window, groups, size, probability = case

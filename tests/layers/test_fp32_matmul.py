@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pangu.layers import fp32_matmul as products
-from pangu.layers.fp32_matmul import EXACT, Matmul, matmul_precision, matmul_precisions
+from pangu.layers.fp32_matmul import EXACT, MatmulShape, matmul_precision, matmul_precisions
 
 CPU = torch.device("cpu")
-MATMUL = Matmul(128, 256, 192)
+MATMUL = MatmulShape(128, 256, 192)
 
 
 def test_every_way_of_auto_keeps_products_true_fp32() -> None:
@@ -55,8 +55,8 @@ def test_requests_win_and_other_devices_and_formats_keep_fp32(monkeypatch: pytes
 
 
 def test_a_large_product_is_timed_on_a_smaller_one_and_counts_for_all_of_it() -> None:
-    smaller, worth = Matmul(2048, 5120, 15360, repeats=40).cut(2**23)
+    smaller, worth = MatmulShape(2048, 5120, 15360, repeats=40).cut(2**23)
     assert smaller.rows * smaller.inputs * smaller.outputs <= 2**23
     assert min(smaller.rows, smaller.inputs, smaller.outputs) >= 128
     assert worth * smaller.rows * smaller.inputs * smaller.outputs == 40 * 2048 * 5120 * 15360
-    assert Matmul(4, 8, 16).cut(2**23) == (Matmul(4, 8, 16), 1.0)
+    assert MatmulShape(4, 8, 16).cut(2**23) == (MatmulShape(4, 8, 16), 1.0)

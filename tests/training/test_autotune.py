@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from pangu.checkpoint.index import read_index
-from pangu.collectives.algorithms import Collective
+from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.reduce import start_reduce_scatter
 from pangu.config.errors import LocalError, UserError
 from pangu.evaluation.loading import load_model
 from pangu.layers import fp8, fp32_matmul
-from pangu.layers.fp32_matmul import Matmul, matmul_precisions
+from pangu.layers.fp32_matmul import MatmulShape, matmul_precisions
 from pangu.layers.kernel_choice import AttentionShape
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer
@@ -252,7 +252,7 @@ def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any]
     ]
     group = mesh.group("gather")
     assert group is not None
-    algorithms = Collective("gather", group, 2, torch.float32).algorithms
+    algorithms = RepeatedCollective("gather", group, 2, torch.float32).algorithms
     return asdict(choose(given, mesh, timer=table(own[rank]))), algorithms
 
 
@@ -269,7 +269,7 @@ def both_ways(rank: int, world: int) -> tuple[list[str], bool]:
     assert dist.group.WORLD is not None
     group = AxisGroup(dist.group.WORLD, "world")
     whole = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
-    parts, ways = [], Collective("scatter", group, len(whole), whole.dtype).algorithms
+    parts, ways = [], RepeatedCollective("scatter", group, len(whole), whole.dtype).algorithms
     for way in ways:
         parts.append(torch.empty(1000))
         work = start_reduce_scatter(parts[-1], whole.clone(), group, Algorithms(scatter=way))
@@ -383,4 +383,4 @@ def test_really_timed_once(caplog: pytest.LogCaptureFixture) -> None:
     """The real timer, for what it returns: every candidate that this processor has gets a time."""
     found = choose(tiny(), ONE)
     assert set(found.milliseconds["attention"]) >= {"sdpa", "reference"}
-    assert found.products in matmul_precisions("auto", CPU, torch.float32, Matmul(128, 128, 128))
+    assert found.products in matmul_precisions("auto", CPU, torch.float32, MatmulShape(128, 128, 128))

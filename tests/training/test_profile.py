@@ -28,7 +28,7 @@ from pangu.topology import copy_stream, recording
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.recorder import AxisGroup, Recorder
-from pangu.topology.recording import Recording, Span, Tape, stop
+from pangu.topology.recording import RecordedSpan, Recording, Tape, stop
 from pangu.training import loop
 from pangu.training.loop import Loop
 from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, events_of
@@ -45,20 +45,20 @@ FORWARD, BACKWARD = Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)
 RECEIVE, SEND = Action(Kind.RECV_ACTIVATION, 1, 0, 0), Action(Kind.SEND_GRADIENT, 1, 0, 0)
 BY_HAND = Recording(
     [
-        Span("logging", None, None, 0, 20),
-        Span("loading", 0, None, 1, 2),
-        Span("update", 0, None, 2, 17),
-        Span(RECEIVE, 2, None, 2, 2.25),
-        Span(FORWARD, 2, None, 3, 10),
-        Span(RECEIVE, 4, None, 3, 6),  # sent at 5
-        Span("tensor", 4, 0, 7, 8),  # the last rank came at 7.5
-        Span(BACKWARD, 2, None, 10, 14),
-        Span("data", 7, 0, 13, 13.5),  # all had come at 11
-        Span("gather", 7, None, 12, 12.5),  # begun in the step before
-        Span(SEND, 2, None, 14, 14.5),
-        Span("world", 2, 0, 15, 16),
-        Span("interlude", 0, None, 18, 19),
-        Span(Action(Kind.FORWARD, 1, 0), 12, None, 18.25, 18.75),
+        RecordedSpan("logging", None, None, 0, 20),
+        RecordedSpan("loading", 0, None, 1, 2),
+        RecordedSpan("update", 0, None, 2, 17),
+        RecordedSpan(RECEIVE, 2, None, 2, 2.25),
+        RecordedSpan(FORWARD, 2, None, 3, 10),
+        RecordedSpan(RECEIVE, 4, None, 3, 6),  # sent at 5
+        RecordedSpan("tensor", 4, 0, 7, 8),  # the last rank came at 7.5
+        RecordedSpan(BACKWARD, 2, None, 10, 14),
+        RecordedSpan("data", 7, 0, 13, 13.5),  # all had come at 11
+        RecordedSpan("gather", 7, None, 12, 12.5),  # begun in the step before
+        RecordedSpan(SEND, 2, None, 14, 14.5),
+        RecordedSpan("world", 2, 0, 15, 16),
+        RecordedSpan("interlude", 0, None, 18, 19),
+        RecordedSpan(Action(Kind.FORWARD, 1, 0), 12, None, 18.25, 18.75),
     ],
     {"tensor": [(7.0, 8.0)], "data": [(10.5, 12.75)], "world": [(15.0, 16.0)]},
 )

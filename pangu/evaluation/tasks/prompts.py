@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pangu.data.tokenizers import Tokenizer
-from pangu.evaluation.scoring import Span, huggingface_windows, windows
+from pangu.evaluation.scoring import ScoredSpan, huggingface_windows, windows
 from pangu.evaluation.tasks.task import SLOT, Item, Task
 from pangu.topology.random import generator
 
@@ -59,7 +59,7 @@ class Prompts:
         numbers = sorted([item.right, *source.permutation(wrong)[: number - 1].tolist()])
         return replace(item, answers=tuple(item.answers[i] for i in numbers), right=numbers.index(item.right))
 
-    def spans(self, item: Item) -> list[Span]:
+    def spans(self, item: Item) -> list[ScoredSpan]:
         """Return one span per answer; for a text, those of its windows."""
         if self.task.method == "text":
             stride = self.setup.stride or max(1, self.window // 2)
@@ -103,7 +103,7 @@ class Prompts:
             shown = longer
         return shown
 
-    def _span(self, shown: str, head: str, answer: str, tail: str) -> Span:
+    def _span(self, shown: str, head: str, answer: str, tail: str) -> ScoredSpan:
         ids = self._encode(shown + head + answer + tail)
 
         def place(text: str) -> int:
@@ -125,7 +125,7 @@ class Prompts:
         # the answer and what stands around it remain
         room = self.window + 1
         cut = max(0, min(behind - room // 2, len(ids) - room))
-        return Span(tuple(ids[cut : cut + room]), max(1, begin - cut))
+        return ScoredSpan(tuple(ids[cut : cut + room]), max(1, begin - cut))
 
 
 def chosen(items: Sequence[Item], task: Task, setup: Setup) -> list[Item]:

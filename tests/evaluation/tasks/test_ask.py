@@ -13,7 +13,7 @@ from pangu.config.errors import UserError
 from pangu.data.batch import Batch
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.scoring import Score, Span
+from pangu.evaluation.scoring import Score, ScoredSpan
 from pangu.evaluation.tasks import ask as module
 from pangu.evaluation.tasks.ask import Answer, Questions, ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
@@ -38,7 +38,7 @@ class Wide(Characters):
         return "".join(chr(i - 3) for i in ids if i >= 3)
 
 
-def by_character(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
+def by_character(model: LoadedModel, spans: Sequence[ScoredSpan]) -> list[Score]:
     """A model that knows nothing but how often each character is written; it would always write 三."""
     found = []
     for span in spans:

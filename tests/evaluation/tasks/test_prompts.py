@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pangu.evaluation.scoring import Span
+from pangu.evaluation.scoring import ScoredSpan
 from pangu.evaluation.tasks.catalogue import find_task
 from pangu.evaluation.tasks.prompts import Prompts, Setup
 from pangu.evaluation.tasks.task import Item
@@ -26,7 +26,7 @@ def text(ids: tuple[int, ...] | list[int]) -> str:
     return "".join("|" if token == 2 else WORDS.decode([token]) for token in ids)
 
 
-def cut(span: Span) -> tuple[str, str]:
+def cut(span: ScoredSpan) -> tuple[str, str]:
     """What is not scored, and what is."""
     return text(span.ids[: span.start]), text(span.ids[span.start :])
 
@@ -62,7 +62,7 @@ def test_tokens_that_reach_over_the_border_are_scored() -> None:
 
     item = Item("1", {"before": "a bb"}, ("ccc",))
     span = replace(prompts("wplc"), tokenizer=Runs()).spans(item)[0]
-    assert span == Span((2, 101, 105), 2)
+    assert span == ScoredSpan((2, 101, 105), 2)
 
 
 def test_examples_stand_before_with_their_right_answers_and_are_not_scored() -> None:
