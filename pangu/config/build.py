@@ -160,7 +160,6 @@ class _Reader:
         return self._wrong(path, repr(value) if isinstance(value, str) else value, f"must be {describe(hint)}")
 
     def _one(self, option: Any, value: Any, path: str, optional: bool) -> Any:
-        """Return `value` as one alternative of a union; `_MISSING` if it has another type."""
         bounds: Bounds | Encodable | None = FREE.get(option) if isinstance(option, type) else None
         if get_origin(option) is Annotated:
             option, bounds = get_args(option)
@@ -193,7 +192,6 @@ class _Reader:
 
 
 def _plain(kind: type, value: Any) -> Any:
-    """Return `value` as an int, float, str, bool or object; `_MISSING` if it has another type."""
     if kind is float:
         number = _number(value)
         return _MISSING if number is None else number
@@ -205,7 +203,6 @@ def _plain(kind: type, value: Any) -> Any:
 
 
 def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
-    """Return the union member whose discriminator equals the given value."""
     for option in options:
         tag = tag_of(option)
         if len(options) == 1 or (tag is not None and values.get(tag[0]) == tag[1]):
@@ -214,13 +211,11 @@ def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
 
 
 def _tags(options: tuple[Any, ...]) -> tuple[Any, str]:
-    """Return the type and the name of the discriminator of a union."""
     tags = [tag for option in options if (tag := tag_of(option))]
     return Literal[tuple(word for _, word in tags)], tags[0][0]
 
 
 def _choices(options: tuple[Any, ...], path: str) -> str:
-    """Return a suggestion with all alternatives of a union; empty if there is only one."""
     tags = [tag for option in options if (tag := tag_of(option))]
     return f"{' or '.join(_option(path, tag) for tag in tags)} works" if len(tags) > 1 else ""
 

@@ -43,8 +43,6 @@ from pangu.topology.placement import PlacementTable
 
 @dataclass(frozen=True)
 class _Source:
-    """Model stored in files."""
-
     model: ModelConfig
     precision: str
     """Compute format by default."""

@@ -164,7 +164,6 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
 
 
 def _collectives(config: RunConfig, mesh: Mesh) -> list[RepeatedCollective]:
-    """Return the all-gathers and reduce-scatters of a layer."""
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
     compute = DTYPES[config.precision.compute]
@@ -314,7 +313,6 @@ def _time_kernels(
 def _time_collectives(
     collectives: Sequence[RepeatedCollective], algorithms: Sequence[str], mesh: Mesh, timer: Timer
 ) -> dict[Any, float]:
-    """Return the seconds of running all these collectives once, by algorithm; 0 without a choice."""
     seconds = dict.fromkeys(algorithms, 0.0)
     if len(algorithms) > 1:
         trials = {(name, i): one.trial(name) for name in algorithms for i, one in enumerate(collectives)}
@@ -324,7 +322,6 @@ def _time_collectives(
 
 
 def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str], where: str) -> None:
-    """Log one line for each choice; `where`: where kernels and matmuls were timed."""
     keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_products={config.precision.fp32_products}",

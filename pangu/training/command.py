@@ -113,7 +113,6 @@ def _show(values: Mapping[str, Any]) -> None:
 
 
 def _end(action: Callable[[], None]) -> None:
-    """Run an action; end the process unless it succeeds."""
     first = is_first_process()
     status = exit_status(action, "\nerror", first)
     if status == INTERRUPTED:
@@ -219,7 +218,6 @@ def _is_override(word: str) -> bool:
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:
-    """Return the composed configuration, references resolved, as plain dictionaries. Raises ConfigError."""
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:

@@ -92,7 +92,6 @@ class Interrupts:
                 os._exit(INTERRUPTED)
 
     def _wait(self, limit_s: float | None) -> None:
-        """Wait for the next SIGINT, for the end, or for `limit_s` seconds."""
         self._reader.settimeout(limit_s)
         with suppress(TimeoutError):
             while (number := self._reader.recv(1)) and number[0] != signal.SIGINT:

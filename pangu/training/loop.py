@@ -173,7 +173,6 @@ class Loop:
         return True
 
     def _obey(self, saver: Saver) -> None:
-        """Save and stop, as far as that is due or was requested."""
         request, self._asked = Request.of(self._asked), []
         if request.stop and self.trainer.step < self.config.train.steps:
             self.stopped = request.stop
@@ -195,7 +194,6 @@ class Loop:
 
     @contextmanager
     def _profiled(self, saver: Saver) -> Iterator[None]:
-        """Record the block, if it is the step to be profiled."""
         trainer, config = self.trainer, self.config
         if trainer.step != self._profiled_after:
             yield
@@ -255,7 +253,6 @@ class Loop:
         return f"step {step}, {self.trainer.doing}"
 
     def _note(self, doing: str) -> None:
-        """Note what the run is doing."""
         self.trainer.doing = doing
         self.heartbeat.beat(self.trainer.step, doing)
 
@@ -278,7 +275,6 @@ class Loop:
         return fault is not None and self._answer(fault, saver)
 
     def _save(self, saver: Saver) -> None:
-        """Start a checkpoint, unless weights or moments are not finite. May raise UserError on all ranks."""
         tensors = find_non_finite(self.trainer)
         if tensors is None:
             saver.save(self.samples, self.spikes.state(), self._position)
@@ -316,7 +312,6 @@ class Loop:
         return True
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue from the position of a checkpoint."""
         self.samples = checkpoint.get("samples", 0)
         self.sources.train.resume(checkpoint.get("position"))
         self._continued_from = self.trainer.step if checkpoint else None
@@ -338,7 +333,6 @@ class Loop:
             raise UserError(f"{message}; {continues}")
 
     def _due(self, every: int) -> bool:
-        """Return True in every `every`-th step and in the last; never if `every` is 0."""
         return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)
 
     def _open_writers(self) -> None:

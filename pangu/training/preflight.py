@@ -148,7 +148,6 @@ def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Return whether a file that another node has written appears here in time."""
     deadline = time.monotonic() + SHARED_WITHIN_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:

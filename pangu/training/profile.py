@@ -221,7 +221,6 @@ class Profile:
         }
 
     def _worst(self) -> dict[str, tuple[int, float]]:
-        """Return the worst rank and its time, by category."""
         ranks = range(len(self.ranks))
         return {
             part: max(((rank, self.ranks[rank].parts[part]) for rank in ranks), key=lambda pair: pair[1])
@@ -246,7 +245,6 @@ class Profile:
 
 
 def _records(rank: int, recording: Recording | None) -> Iterator[dict[str, Any]]:
-    """Yield a rank's records of a trace, in microseconds."""
     if recording is None:
         return
     yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}

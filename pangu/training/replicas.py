@@ -53,7 +53,6 @@ def find_replica_difference(trainer: Trainer) -> str | None:
 
 
 def _without_local(digests: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return the digests without those that only this rank compares."""
     return {key: digest for key, digest in digests.items() if not key[0].startswith("local/")}
 
 
@@ -111,7 +110,6 @@ def _rounded_digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _on_host(digests: Mapping[Key, Tensor]) -> dict[Key, tuple[int, ...]]:
-    """Return all digests after one device-to-host copy per device."""
     found: dict[Key, tuple[int, ...]] = {}
     for device in {digest.device for digest in digests.values()}:
         there = {key: digest for key, digest in digests.items() if digest.device == device}
@@ -138,5 +136,4 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _weights(sums: Tensor) -> Tensor:
-    """Return an odd weight for each sum."""
     return (2 * torch.arange(len(sums), device=sums.device) + 1) * _MULTIPLIER

@@ -112,7 +112,6 @@ def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
-    """Log the plan of the configuration."""
     frozen = count_frozen(config.model, config.train.frozen)
     log.info(describe(config, layout, None if config.dry_run else fullest_states(config, layout, stages.of)))
     if frozen:
@@ -123,7 +122,6 @@ def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
 
 
 def _set_up_logging(is_first: bool) -> None:
-    """Print the run's own log on the first process, and warnings of libraries."""
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, force=True)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(PrintableFormatter("%(message)s"))
@@ -212,7 +210,6 @@ def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict
 
 
 def _log_states(config: RunConfig, trainer: Trainer) -> None:
-    """Log how weights are updated, and the memory of the model states."""
     mesh, optimizer = trainer.mesh, trainer.optimizer
     place = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, place, implementation(optimizer))
@@ -292,7 +289,6 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
 
 
 def _stop(loop: Loop, signals: StopSignals) -> None:
-    """Report a run that was told to stop early."""
     saved = "nothing is written (checkpoint.every = 0); the same command begins where this one did"
     if loop.checkpoint:
         saved = f"{loop.checkpoint} is written; the same command continues"

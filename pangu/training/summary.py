@@ -115,7 +115,6 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
 
 
 def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
-    """Return commands that continue from here, derived from the given one, each with a description."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     launcher = [*_program("scripts/launch.py"), f"--nproc-per-node={world}"] if world > 1 else []
     start = ["python", *launcher, *_program("pretrain.py")]
@@ -138,7 +137,6 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _changed(words: Sequence[str], *changes: str) -> list[str]:
-    """Return the words of a command with changes, in place of those that set the same keys."""
     keys = {change.partition("=")[0] for change in changes}
     return [*(word for word in words if word.partition("=")[0].lstrip("+") not in keys), *changes]
 

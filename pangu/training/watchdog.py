@@ -54,7 +54,6 @@ def place_of(trainer: Trainer) -> Place:
 
 
 def _key(step: int) -> str:
-    """Return the store key that counts the processes that want to report in a step."""
     return f"speaks-{step}"
 
 

@@ -1,1 +1,1 @@
-"""Other programs' settings as overrides of `pretrain.py`, and what they do otherwise."""
+"""Translation of other programs' settings to overrides of `pretrain.py`, with a list of the differences."""

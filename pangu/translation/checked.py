@@ -1,4 +1,4 @@
-"""Overrides as words of a command line, and our configuration built from them."""
+"""Overrides as words of a command line, and the configuration built from them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ _WORDS = ("null", "true", "false", "nan", "inf")
 
 @dataclass(frozen=True)
 class Checked:
-    """Overrides that our configuration was built from."""
+    """Overrides that a valid configuration was built from."""
 
     words: list[str]
-    """KEY=VALUE, groups first."""
+    """Overrides KEY=VALUE, groups first."""
     parameters: int | None
-    """Weights of the model; None where its shape, or its vocabulary, has to be given yet."""
+    """Parameters of the model; None if its shape or vocabulary is still missing."""
     processes: str
-    """How many the run has, in words."""
+    """Description of the number of processes."""
 
 
 def check(source: Translation, configs: Path) -> Checked:
-    """Build our configuration from the overrides of a translation. What is only the other program's default is left out
-    where ours is the same. `configs`: folder with base.yaml.
+    """Build the configuration from a translation's overrides; foreign defaults that equal ours are omitted.
 
-    Raises:
-        ConfigError: names all that is wrong, with the settings that say it.
+    `configs`: folder with base.yaml. Raises ConfigError that names all problems, with the settings they come from.
     """
     groups = sorted(path.name for path in configs.iterdir() if path.is_dir())
     left_open = [key for key in groups if source.overrides.get(key, (None,))[0] == UNSAID]
@@ -68,7 +66,7 @@ def check(source: Translation, configs: Path) -> Checked:
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted name; a new object, which equals nothing, where there is none."""
+    """Return the value at a dotted name; a new object, which equals nothing, if there is none."""
     value: Any = values
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -82,7 +80,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _renamed(problem: Problem, source: Translation) -> Problem:
-    """With the settings that the keys' values come from."""
+    """Return a problem with the settings that the keys' values come from."""
     names = [
         source.shown(name)
         for key in problem.key.split(", ")
@@ -93,7 +91,7 @@ def _renamed(problem: Problem, source: Translation) -> Problem:
 
 
 def hydra_value(value: object) -> str:
-    """A value in the grammar of Hydra's overrides."""
+    """Return a value in the grammar of Hydra's overrides."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

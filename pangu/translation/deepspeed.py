@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what several of its fields say together, with the defaults of its documentation."""
+"""Rules for DeepSpeed's fields that depend on one another, with the defaults of its documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with experts in the notation of Megatron-LM and its successors: a number, or a list for all layers."""
+"""Expert layers in the notation of Megatron-LM and its successors: a number, or a list for all layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pangu.config.model import MOST_LAYERS
 
 
 def layer_pattern(frequency: Any, layers: int, dense: int = 0) -> list[int]:
-    """Return 0 or 1 for each layer; empty for what cannot be read. A number N, or -N, has experts in layers 0, N, 2N
-    and so on, but in none of the first `dense`; a list, or a sum of multiples of lists, says 0 or 1 for each layer."""
+    """Return 0 or 1 (experts) for each layer; empty if unreadable.
+
+    N or -N has experts in layers 0, N, 2N etc. except the first `dense`; lists and sums of them have 0 or 1 per layer.
+    """
     layers = min(layers, MOST_LAYERS)
     if isinstance(frequency, int) and frequency != 0:
         return [int(n >= dense and n % frequency == 0) for n in range(layers)]
@@ -23,7 +25,7 @@ def layer_pattern(frequency: Any, layers: int, dense: int = 0) -> list[int]:
 
 
 def spread(pattern: Sequence[int]) -> tuple[int, int] | None:
-    """Return `model.dense_layers` and `model.expert_every` of a pattern; None if there are none."""
+    """Return `model.dense_layers` and `model.expert_every` of a pattern; None if it has none."""
     for dense in range(len(pattern)):
         for every in range(1, len(pattern) - dense + 1):
             if list(pattern) == [int(n >= dense and (n - dense) % every == every - 1) for n in range(len(pattern))]:
@@ -32,7 +34,7 @@ def spread(pattern: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _listed(node: ast.expr) -> Any:
-    """The value of sums and multiples of short lists, as Megatron takes them: `([0]*1+[1]*47)`."""
+    """Return the value of sums and multiples of short lists, as Megatron takes them: `([0]*1+[1]*47)`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value <= MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):

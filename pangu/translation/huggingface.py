@@ -1,4 +1,4 @@
-"""config.json of transformers, by the reader that converts checkpoints."""
+"""Translation of transformers' config.json, with the reader that converts checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pangu.translation.table import Table, Translation, load_table
 
 
 def table_of(kind: Kind) -> Table:
-    """The fields of one type of model."""
+    """Return the fields of one type of model."""
     harmless = f"{load_fields('transformers_fields')['harmless']} {kind.harmless} model_type"
     direct = {field: f"model.{key}" for key, field in kind.keys.items()}
     same = f"{harmless} {' '.join(kind.only)} {kind.derived}"
@@ -22,7 +22,7 @@ def table_of(kind: Kind) -> Table:
 
 
 def translate(config: Mapping[str, Any], path: Path) -> Translation:
-    """The overrides of a config.json. Raises UserError for a model that we do not have."""
+    """Return the overrides of a config.json. Raises UserError for an unsupported model."""
     kind = kind_in(config, path)
     source = Translation(table_of(kind), config)
     source.set("model", "pangu_2_6b" if kind.means["kind"] == "pangu" else "gpt2_124m", "model_type")

@@ -1,8 +1,8 @@
-"""The command line that a launch script gives to Megatron-LM's pretrain_gpt.py, read without running the script.
+"""Command line that a launch script passes to Megatron-LM's pretrain_gpt.py, read without running the script.
 
-What a shell would do is done as far as such scripts need it: variables, arrays, quotes, continued lines, comments,
-`${NAME:-default}` and sums of whole numbers. What only running tells (`$1`, `$(hostname)`, the environment) stays in
-the text as it is.
+Shell features are emulated as far as such scripts need them: variables, arrays, quotes, continued lines, comments,
+`${NAME:-default}` and integer arithmetic. Facts of the run itself (`$1`, `$(hostname)`, the environment) stay in the
+text unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pangu.config.errors import UserError, reading, shown
 
 MOST_CHARACTERS = 1_000_000
-"""Largest script and variable: a variable that holds itself twice doubles with each line."""
+"""Largest script and variable: a variable that contains itself twice doubles with each line."""
 MOST_WORDS = 20_000
 """Largest number of words in a command."""
 _OUTPUT = r"\$\((?:[^()]|\([^()]*+\))*+\)"
@@ -32,7 +32,7 @@ _TOKEN = re.compile(
 _HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?:{_EXPANDED}|[^'\"\\])++)", re.DOTALL)
 _DEFAULT = r"(?:\$\{(?:\$\{[^{}]*+\}|[^{}])*+\}|[^{}])*+"
-"""Default of a variable, with defaults inside of it, two levels deep."""
+"""Pattern of a variable's default, with nested defaults, two levels deep."""
 _VARIABLE = re.compile(
     rf"\$\(\((?P<sum>{_SUM})\)\)"
     rf"|\$\{{(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>{_DEFAULT}))?\}}|\$(?P<bare>[A-Za-z_]\w*|\d)"
@@ -49,7 +49,7 @@ _SLURM_TASKS = re.compile(r"^#SBATCH[ \t]+--ntasks-per-node[= ](\d+)", re.MULTIL
 _OPTIONS = re.compile(
     r"\$\{?(\w*(?:ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|PARAMS)\w*|[@*])(?:\[[@*]\])?(?::\d)?\}?", re.IGNORECASE
 )
-"""Variables that are named after what they hold: options. A shell puts nothing in place of one that is not set."""
+"""Variables named after options that they hold. A shell replaces unset ones by nothing."""
 _SUMS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -60,15 +60,16 @@ _SUMS = {
 }
 
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
-"""Words that begin and end what is carried out under a condition, or several times."""
+"""Words that begin and end conditional or repeated commands."""
 
 
 class Variables(dict[str, list[str]]):
-    """Values of variables, with a bound on what is written and read: one that grows with each line is quadratic."""
+    """Values of variables, with a bound on their size: one that grows with each line is quadratic."""
 
     written = 0
 
     def __setitem__(self, name: str, value: list[str]) -> None:
+        """Store a value and count its size."""
         self.count(value)
         super().__setitem__(name, value)
 
@@ -80,21 +81,23 @@ class Variables(dict[str, list[str]]):
 
 
 class Command(NamedTuple):
-    """The command that a script starts."""
+    """Command that a script starts."""
 
     words: list[str]
-    """Words behind pretrain_gpt.py."""
+    """Words after pretrain_gpt.py."""
     conditional: dict[str, str]
-    """Variables that the script sets under a condition, with their last value: conditions are not looked at."""
+    """Variables that the script sets under a condition, with their last value: conditions are not evaluated."""
     empty: list[str]
     """Variables with options that the script uses and does not set."""
     processes: int | None
-    """Processes on all nodes, where the launcher's options or Slurm's tell."""
+    """Number of processes on all nodes, if the launcher's options or Slurm's tell it."""
 
 
 def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
-    """Find the command with pretrain_gpt.py in a script. `given`: variables that have these values whatever the script
-    says. Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
+    """Return the command with pretrain_gpt.py in a script; `given` variables override those of the script.
+
+    Raises UserError if there is no such command, quotes do not match, or a variable grows too large.
+    """
     nodes = _SLURM_NODES.search(text)
     known = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes[1]) if nodes else {}
     variables = Variables({name: [value] for name, value in {**known, **given}.items()})
@@ -137,8 +140,7 @@ def _processes(launcher: Sequence[str], text: str) -> int | None:
 def _commands(
     words: list[str], variables: Variables, given: Mapping[str, str], names: list[str]
 ) -> Iterator[list[str]]:
-    """Carry out the assignments of a statement, whose `names` are added; yield the words of their values, and the
-    rest, where they start a Python script."""
+    """Run a statement's assignments, adding `names`; yield values and other words that start a Python script."""
     while words and (assigned := _ASSIGNMENT.match(words[0])):
         count = _assign(words, assigned, variables, given)
         names.append(assigned[1])
@@ -159,20 +161,18 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _scripts(words: Sequence[str]) -> list[str]:
-    """Return the names of the Python scripts among some words."""
     names = [PurePosixPath(word.strip("'\"")).name for word in words if ".py" in word]
     return [name for name in names if _SCRIPT.fullmatch(name)]
 
 
 def after_program(words: Sequence[str]) -> list[str]:
-    """Return the words behind pretrain_gpt.py; none if it is not there."""
+    """Return the words after pretrain_gpt.py; none if it is not there."""
     places = [n for n, word in enumerate(words) if _PROGRAM.fullmatch(PurePosixPath(word.strip("'\"")).name)]
     return [word.strip("'\"") for word in words[places[0] + 1 :]] if places else []
 
 
 def _statements(text: str) -> Iterator[tuple[list[str], str]]:
-    """Words of each command, still quoted, and the mark before it (`&` is also that of `&&`); those of an array stand
-    between `(` and `)`."""
+    """Yield each command's quoted words, arrays in `(` and `)`, and the mark before it (`&` also for `&&`)."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
     text = _without_documents(text)
@@ -229,7 +229,7 @@ def _assign(words: Sequence[str], assigned: re.Match[str], variables: Variables,
 
 
 def expand(word: str, variables: Variables, split: bool = True) -> list[str]:
-    """The fields that a shell makes of a word. `split`: what stands in variables outside of quotes is cut at spaces."""
+    """Return the fields that a shell makes of a word. `split`: cut unquoted variables at spaces."""
     fields, quoted = [""], False
     for piece in _PIECE.finditer(word):
         text, kind = piece[0], piece.lastgroup
@@ -269,7 +269,7 @@ def _substitute(text: str, variables: Variables) -> str:
 
 
 def _sum(match: re.Match[str], variables: Variables) -> str:
-    """The value of `$((A * 2))`, or the text itself where it is not known."""
+    """Return the value of `$((A * 2))`, or the text itself if it is unknown."""
 
     def known(name: re.Match[str]) -> str:
         value = next(iter(variables.get(name[1], [])), "")
@@ -293,7 +293,7 @@ def _computed(node: ast.expr) -> int:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Options and their values: true without any, a list with several. Raises UserError for words before the first."""
+    """Return the options and their values: true without any, a list for several. Raises UserError for leading words."""
     flags: dict[str, Any] = {}
     values: list[Any] | None = None
     name = ""
@@ -311,7 +311,6 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(word: str) -> Any:
-    """A word as the number or the truth value that it is."""
     if word in ("True", "true", "False", "false"):
         return word in ("True", "true")
     for kind in (int, float):

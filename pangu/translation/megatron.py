@@ -1,5 +1,5 @@
-"""Rules for options of Megatron-LM's and MindSpeed-LLM's pretrain_gpt.py that depend on one another. They are those of
-megatron/training/arguments.py (`validate_args`) and megatron/core/optimizer_param_scheduler.py."""
+"""Rules for interdependent options of Megatron-LM's and MindSpeed-LLM's pretrain_gpt.py."""
+# From megatron/training/arguments.py (`validate_args`) and megatron/core/optimizer_param_scheduler.py.
 
 from __future__ import annotations
 
@@ -178,7 +178,6 @@ def _router(source: Translation) -> None:
 
 
 def _balance(source: Translation) -> None:
-    """Choose the loss, or the biases, that keep the experts' loads alike."""
     name, factor = "moe-router-load-balancing-type", source.number("moe-aux-loss-coeff")
     kinds = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "softmax_topk": "none"}
     kind = source.value(name)
@@ -203,7 +202,7 @@ def _balance(source: Translation) -> None:
 
 
 def _expert_layers(source: Translation) -> None:
-    """Spread experts as `moe-layer-freq` and MindSpeed-LLM's `first-k-dense-replace` say, without skipped layers."""
+    """Set the expert layers of `moe-layer-freq` and MindSpeed-LLM's `first-k-dense-replace`, without skipped layers."""
     name, layers = "moe-layer-freq", source.count("num-layers") or 1
     dense = max(0, source.integer("first-k-dense-replace") or 0)
     frequency = source.value(name)
@@ -220,7 +219,7 @@ def _expert_layers(source: Translation) -> None:
 
 
 def _skipped(source: Translation) -> set[int]:
-    """Return MindSpeed-LLM's layers that compute nothing, which only even out the stages of a pipeline."""
+    """Return MindSpeed-LLM's empty layers, which only balance the stages of a pipeline."""
     words = [number for word in source.words("noop-layers") for number in word.split(",")]
     if not all(word.strip().isdecimal() for word in words):
         raise source.wrong("noop-layers", "must be numbers of layers")

@@ -13,14 +13,14 @@ _KIND, _UNTIE = f"{_MODEL}type", f"{_MODEL}untie_embeddings_and_output_weights"
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 _GPTS = ("pangualpha", "gpt2")
 _ARCHITECTURES = (None, "LlamaForCausalLM", "GPT2LMHeadModel", "PanguAlphaHeadModel")
-"""Classes that compute what their configuration says; others, as of Baichuan, share LlamaConfig and differ."""
+"""Classes that compute what their configuration says; others, such as Baichuan's, share LlamaConfig and differ."""
 _LIKE_LLAMA = {
     "hidden_act": ("swiglu", "fusedswiglu", "silu", "LlamaSiLU"),
     "normalization": ("RMSNorm", "FusedRMSNorm"),
     "gated_linear_unit": (True,),
     "position_embedding_type": ("rope",),
 }
-"""Values that say again what a Llama is."""
+"""Values that are implied by a Llama."""
 
 
 def translate(source: Translation) -> None:
@@ -58,7 +58,7 @@ def _kind(source: Translation) -> str:
 
 
 def _llama(source: Translation, kind: str) -> None:
-    """Set what Llama and Qwen have in common, and what their fields say."""
+    """Set the keys that Llama and Qwen share, and those of their fields."""
     llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
     for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
         if f"model.{key}" not in source.overrides:
@@ -87,7 +87,6 @@ def _llama(source: Translation, kind: str) -> None:
 
 
 def _layers(source: Translation) -> None:
-    """Set widths and numbers of heads."""
     hidden, gated = source.integer(f"{_MODEL}hidden_size"), _kind(source) not in _GPTS
     names = tuple(f"{_MODEL}{name}" for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim_multiplier"))
     width = source.integer(names[0]) or source.integer(names[1])
@@ -111,14 +110,14 @@ _EXPERTS = {
     "shared_expert_num": "shared_experts",
     "first_k_dense_replace": "dense_layers",
 }
-"""Whole numbers of moe_config that are keys of the model."""
+"""Integers of moe_config that are keys of the model."""
 _ROUTER = {
     "capacity_factor": "expert_capacity",
     "aux_loss_factor": "router.balance_weight",
     "z_loss_factor": "router.z_loss",
     "routed_scaling_factor": "router.scale",
 }
-"""Numbers."""
+"""Floating-point numbers of moe_config that are keys of the model."""
 
 
 def _experts(source: Translation) -> None:
@@ -165,7 +164,7 @@ def _expert_layers(source: Translation) -> None:
 
 
 def _balance(source: Translation) -> None:
-    """Choose the loss, or the biases, that keep the experts' loads alike."""
+    """Choose the loss or the biases that balance the experts."""
     kinds, factors = source.words("moe_config.aux_loss_types"), source.words("moe_config.aux_loss_factors")
     if kinds == ["expert"] and len(factors) == 1:
         source.set("model.router.balance_weight", float(factors[0]), "moe_config.aux_loss_factors")
@@ -179,7 +178,7 @@ def _balance(source: Translation) -> None:
 
 
 def _batch(source: Translation) -> None:
-    """A replica computes so many micro-batches of `runner_config.batch_size` in a step."""
+    """Set the batch; a replica computes so many micro-batches of `runner_config.batch_size` in a step."""
     micro, replicas = source.count("runner_config.batch_size"), source.count("parallel_config.data_parallel")
     counts = (
         "parallel_config.micro_batch_num",
@@ -322,7 +321,7 @@ def _data(source: Translation) -> None:
 
 
 def _callbacks(source: Translation) -> None:
-    """Only what saves is read."""
+    """Set the checkpoint keys; only settings that save are read."""
     listed = source.value("callbacks")
     for callback in listed if isinstance(listed, list) else []:
         if isinstance(callback, Mapping) and str(callback.get("type", "")).startswith("Checkpoint"):

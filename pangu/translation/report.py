@@ -1,4 +1,4 @@
-"""What a translation comes to: for a shell, and in tables for the documentation."""
+"""Report of a translation for a shell, and the tables of all mappings for the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Language = Literal["en", "zh"]
 
 
 class Heads(NamedTuple):
-    """Of tables and lists."""
+    """Languages of tables and lists."""
 
     keys: str
     absent: str
@@ -35,7 +35,7 @@ _HEADS = {
 
 
 def describe(source: Translation, checked: Checked) -> str:
-    """Overrides, to be pasted behind `pretrain.py`, and as comments of a shell all else that a user should know."""
+    """Return overrides to paste after `pretrain.py`, with all other facts for the user as shell comments."""
     lines = [" \\\n".join(shlex.quote(word) for word in checked.words)]
     if checked.parameters is not None:
         lines.append(f"# {checked.parameters:,} parameters; processes: {checked.processes}")
@@ -80,7 +80,7 @@ def _section(title: str, rows: dict[str, str]) -> Iterator[str]:
 
 
 def tables(language: Language) -> str:
-    """The mapping of every program, in Markdown."""
+    """Return the mapping of every program, in Markdown."""
     parts = [_of_program(load_table(name), language) for name in ("megatron", "deepspeed", "mindformers", "torchtitan")]
     return "\n".join([*parts, _of_transformers(language)])
 

@@ -1,4 +1,4 @@
-"""The formats that are read: a command line or launch script, JSON, YAML or TOML, and config.json."""
+"""Supported formats: a command line or launch script, JSON, YAML or TOML, and config.json."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pangu.translation.launch_script import Command, after_program, read_command
 from pangu.translation.table import Translation, load_table
 
 MOST_BYTES = 16 * 2**20
-"""Of a file with settings."""
+"""Largest file with settings, bytes."""
 
 
 def translate(source: str, words: Sequence[str]) -> Translation:
-    """The settings that the words of a command line hold or name, as ours. Raises UserError."""
+    """Return the translated settings that a command line holds or names. Raises UserError."""
     command = Command([], {}, [], None)
     if source == "megatron":
         command = _megatron(words)
@@ -53,7 +53,7 @@ def _not_empty(translation: Translation, where: object) -> Translation:
 
 
 def _megatron(words: Sequence[str]) -> Command:
-    """Read the options of the command line, or a script, whose variables NAME=VALUE may follow."""
+    """Read the options of a command line or script; variables NAME=VALUE may follow a script."""
     if not words:
         raise UserError("--from megatron needs the options of pretrain_gpt.py, or the path of a launch script")
     if words[0].startswith("--"):

@@ -1,5 +1,4 @@
-"""Which setting of another program is which key of ours: the one mapping that translates and that docs/moving-over.md
-shows."""
+"""Mapping of other programs' settings to keys, used for translation and shown by docs/moving-over.md."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _PLACEHOLDER = re.compile(
 
 @dataclass(frozen=True)
 class Text:
-    """A remark in both languages of the documentation."""
+    """Remark in both languages of the documentation."""
 
     en: str
     zh: str
@@ -37,38 +36,38 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """All settings of a program that are known here, as SOURCE.yaml beside this file lists them."""
+    """Known settings of a program, as SOURCE.yaml in this folder lists them."""
 
     title: str
     direct: Mapping[str, str]
-    """Settings whose value is that of one key of ours."""
+    """Settings whose value is that of one key."""
     read: Mapping[str, str]
-    """Settings that several together say one thing, or say it in other words: the keys that follow, for people."""
+    """Settings that determine keys together or in another form: those keys, for people."""
     absent: Mapping[str, str]
-    """Settings without a counterpart, by the text that says why; names may be patterns."""
+    """Settings without a counterpart, with the name of the reason; names may be patterns."""
     same: str
-    """Settings that change nothing of what is computed, or have no other value here; names may be patterns."""
+    """Settings that do not change the function, or have no other value here; names may be patterns."""
     always: Sequence[str]
-    """Texts of what differs in any case."""
+    """Texts of differences that always apply."""
     texts: Mapping[str, Text]
     prefix: str = ""
-    """What names begin with where people write them."""
+    """Prefix of names as people write them."""
     aliases: Mapping[str, str] | None = None
-    """Other names, of older versions."""
+    """Aliases of older versions."""
     defaults: Mapping[str, Any] | None = None
-    """Values that the program takes where a setting is not given, and that are not ours."""
+    """Defaults of the program that differ from ours."""
     required: Mapping[str, str] | None = None
-    """Settings that the program cannot do without: the key that is left open without them."""
+    """Required settings of the program: the key that is left open without them."""
     notes: Mapping[str, str] | None = None
-    """Settings that are translated and work otherwise here: the text that says how."""
+    """Translated settings that work differently here, with the name of the explanation."""
     unset: str | None = None
-    """A value that says nothing: another program fills it in."""
+    """Value for "filled in elsewhere" in another program."""
     models: Mapping[str, Mapping[str, Any]] | None = None
-    """Architectures that the program knows by a name: keys of `ModelConfig`."""
+    """Keys of `ModelConfig` of architectures that the program knows by name."""
     neutral: Mapping[str, Sequence[Any]] | None = None
-    """Values with which a setting without a counterpart asks for nothing."""
+    """Values that switch a setting without a counterpart off."""
     decisive: Sequence[str] = ()
-    """Names of the texts in `absent` whose settings change the model or what it is trained for."""
+    """Names of the texts in `absent` whose settings change the model or its training objective."""
 
     def keys(self, name: str) -> list[str]:
         """Return our keys that a setting decides."""
@@ -76,15 +75,16 @@ class Table:
         return listed.split(", ") if listed else []
 
     def touches_model(self, name: str) -> bool:
-        """Whether a setting decides the model, or which optimizer trains it."""
+        """Return whether a setting decides the model, or which optimizer trains it."""
         is_model = any(key == "optimizer" or key.partition(".")[0] == "model" for key in self.keys(name))
         return is_model or self.why_absent(name) in self.decisive
 
     def why_absent(self, name: str) -> str | None:
-        """The text that says why a setting has no counterpart; None for others."""
+        """Return the reason why a setting has no counterpart; None for others."""
         return next((text for text, names in self.absent.items() if _listed(name, names)), None)
 
     def is_same(self, name: str) -> bool:
+        """Return whether a setting changes nothing."""
         return _listed(name, self.same)
 
 
@@ -94,27 +94,27 @@ def _listed(name: str, names: str) -> bool:
 
 @cache
 def load_table(source: str) -> Table:
-    """The table of SOURCE.yaml."""
+    """Return the table of SOURCE.yaml."""
     values = yaml.safe_load((Path(__file__).parent / f"{source}.yaml").read_text(encoding="utf-8"))
     return Table(**{**values, "texts": {name: Text(**text) for name, text in values["texts"].items()}})
 
 
 class Translation:
-    """The settings of a file or a command line, and what has become of each."""
+    """Settings of a file or a command line, and the result of translating each."""
 
     def __init__(self, table: Table, given: Mapping[str, Any]) -> None:
-        """`given`: values by name. A text with a variable of a script that nobody has set counts as not given."""
+        """Start with the `given` values by name; texts with unset script variables count as not given."""
         aliases = table.aliases or {}
         self.table = table
         self.given = {aliases.get(name, name): value for name, value in given.items()}
         self.overrides: dict[str, tuple[Any, tuple[str, ...]]] = {}
-        """Values of our keys, and the settings that they are of."""
+        """Values of our keys, with the settings that they come from."""
         self.absent: dict[str, Text] = {}
-        """Settings without a counterpart, and why."""
+        """Settings without a counterpart, with the reason."""
         self.unset = {n: value for n, value in self.given.items() if _is_unset(value, table.unset)}
-        """Settings whose value is not told: placeholders, variables that nobody has set, `auto`."""
+        """Settings whose value is unknown: placeholders, unset variables, `auto`."""
         self.open: dict[str, str] = {}
-        """Keys that the user has to give, and why."""
+        """Keys that the user has to give, with the reason."""
         self.asked: set[str] = set()
         """Settings without a value that left a key open."""
         self.conditional: Mapping[str, str] = {}
@@ -122,9 +122,9 @@ class Translation:
         self.empty: Sequence[str] = ()
         """Variables with options that a script uses and does not set."""
         self.processes: int | None = None
-        """Processes that a script starts on all nodes; None where it does not say."""
+        """Processes that a script starts on all nodes; None: unknown."""
         self.differences: list[str] = list(table.always)
-        """Names of texts."""
+        """Names of texts about differences."""
         known = {**(table.defaults or {}), **self.given}
         self._values = {name: value for name, value in known.items() if name not in self.unset}
         for name, value in self.given.items():
@@ -139,7 +139,7 @@ class Translation:
 
     @property
     def unknown(self) -> list[str]:
-        """Settings that nothing is known of."""
+        """Unknown settings."""
         table = self.table
         return [
             name
@@ -149,19 +149,20 @@ class Translation:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Settings that change the model, or may change it, and have no effect here; and why."""
+        """Settings that change the model, or may change it, and have no effect here, with the reason."""
         absent = {name: text.en for name, text in self.absent.items() if self.table.touches_model(name)}
         return {**absent, **dict.fromkeys(self.unknown, "is not known, and may change the model")}
 
     def shown(self, name: str) -> str:
+        """Return a setting as it was given."""
         return f"{self.table.prefix}{name}"
 
     def value(self, name: str) -> Any:
-        """As it is given, or the program's default; None for neither."""
+        """Return a setting as given, or the program's default; None for neither."""
         return self._values.get(name)
 
     def number(self, name: str) -> float | None:
-        """Raises UserError for what is no number."""
+        """Return a number. Raises UserError for anything else."""
         value = self.value(name)
         if isinstance(value, str):
             try:
@@ -173,47 +174,48 @@ class Translation:
         return value
 
     def integer(self, name: str) -> int | None:
-        """Raises UserError for what is no whole number."""
+        """Return an integer. Raises UserError for anything else."""
         value = self.number(name)
         if value is not None and (isinstance(value, float) and not value.is_integer()):
             raise self.wrong(name, "must be a whole number")
         return None if value is None else int(value)
 
     def count(self, name: str) -> int | None:
-        """A whole number that something is divided by. Raises UserError for one below 1."""
+        """Return an integer used as a divisor. Raises UserError if it is below 1."""
         value = self.integer(name)
         if value is not None and value < 1:
             raise self.wrong(name, "must be at least 1")
         return value
 
     def text(self, name: str) -> str | None:
-        """Raises UserError for lists and tables."""
+        """Return a text. Raises UserError for lists and tables."""
         value = self.value(name)
         if isinstance(value, list | Mapping):
             raise self.wrong(name, "must be one value")
         return None if value is None else str(value)
 
     def flag(self, name: str) -> bool:
-        """Raises UserError for what is neither true nor false."""
+        """Return a truth value. Raises UserError for anything else."""
         value = self.value(name)
         if value not in (None, True, False):
             raise self.wrong(name, "must be true or false")
         return value is True
 
     def words(self, name: str) -> list[str]:
-        """A list of texts, or one."""
+        """Return a list of texts, also for a single one."""
         value = self.value(name)
         return [] if value is None else [str(one) for one in (value if isinstance(value, list) else [value])]
 
     def wrong(self, name: str, rule: str) -> UserError:
+        """Return the error about a setting."""
         return UserError(f"{self.shown(name)} = {shown(self.value(name))}: {rule}")
 
     def set(self, key: str, value: Any, *names: str) -> None:
-        """Give a key of ours a value, which settings named `names` say; without names it is what the program does."""
+        """Set a key to a value from settings `names`; without names it is the program's behavior."""
         self.overrides[key] = value, names
 
     def choose(self, key: str, name: str, values: Mapping[Any, Any], text: str = "value") -> None:
-        """Give a key the value that a setting's value stands for; one that is not in `values` has no counterpart."""
+        """Set a key to the translation of a setting's value; one that is not in `values` has no counterpart."""
         value = self.value(name)
         if name in self.unset:
             return
@@ -223,21 +225,21 @@ class Translation:
             self.set(key, values[value], name)
 
     def lacks(self, name: str, text: str) -> None:
-        """A setting, or its value, has no counterpart."""
+        """Note that a setting, or its value, has no counterpart."""
         self.absent.setdefault(name, self.table.texts[text])
 
     def differs(self, text: str) -> None:
-        """Something works otherwise here."""
+        """Note that something works differently here."""
         if text not in self.differences:
             self.differences.append(text)
 
     def needs(self, key: str, why: str) -> None:
-        """A key of ours that the settings do not tell; the run will ask for it."""
+        """Leave a key open that the settings do not tell; the run will ask for it."""
         self.overrides[key] = UNSAID, ()
         self.open[key] = why
 
     def ask_for_unset(self) -> None:
-        """Leave the first key of each setting open that has no value yet, unless another setting decides it."""
+        """Leave open the first key of each setting that has no value yet, unless another setting decides it."""
         for name, value in self.unset.items():
             for key in self.table.keys(name)[:1]:
                 decided, names = self.overrides.get(key, (UNSAID, ()))
@@ -249,7 +251,7 @@ class Translation:
                     self.asked.add(name)
 
     def set_direct(self) -> None:
-        """All settings whose value is that of one key."""
+        """Translate all settings whose value is that of one key."""
         for name, key in self.table.direct.items():
             value = self.value(name)
             if isinstance(value, str) and re.match(r"[-+]?[\d.]", value):  # YAML 1.1 reads `1e-8` as a text
@@ -259,11 +261,11 @@ class Translation:
                 self.set(key, value, name)
 
     def said(self, names: Sequence[str]) -> bool:
-        """Whether one of these settings is given, rather than a default of the program."""
+        """Return whether one of these settings is given, rather than a default of the program."""
         return any(name in self.given for name in names)
 
     def blend(self, name: str) -> tuple[list[str], list[float]]:
-        """Paths of a blend, `0.7 A 0.3 B`, and their weights, which may be left out."""
+        """Return the paths of a blend, `0.7 A 0.3 B`, and their weights, which may be omitted."""
         words = self.words(name)
         try:
             weights = [float(word) for word in words[::2]]

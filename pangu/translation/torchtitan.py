@@ -1,5 +1,4 @@
-"""Rules for fields of torchtitan's TOML that depend on one another, with the defaults of v0.2.2, the last version that
-has TOML (torchtitan/config/job_config.py)."""
+"""Rules for interdependent fields of torchtitan's TOML; defaults of v0.2.2, the last with TOML (job_config.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _DATA_SETS = {
     "c4_validation": ("hf:{}:en:validation", "allenai/c4"),
     "c4_test": ("{}", "tests/assets/c4_test"),
 }
-"""What torchtitan reads under a name, as a source of data=stream, and the path where none is given."""
+"""Sources of data=stream for torchtitan's datasets, and the path where none is given."""
 
 
 def translate(source: Translation) -> None:
@@ -183,7 +182,7 @@ def _data(source: Translation) -> None:
 
 
 def _stream(source: Translation, group: str) -> str | None:
-    """A data set of torchtitan as a source of text; None where none is named that it knows."""
+    """Return the source of text for a torchtitan dataset; None if it is unknown."""
     name = (source.text(f"{group}.dataset") or "").lower()
     if name not in _DATA_SETS:
         if name:

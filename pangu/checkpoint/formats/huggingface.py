@@ -199,7 +199,6 @@ def put_tokenizer_end_first(packing: Mapping[str, Any], tokenizer: Tokenizer) ->
 
 
 def _ids(job: Job, file: str) -> dict[str, Any]:
-    """Return ids and sampling for a file: those of its original, unless the ends of a text have changed since."""
     packing = job.config.data.packing
     ids = {
         "bos_token_id": begin_id(packing.bos, _opened(job.tokenizer)),
@@ -281,7 +280,6 @@ def _write_template(path: Path, template: str, tokenizer: TokenizerConfig) -> No
 
 
 def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:
-    """Return the tokenizer, or None for one that cannot be loaded here, whose files are copied all the same."""
     try:
         return load_tokenizer(tokenizer) if tokenizer else None
     except UserError:

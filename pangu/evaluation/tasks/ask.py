@@ -86,7 +86,6 @@ def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) ->
 
 
 def _length(item: Item) -> int:
-    """Return the number of characters of a question with its longest answer."""
     return sum(map(len, item.fields.values())) + max(map(len, item.answers))
 
 
@@ -124,7 +123,6 @@ def _scored(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> list
 
 
 def _ranked(item: Item, scores: Sequence[Score]) -> Answer:
-    """Return the answer with the lowest perplexity."""
     means = [one.loss / max(1, one.tokens) for one in scores]
     best = means.index(min(means))
     return Answer(item.id, item.answers[best], {"accuracy": float(best == item.right)})

@@ -191,7 +191,6 @@ def _cloze(path: Path) -> Iterator[Item]:
 
 
 def _bars(line: str) -> list[str]:
-    """Return the parts between bars, without the spaces between Chinese words."""
     parts = (part.strip() for part in line.split("|||"))
     return [re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", part) for part in parts]
 

@@ -69,7 +69,6 @@ def _best_f(
 
 
 def _num_common(one: list[str], other: list[str]) -> int:
-    """Return the number of common segments, in any order."""
     return (Counter(one) & Counter(other)).total()
 
 
@@ -79,7 +78,6 @@ def _longest_run(one: list[str], other: list[str]) -> int:
 
 
 def _longest_common(one: list[str], other: list[str]) -> int:
-    """Return the length of the longest common subsequence."""
     row = [0] * (len(other) + 1)
     for word in one:
         before = row

@@ -111,7 +111,6 @@ def _is_answer(value: Any) -> bool:
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise a UserError if the answers of a file have another setup."""
     different = ", ".join(
         f"{key}: {saved.get(key)} there, {current.get(key)} here"
         for key in sorted({*saved, *current})
