@@ -20,14 +20,13 @@ from pangu.pipeline.layouts import choose_layout
 def serve(jobs: SimpleQueue[str], fake: FakeDevice | str) -> None:
     """Answer jobs, JSON lines [configuration, rank, options], for ever; without a fake device, on the CPU."""
     torch.set_num_threads(1)
-    device = torch.device("cpu") if isinstance(fake, str) else torch.device("cuda", 0)
+    place = (torch.device("cpu"), None) if isinstance(fake, str) else (torch.device("cuda", 0), fake)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     while True:
         values, rank, options = json.loads(jobs.get())
         try:
             chosen = choose_layout(values, 1)
-            place = device, None if isinstance(fake, str) else fake
             if "chunks" in options:
                 report = {"traces": measure(chosen, *place, **options)}
             else:
@@ -37,5 +36,4 @@ def serve(jobs: SimpleQueue[str], fake: FakeDevice | str) -> None:
             answer = {"error": str(error)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(f"{json.dumps(answer)}\n")
-        answers.flush()
+        print(json.dumps(answer), file=answers, flush=True)

@@ -119,10 +119,7 @@ def difference(plan: Any, other: Any) -> str:
 def prepare_choice(
     folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch
 ) -> tuple[RunConfig, Callable[..., tuple[dict[str, Any], list[str]]]]:
-    """Return the checked configuration of a run with `parallel=auto`, and the function that chooses its layout.
-
-    `folder` is configs/cluster/, and keys in `given` are kept. Raise `UserError` if no cluster says for which devices.
-    """
+    """Return the checked configuration of a run with `parallel=auto`, and the function that chooses its layout."""
     cluster = require_cluster(folder, values, "parallel=auto")
     config, problems = find_problems(values)
     if problems:
