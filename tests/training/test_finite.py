@@ -8,7 +8,7 @@ import pytest
 
 from pangu.topology.layout import Layout
 from pangu.training.faults import find_non_finite
-from pangu.training.saving import MOMENTS
+from pangu.training.step import MOMENTS
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks
 
