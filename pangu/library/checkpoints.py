@@ -1,4 +1,4 @@
-"""Checkpoints of a user's model: parameters, buffers and optimizer state under their names, for any number of ranks."""
+"""Checkpoints of a user's model: parameters, buffers and optimizer state by name, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint, at once or not at all; one in that place is replaced, and nothing else is. All ranks call it.
+    """Write a checkpoint atomically; one in that place is replaced, and nothing else is. All ranks call this.
 
     Args:
-        path: a folder that all ranks see.
-        sharded: its main parameters, and the persistent buffers of the first replica.
-        optimizer: what it keeps of each element, such as moments, and its number of steps; None: nothing.
-        facts: of JSON, for `load` to return, e.g. the number of steps.
+        path: Folder that all ranks see.
+        sharded: Model whose main parameters, and persistent buffers of the first replica, are saved.
+        optimizer: Optimizer whose elementwise state, such as moments, and number of steps are saved; None: none.
+        facts: JSON values that `load` returns, e.g. the number of steps.
 
-    Raises UserError on all ranks if the disk refuses, the place holds anything else, `facts` are no JSON, or a buffer
-    has values that are not finite or not exact in fp64.
+    Raises:
+        UserError: On all ranks, the disk refuses, the place holds anything else, `facts` are not JSON, or a buffer
+            has values that are not finite or not exact in fp64.
     """
     sharded.require_same()
     mesh, path = sharded.mesh, Path(path)
@@ -65,10 +66,11 @@ def save(
 
 
 def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Go on from a checkpoint that any number of ranks has written: fill parameters and buffers of `sharded` and the
-    state of `optimizer`, and return the `facts` of `save`. All ranks call it. Raises UserError on all of them if the
-    checkpoint is damaged, or naming every tensor that only one side has or whose shape differs, or if it was written
-    without an optimizer and one is given."""
+    """Restore `sharded` and `optimizer` from a checkpoint of any number of ranks; return the `facts` of `save`.
+
+    All ranks call this. Raises UserError on all of them if the checkpoint is damaged, or naming every tensor that only
+    one side has or whose shape differs, or if it was written without an optimizer and one is given.
+    """
     path, mesh, shards = Path(path), sharded.mesh, sharded.parameters.shards
     weights = (named for shard in shards for named in rectangles_of(shard, shard.main))
     index = load_weights(path, mesh, weights)
@@ -105,8 +107,9 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Parameters and buffers of a checkpoint, whole and in host memory, for `module.load_state_dict`. Of tied
-    parameters there is the first name, so that it takes `strict=False`. Raises UserError if the checkpoint is damaged.
+    """Return parameters and buffers of a checkpoint, gathered in host memory, for `module.load_state_dict`.
+
+    Tied parameters have their first name only, so use `strict=False`. Raises UserError if the checkpoint is damaged.
     """
     path = Path(path)
     index = read_index(path)
@@ -119,8 +122,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def _other_steps(
     shards: Sequence[Shard], optimizer: torch.optim.Optimizer, steps: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names of the tensors whose first element is on this rank and that the optimizer has updated fewer times than
-    others, with their step counts [1]."""
+    """Yield tensors [1] with step counts that differ from `steps`, named by the tensor whose first element is here."""
     for shard in shards:
         step = optimizer.state.get(shard.main, {}).get("step")
         is_first = shard.start == 0 and not any(shard.placement.offsets)
@@ -129,7 +131,7 @@ def _other_steps(
 
 
 def _buffers(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """Those that `state_dict` has too."""
+    """Yield the persistent buffers, those that `state_dict` has too."""
     for path, module in sharded.model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -137,7 +139,7 @@ def _buffers(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stored(buffer: Tensor) -> torch.dtype:
-    """Checkpoints hold floating numbers."""
+    """Return the dtype of a buffer in checkpoints, which hold floating-point numbers."""
     return buffer.dtype if buffer.is_floating_point() else torch.float64
 
 

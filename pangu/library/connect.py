@@ -1,4 +1,4 @@
-"""A mesh from what the launcher says and the degrees of parallelism."""
+"""Creation of a mesh from the launcher's environment and the parallel sizes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ def connect(
     device: str = "auto",
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """Join the processes that torchrun has started, each with a device of its own; plain `python` is one process.
-    The processes that `tensor` x `pipeline` leave are replicas, `mesh.layout.replicas` of them; this one has number
+    """Join the processes that torchrun has started, each with its own device; plain `python` is one process.
+
+    The processes beyond `tensor` x `pipeline` are replicas, `mesh.layout.replicas` of them; this one has index
     `mesh.replica`, and computes on `mesh.device`.
 
     Args:
-        tensor: processes that share every matrix of `column_parallel` and `row_parallel`, neighbours.
-        pipeline: stages.
-        zero: what the replicas share, as in Rajbhandari et al. 2020, section 5: 0 nothing, 1 optimizer state, 2 also
-            gradients, 3 also parameters.
-        zero_group: replicas that share, e.g. those of a node; None: all.
-        sequence: sequence parallelism (Korthikanti et al. 2022, section 4.2): between the matrices each tensor-parallel
-            process has its part of dimension 0.
-        device: `auto`, `cpu`, `cuda`, `npu` or another kind of accelerator that torch knows.
-        timeout_s: that a process waits for a message of another one.
+        tensor: Tensor-parallel size: neighboring processes that split the matrices of `column_parallel` and
+            `row_parallel`.
+        pipeline: Number of stages.
+        zero: ZeRO stage (Rajbhandari et al. 2020, section 5), sharded over the replicas: 0 nothing, 1 optimizer
+            state, 2 also gradients, 3 also parameters.
+        zero_group: Replicas that shard among themselves, e.g. those of a node; None: all.
+        sequence: Sequence parallelism (Korthikanti et al. 2022, section 4.2): between the matrices each
+            tensor-parallel process has its slice of dimension 0.
+        device: `auto`, `cpu`, `cuda`, `npu` or another device type that torch knows.
+        timeout_s: Timeout for a message from another process, seconds.
 
-    Raises UserError if the processes cannot form such a mesh or do not all come, or if the machine lacks devices.
+    Raises:
+        UserError: The processes cannot form such a mesh or do not all arrive, or the machine lacks devices.
     """
     launch = Launch.from_environment()
     for name, value in (("tensor", tensor), ("pipeline", pipeline), ("zero_group", zero_group)):

@@ -1,4 +1,4 @@
-"""Optimizers of a sharded model: parameter groups by name, and what an optimizer of flat shards must not do."""
+"""Optimizers of a sharded model: parameter groups by name, and checks of optimizers on flat shards."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Owner(Protocol):
-    """A sharded model, which knows whether it calls an optimizer now."""
+    """Sharded model, which knows whether it is calling an optimizer."""
 
     is_stepping: bool
 
 
 _owners: MutableMapping[Tensor, ReferenceType[Owner]] = WeakTensorKeyDictionary()
-"""Main parameters of sharded models, and the parameters that the models had before."""
+"""Owners of main parameters, and of the parameters that the models had before."""
 
 
 def watch(tensors: Iterable[Tensor], owner: Owner) -> None:
@@ -54,14 +54,15 @@ register_optimizer_step_pre_hook(_require_owner)
 def options_of(
     groups: Groups, names: Sequence[str], config: AdamConfig | LambConfig
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the options of each group with the names of its parameters, those that no group names first.
+    """Return the options of each group with the names of its parameters, ungrouped ones first.
 
     Args:
-        groups: `params`, a name or pattern of parameters or a list of them, with other options than those of `config`.
-        names: the trained parameters.
-        config: the optimizer.
+        groups: Groups with `params`, a name or pattern of parameters or a list of them, and options to override.
+        names: Names of the trained parameters.
+        config: Default options.
 
-    Raises UserError for a group without parameters, a parameter of several groups, and options that cannot be.
+    Raises:
+        UserError: A group has no parameters, a parameter is in several groups, or an option is invalid.
     """
     options: list[tuple[dict[str, Any], list[str]]] = [({}, [])]
     owner: dict[str, int] = {}
@@ -92,8 +93,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UserError if an optimizer of flat shards does not treat each element alone: it would see no matrices, and
-    only this rank's part of them."""
+    """Raise UserError if an optimizer does not update elementwise: it would see flat shards instead of matrices."""
     if isinstance(optimizer, Lamb) or not _treats_elements_alone(optimizer):
         raise UserError(
             f"{type(optimizer).__name__}: its update depends on the shape or on the norm of a tensor, and main "
@@ -103,7 +103,7 @@ def require_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether numbers are updated the same together and in two tensors, as far as that can be found out."""
+    """Return whether elements get equal updates in one tensor and split in two, as far as that can be tried."""
     groups = [group for group in optimizer.param_groups if group["params"]]
     if not groups:
         return True

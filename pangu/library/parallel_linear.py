@@ -1,4 +1,4 @@
-"""Linear layers of a user's model that tensor-parallel ranks share."""
+"""Tensor-parallel linear layers for a user's model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ L = TypeVar("L", ColumnParallelLinear, RowParallelLinear)
 
 
 def column_parallel(linear: nn.Linear, mesh: Mesh) -> ColumnParallelLinear:
-    """This rank's outputs of a linear layer (Shoeybi et al. 2019, section 3), with its values.
+    """Return this rank's outputs of a linear layer (Shoeybi et al. 2019, section 3), with its values.
 
     The layer takes [sequence (/ ranks with sequence parallelism), ..., inputs] and returns [sequence, ..., outputs /
     ranks]; `row_parallel` takes that. Raises UserError unless it is an nn.Linear and the ranks divide the outputs.
@@ -27,19 +27,20 @@ def column_parallel(linear: nn.Linear, mesh: Mesh) -> ColumnParallelLinear:
 
 
 def row_parallel(linear: nn.Linear, mesh: Mesh) -> RowParallelLinear:
-    """This rank's inputs of a linear layer (Shoeybi et al. 2019, section 3), with its values; the partial sums are
-    added up, then the bias.
+    """Return this rank's inputs of a linear layer (Shoeybi et al. 2019, section 3), with its values.
 
-    The layer takes [sequence, ..., inputs / ranks] and returns [sequence (/ ranks with sequence parallelism:
-    Korthikanti et al. 2022, section 4.2), ..., outputs]. Raises UserError unless it is an
-    nn.Linear and the ranks divide the inputs.
+    The layer sums the partial products of the ranks, then adds the bias. It takes [sequence, ..., inputs / ranks] and
+    returns [sequence (/ ranks with sequence parallelism: Korthikanti et al. 2022, section 4.2), ..., outputs]. Raises
+    UserError unless it is an nn.Linear and the ranks divide the inputs.
     """
     return _shared(linear, mesh, RowParallelLinear)
 
 
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's part of `x` [sequence, ...] under sequence parallelism, [sequence / ranks, ...]; otherwise all of it.
-    Raises UserError unless the ranks divide the sequence."""
+    """Return this rank's slice [sequence / ranks, ...] of `x` with sequence parallelism, otherwise `x`.
+
+    Raise UserError if the ranks cannot divide the sequence.
+    """
     region = TensorRegion.of(mesh)
     if region.slices_sequence and len(x) % region.size:
         raise UserError(f"a sequence of {len(x)}: must be a multiple of the {region.size} tensor-parallel ranks")

@@ -1,4 +1,4 @@
-"""A pipeline of a user's own modules, run by any schedule."""
+"""Pipeline of a user's own modules, run by any schedule."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 
 Made = tuple[list[tuple[int, ...]], torch.dtype]
-"""Shapes and format of what a chunk hands to the next."""
+"""Shapes and dtype of a chunk's output."""
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer whose weight gradient a schedule may compute later than its input's."""
+    """Linear layer whose weight gradient a schedule may compute later than its input gradient."""
 
     store: WeightGradientStore
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
+        """Return [..., outputs] for x [..., inputs]."""
         rows = x if x.dim() > 1 else x[None]
         # what makes a weight of others, as `weight_norm` does, has its backward in that of the input
         leaves = self.weight.is_leaf and (self.bias is None or self.bias.is_leaf)
@@ -43,7 +43,7 @@ class DeferredLinear(nn.Linear):
 
 
 class _Carried(tuple[Tensor, ...]):
-    """Tensors that a chunk hands to the next."""
+    """Tensors that a chunk passes to the next."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class _Carried(tuple[Tensor, ...]):
 
 
 class _Chunks:
-    """This rank's chunks, as a runner computes with them."""
+    """Chunks of this rank, in the form that a runner needs."""
 
     def __init__(self, modules: nn.ModuleDict, made: dict[int, Made]) -> None:
         self._modules, self.made = modules, made
@@ -71,13 +71,13 @@ class _Chunks:
 
 
 class Pipeline:
-    """The chunks of a model on the stages of a mesh, and the schedule that runs them.
+    """Pipeline of a model's chunks on the stages of a mesh, with the schedule that runs them.
 
-    Schedules: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (several chunks on each stage), and the zero-bubble
-    schedules `zb_h1` and `zb_v` (two chunks on each; Qi et al. 2024, arXiv 2401.10241), whose backward is split: the
+    Schedules: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (several chunks per stage), and the zero-bubble
+    schedules `zb_h1` and `zb_v` (two chunks per stage; Qi et al. 2024, arXiv 2401.10241), whose backward is split: the
     weight gradients of every `nn.Linear` and parallel layer wait for a gap. Those of other modules (convolutions,
-    norms, `nn.MultiheadAttention`'s matrices, linear layers whose weight `weight_norm` makes) are computed with the
-    gradient of the input, which makes that part longer and the gaps less well filled, with the same results.
+    norms, `nn.MultiheadAttention`'s matrices, linear layers with `weight_norm`) are computed with the input gradient,
+    which makes that part longer and the gaps less well filled, with the same results.
     """
 
     def __init__(
@@ -90,18 +90,17 @@ class Pipeline:
         regions: Mapping[int, Sequence[str]] | None = None,
         **storage: Any,
     ) -> None:
-        """Make this rank's chunks and shard them over its replicas.
+        """Create this rank's chunks and shard them over its replicas; raise UserError as `shard`, or for wrong numbers.
 
         Args:
-            chunks: functions that make the chunks, in model order, a multiple of `mesh.layout.pipeline`; each is called
-                where its chunk is. A chunk takes what the one before returns: a floating tensor or a tuple of such.
-                All tensors between chunks have one format. Chunks share no parameters.
-            micro_batches: of a replica in a step.
-            schedule: one of the names above.
-            regions: number of a chunk -> its `regions`, as those of `shard`; other chunks have the default ones.
+            chunks: Functions that create the chunks, in model order, a multiple of `mesh.layout.pipeline`; each is
+                called on its chunk's stage. A chunk takes the output of the previous one: a tensor or a tuple of
+                tensors, all of one floating-point dtype. Chunks share no parameters.
+            mesh: Mesh of `connect`.
+            micro_batches: Micro-batches per replica and step.
+            schedule: One of the names above.
+            regions: `regions` of `shard` by chunk index, if not the default ones.
             storage: `dtype`, `bucket_mib`, `offload`, `overlap` and `message` of `shard`.
-
-        Raises UserError if the schedule does not allow these numbers, and as `shard` does.
         """
         stages, stage = mesh.layout.pipeline, mesh.at.pipeline
         virtual, rest = divmod(len(chunks), stages)
@@ -117,7 +116,7 @@ class Pipeline:
         _require_chunks(regions or {}, len(chunks))
         local = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
         self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in local})
-        """This rank's chunks by their number."""
+        """Chunks of this rank, by index."""
         self._mesh, self._last = mesh, len(chunks) - 1
         self._known: dict[str, dict[int, Made]] = {}
         store = WeightGradientStore() if self.schedule.splits_backward else None
@@ -132,8 +131,8 @@ class Pipeline:
             reduces=self.schedule.reduce_each,
             turns=self._last in local,
         )
-        """Its `lamb`, `adamw` and `step`, and what `save` and `load` take; names of parameters begin with the number of
-        their chunk."""
+        """Sharded model with `lamb`, `adamw` and `step`, and the argument of `save` and `load`; names of parameters
+        begin with their chunk's index."""
         unsharder, gradients = self.sharded.parameters.unsharder, self.sharded.parameters.gradients
         hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
         parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in local}
@@ -144,17 +143,21 @@ class Pipeline:
     def forward_backward(
         self, inputs: Sequence[Any], targets: Sequence[Any], loss: Callable[[Any, Any], Tensor]
     ) -> Tensor | None:
-        """Forward and backward of a step; `self.sharded.step` follows. Gradients are those of the mean of the losses of
-        the micro-batches (and of the replicas).
+        """Run forward and backward of a step; `self.sharded.step` follows.
+
+        Gradients are those of the mean of the losses of the micro-batches (and of the replicas).
 
         Args:
-            inputs: of each micro-batch what the first chunk takes, on the device; on every stage, for their shapes.
-            targets: of each micro-batch what `loss` takes besides; used on the stage of the last chunk.
-            loss: (output of the last chunk, target) -> scalar.
+            inputs: Input of the first chunk per micro-batch, on the device; on every stage, for their shapes.
+            targets: Target per micro-batch; used on the stage of the last chunk.
+            loss: Function (output of the last chunk, target) -> scalar.
 
-        Returns the mean loss on the stage of the last chunk, None on others. Raises UserError if there are not as many
-        micro-batches as the schedule has, or chunks hand on what cannot be sent, and StageError if another stage is
-        gone or stuck.
+        Returns:
+            The mean loss on the stage of the last chunk, None on others.
+
+        Raises:
+            UserError: The number of micro-batches is not the schedule's, or an output cannot be sent.
+            StageError: Another stage is gone or hangs.
         """
         results = self._run(self.schedule, inputs, targets, lambda output, batch: loss(output, batch[1]), True)
         self.sharded.hooks.hide_gradients(True)
@@ -162,7 +165,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Any]) -> list[Any]:
-        """Outputs of the last chunk for some micro-batches, on its stage; an empty list on others."""
+        """Return the last chunk's outputs for some micro-batches, on its stage; an empty list on others."""
         outputs: list[Any] = []
 
         def end(output: Any, _: Any) -> Tensor:
@@ -196,7 +199,7 @@ class Pipeline:
             raise
 
     def _look_ahead(self, value: Any) -> dict[int, Made]:
-        """What each chunk but the last hands on for such an input: each in turn, on its stage, computes with zeros."""
+        """Return the output shapes of each chunk but the last for such an input, found by computing with zeros."""
         stages = self._mesh.layout.peers(self._mesh.rank, "pipeline")
         made: dict[int, Made] = {}
         for chunk in range(self._last):
@@ -218,7 +221,7 @@ class Pipeline:
 
 @torch.no_grad()
 def _look(chunk: int, module: nn.Module, given: Any) -> Made:
-    """What a chunk hands on. Nobody else sees that it is called: random numbers and buffers stay as they are."""
+    """Return the output shapes of a chunk, without a change of random numbers or buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng():
         output = module(given)

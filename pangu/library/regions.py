@@ -1,12 +1,12 @@
-"""The regions of any module, which ZeRO-3 unshards one after the other, and the hooks that do so.
+"""Regions of any module, which ZeRO-3 unshards one after the other, and the hooks that do so.
 
 A region is a submodule whose forward uses its parameters. By default the children are regions; lists of layers, and
-children that hold such lists, are taken apart, and so is whatever has no forward:
+children that hold such lists, are taken apart, and so is everything without a forward:
 
     GPT(wte=Embedding, blocks=ModuleList(Block, Block), norm=LayerNorm)  ->  wte, blocks.0, blocks.1, norm
 
-A module may offer other ones: a method `zero_regions()` that returns names of submodules in the order of forward.
-Parameters outside of all regions form one more, which is whole throughout forward and backward.
+A module may define others: a method `zero_regions()` that returns names of submodules in the order of forward.
+Parameters outside of all regions form one more, which stays gathered throughout forward and backward.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def regions_of(model: nn.Module, chunks: Mapping[int, str], names: Names | None 
     """Return the regions of the modules `chunks` of a model, by chunk.
 
     Args:
-        model: the model.
-        chunks: number and path of each module that is computed.
-        names: chunk -> names of the submodules that are its regions; those of other chunks are the default ones.
+        model: The model.
+        chunks: Path of each computed module, by index.
+        names: Names of the submodules that are regions, by chunk; other chunks have the default ones.
 
-    Raises UserError if `names`, or what a module offers, are not names of submodules with a forward, each outside of
-    the others.
+    Raises:
+        UserError: `names`, or those a module defines, are not separate submodules with a forward.
     """
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     uses: dict[int, dict[str, list[str]]] = {}
@@ -64,7 +64,7 @@ def _join(*names: str) -> str:
 
 
 def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:
-    """Names of the submodules that are regions, in the order of forward."""
+    """Return the names of the submodules that are regions, in the order of forward."""
     if names is None:
         names = module.zero_regions() if hasattr(module, "zero_regions") else list(_default(module))  # type: ignore[operator]
     known = dict(module.named_modules())
@@ -83,7 +83,7 @@ def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether a module has no forward of its own: lists and dictionaries of modules or parameters."""
+    """Return whether a module has no forward of its own: lists and dictionaries of modules or parameters."""
     return type(module).forward is nn.Module.forward
 
 
@@ -99,7 +99,7 @@ def _default(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors of what a module takes or returns: tensors, and sequences, mappings and dataclasses of such."""
+    """Yield all tensors in a module's inputs or outputs: tensors, and sequences, mappings and dataclasses of such."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class _Ending(Function):
-    """Calls a function when backward has computed the gradients of all inputs of a region."""
+    """Autograd function that calls back when backward has computed the gradients of all inputs of a region."""
 
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -133,27 +133,31 @@ COPIES = (
 
 
 class Hook:
-    """A hook of a sharded module. A deep copy of the module, which is no longer sharded, gets one that does nothing."""
+    """Hook of a sharded module; a deep copy of the module, which is no longer sharded, gets one that does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """Wrap the function that the hook calls."""
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         return self.function(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        """Return a hook that does nothing."""
         return nothing
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled with UserError."""
         raise UserError(COPIES)
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    pass
+    """Do nothing."""
 
 
 class _Use:
-    """One forward of a region. In backward it is open from the gradient of an output to those of all inputs."""
+    """Use of a region in one forward; in backward it is open from an output's gradient to those of all inputs."""
 
     def __init__(self, name: str, hooks: RegionHooks) -> None:
         self.name, self._hooks = name, hooks
@@ -166,9 +170,9 @@ class _Use:
 
 
 def hiding(kind: type[T], is_pending: Callable[[], bool], **members: Any) -> type[T]:
-    """Return a class of tensors whose `grad` must not be read while gradients wait for `ShardedModel.step`.
+    """Return a tensor class whose `grad` must not be read while gradients wait for `ShardedModel.step`.
 
-    `torch.nn.utils.clip_grad_norm_` and others would find none, or this rank's part of the sum over the replicas.
+    `torch.nn.utils.clip_grad_norm_` and others would find none, or this rank's shard of the sum over the replicas.
     """
 
     def read(tensor: Tensor) -> Tensor | None:
@@ -187,9 +191,9 @@ def hiding(kind: type[T], is_pending: Callable[[], bool], **members: Any) -> typ
 
 
 def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Parameter]:
-    """Return the class of the weights of a model while they are sharded or in flight.
+    """Return the class of a model's weights while they are sharded or in flight.
 
-    Torch would read memory that is not there yet, or no more. What is in flight is waited for; what is sharded is
+    Torch would read memory that is not there yet, or no longer. Weights in flight are waited for; sharded ones are
     refused by name.
     """
     homes = {
@@ -224,29 +228,17 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
 
 
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Properties that show the weights; others tell of them."""
+"""Properties that read the weights; others are metadata."""
 _HARMLESS = {
-    "__set__",
-    "__hash__",
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "requires_grad_",
-    "backward",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "untyped_storage",
+    *("__set__", "__hash__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex"),
+    *("is_contiguous", "requires_grad_", "backward"),
+    *("register_hook", "register_post_accumulate_grad_hook", "untyped_storage"),
 }
 """Functions that read no weights."""
 
 
 class RegionHooks:
-    """Unshards the regions of a model around their forward and backward."""
+    """Hooks that unshard the regions of a model around their forward and backward."""
 
     def __init__(
         self,
@@ -262,24 +254,24 @@ class RegionHooks:
         """Register the hooks.
 
         Args:
-            model: the model.
-            chunks: numbers and paths of the modules that are computed.
-            regions: of these.
-            flats: all flat parameters.
-            unsharder: None if nothing is sharded.
-            begins: called where a backward begins.
-            ends: called where it ends.
-            turns: backward begins with the last chunk as soon as its forward ends.
+            model: The model.
+            chunks: Paths of the computed modules, by index.
+            regions: Regions of the chunks.
+            flats: All flat parameters.
+            unsharder: The unsharder; None: nothing is sharded.
+            begins: Callback at the start of backward.
+            ends: Callback at the end of backward.
+            turns: Backward starts with the last chunk as soon as its forward ends.
         """
         self._regions, self._unsharder, self._begins, self._ends = regions, unsharder, begins, ends
         self._stack: list[_Use] = []
-        """Uses whose forward runs."""
+        """Uses whose forward is running."""
         self.failed = False
-        """Whether an error has ended a pipeline's forwards and backwards."""
+        """True if an error has ended a pipeline's forwards and backwards."""
         self._open: dict[_Use, None] = {}
         self._in_backward = False
         self._flats, self.is_pending = flats, False
-        """Whether gradients wait for the step."""
+        """True while gradients wait for the step."""
 
         def is_pending() -> bool:
             return self.is_pending
@@ -291,7 +283,7 @@ class RegionHooks:
         self._chunks = set(chunks.values())
         last = max(chunks)
         self._turns = {chunks[last], *list(regions.uses[last])[-1:]} if turns else set()
-        """What backward needs first, as soon as forward has ended."""
+        """Names of the modules that backward needs first, right after forward."""
         used = {name for of_chunk in regions.uses.values() for name in of_chunk} if unsharder else set()
         for name in sorted(used | self._chunks):
             module = model.get_submodule(name)
@@ -338,7 +330,7 @@ class RegionHooks:
                 )
 
     def require_ended(self) -> None:
-        """Raises UserError after a backward that an error has ended."""
+        """Raise UserError after a backward that an error has ended."""
         if self.failed or (self._in_backward and torch._C._current_graph_task_id() == -1):
             raise UserError(
                 "the last backward has failed and leaves a part of the gradients; go on from a checkpoint, with a "
@@ -346,6 +338,7 @@ class RegionHooks:
             )
 
     def open(self, use: _Use) -> None:
+        """Start a region's backward."""
         if not self._in_backward:
             self._in_backward, self.is_pending = True, False
             Variable._execution_engine.queue_callback(self._finish)
@@ -355,19 +348,20 @@ class RegionHooks:
             self.begin(use.name, self._unsharder.backward if self._unsharder else {})
 
     def close(self, use: _Use) -> None:
+        """End a region's backward."""
         if use in self._open:
             del self._open[use]
             self.end(use.name, self._unsharder.backward if self._unsharder else {})
 
     def _finish(self) -> None:
-        """Backward has ended, and with it what ends with no gradient of an input."""
+        """End backward, and regions without an input gradient."""
         for use in list(self._open):
             self.close(use)
         self._in_backward = False
         self._ends()
 
     def begin(self, name: str, following: Mapping[str, str] | None) -> None:
-        """Unshard a region. `following`: the order in which regions are used; None: that of forward."""
+        """Unshard a region. `following`: next region by region, for prefetch; None: the order of forward."""
         if self._unsharder is not None and name in self._unsharder.uses:
             self._unsharder.begin(name, self._unsharder.forward if following is None else following)
             _become(nn.Parameter, self._unsharder.uses[name])
@@ -379,7 +373,7 @@ class RegionHooks:
             self.guard([flat for flat in self._unsharder.uses[name] if flat.sharding.stage == 3])
 
     def guard(self, flats: Sequence[FlatParameter] | None = None) -> None:
-        """Guard weights (None: all) that are in no use, because they are sharded, or others have updated them."""
+        """Guard weights (None: all) that are not in use, because they are sharded, or being updated."""
         if self._unsharder is not None and self._guarded is not None:
             flats = self._flats if flats is None else flats
             _become(self._guarded, [flat for flat in flats if not self._unsharder.in_use(flat)])

@@ -1,4 +1,4 @@
-"""Requirements of `shard` on a module, and the records it makes of its parameters."""
+"""Requirements of `shard` on a module, and the placements of its parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def storage_of(
     overlap: bool = True,
     message: torch.dtype | None = None,
 ) -> Storage:
-    """Return how the parameters of a module are stored. Arguments and errors are those of `shard`."""
+    """Return the storage of a module's parameters. Arguments and errors are those of `shard`."""
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh = {shown(mesh)}: must be a mesh, as `pangu.connect` returns it")
     formats: dict[torch.dtype, str] = {}
@@ -75,7 +75,7 @@ def require_no_tensor_hooks(model: nn.Module) -> None:
 
 
 def placed(model: nn.Module, mesh: Mesh) -> PlacementTable:
-    """The parameters of a model, each a logical tensor of its name; those of parallel layers are cut."""
+    """Return the parameters of a model as logical tensors of the same names; those of parallel layers are cut."""
     at, layout = mesh.at, mesh.layout
     table, rank = PlacementTable(), TensorRank(at.tensor, layout.tensor, layout.sequence)
     cut = {

@@ -1,4 +1,4 @@
-"""Any module on a mesh: its parameters, gradients and optimizer state spread over the ranks as ZeRO says."""
+"""Module on a mesh, with parameters, gradients and optimizer state sharded according to ZeRO."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from pangu.zero.sharded import ShardedParameters, Storage
 
 
 class Update(NamedTuple):
-    """What `ShardedModel.step` did, the same on every rank; scalars on the device, fp64."""
+    """Result of `ShardedModel.step`, equal on every rank; scalars on the device, fp64."""
 
     grad_norm: Tensor
-    """Of the mean gradient, before clipping; if it is not finite, the step changed nothing."""
+    """Norm of the mean gradient before clipping; if it is not finite, the step changed nothing."""
     loss: Tensor
-    """Mean over the replicas of the losses that were given."""
+    """Mean over the replicas of the given losses."""
 
 
 class ShardedModel:
-    """A module on a mesh; `shard` makes one.
+    """Module on a mesh; `shard` creates one.
 
     The module computes as before, and `loss.backward()` leaves its gradients here: `parameter.grad` is None. Gradients
     are those of the mean over the replicas; under sequence parallelism a replica's loss is the sum of its ranks'
-    losses, each of its part of the sequence. Micro-batches add up.
+    losses, each of its slice of the sequence. Micro-batches accumulate.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class ShardedModel:
         reduces: bool | None = None,
         turns: bool = True,
     ) -> None:
-        """`chunks`: numbers and paths of the modules of `model` that are computed. `reduces`: whether gradients are
-        reduced after each backward; None: who computes says when. `turns`: backward begins with the last chunk."""
+        """Shard the `chunks` (paths by index) of `model`; `turns`: backward begins with the last chunk.
+
+        `reduces`: reduce gradients after each backward; None: the caller decides when.
+        """
         self.model, self.mesh = model, mesh
         _require_unsharded(model)
         require_no_tensor_hooks(model)
@@ -89,6 +91,7 @@ class ShardedModel:
         self._flats = {id(parameter): flat for flat in flats for parameter, _ in flat.parameters}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied."""
         raise UserError(COPIES)
 
     def lamb(
@@ -112,13 +115,15 @@ class ShardedModel:
             eps: ε.
             weight_decay: λ.
             eps_inside_root: Algorithm 1 of the first version.
-            exclude_vectors: neither decay nor ratio for parameters of one dimension.
-            max_ratio: the largest ratio.
-            moments: their format between steps; fp32 is that of the main parameters.
-            groups: parameters with other options, e.g. `[{"params": ["blocks.0.*"], "lr": 0.001}]`: names of parameters
-                or patterns of names. A weight decay given here holds for parameters of one dimension too.
+            exclude_vectors: Neither decay nor ratio for parameters of one dimension.
+            max_ratio: Largest ratio.
+            moments: Format between steps; fp32 is that of the main parameters.
+            groups: Parameters with other options, e.g. `[{"params": ["blocks.0.*"], "lr": 0.001}]`: names of
+                parameters or patterns of names. A weight decay given here holds for parameters of one dimension
+                too.
 
-        Raises UserError for numbers that cannot be, and groups that name no parameter or one twice.
+        Raises:
+            UserError: A value is invalid, or a group names no parameter, or one twice.
         """
         values = {"lr": lr, "betas": list(betas), "eps": eps, "weight_decay": weight_decay, "moments": moments}
         only = {"eps_inside_root": eps_inside_root, "exclude_vectors": exclude_vectors, "max_ratio": max_ratio}
@@ -149,10 +154,10 @@ class ShardedModel:
         return optimizer
 
     def named_main_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's shards of the trained parameters with the names of these.
+        """Return this rank's shards of the trained parameters with their names.
 
-        Shards are flat, in fp32 (fp64 in fp64), for any optimizer that treats each element alone. A rank has none of
-        some parameters, of a tiny model perhaps none at all: `[{"params": sharded.main_parameters()}]`.
+        Shards are flat, in fp32 (fp64 in fp64), for any elementwise optimizer. A rank has none of some parameters, of a
+        tiny model perhaps none at all: `[{"params": sharded.main_parameters()}]`.
         """
         return [(shard.placement.name, shard.main) for shard in self.parameters.trained_shards]
 
@@ -162,8 +167,10 @@ class ShardedModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block, backward only adds to this rank's gradients: for all micro-batches of a step but the last.
-        From ZeRO-2 on, where no rank has room for whole gradients, they are reduced after each backward anyway."""
+        """Accumulate gradients on this rank only: for all micro-batches of a step but the last.
+
+        From ZeRO-2 on, where ranks have no memory for full gradients, they are reduced after each backward anyway.
+        """
         self._syncs = False
         try:
             yield
@@ -172,8 +179,10 @@ class ShardedModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within the block, all weights are there, in the compute format: to look at them, for `model.state_dict()`.
-        Not for steps. All ranks enter it."""
+        """Gather all weights in the compute format: to read them, for `model.state_dict()`, not for steps.
+
+        All ranks enter it.
+        """
         uses = self.parameters.unsharder.uses
         self.parameters.unsharder.wait()
         for name in uses:
@@ -187,13 +196,21 @@ class ShardedModel:
                 self.hooks.end(name, {})
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None, loss: Tensor | None = None) -> Update:
-        """Update the parameters with the gradients of the backwards since the last step, and forget these; all ranks
-        call it. `optimizer`: that of `lamb` or `adamw`, or another one of `main_parameters`. `clip`: the largest norm
-        of the gradient of all parameters together (Pascanu et al. 2013, Algorithm 1). `loss`: this rank's, to be
-        averaged. A step whose norm is not finite is skipped. The host waits for nothing, unless the optimizer is
-        neither one of these two nor a fused one of torch. Raises UserError for an optimizer of other tensors, and for a
-        `clip` that is not above 0, after a backward that has failed, and if the model has other parameters than `shard`
-        gave it."""
+        """Update the parameters with the gradients since the last step, and reset these; all ranks call this.
+
+        Args:
+            optimizer: That of `lamb` or `adamw`, or another one of `main_parameters`.
+            clip: Largest norm of the gradient of all parameters together (Pascanu et al. 2013, Algorithm 1).
+            loss: Loss of this rank, to be averaged.
+
+        Returns:
+            The update; it is skipped if its norm is not finite. There is no host sync, unless the optimizer is
+            neither one of these two nor a fused one of torch.
+
+        Raises:
+            UserError: The optimizer has other tensors, `clip` is not above 0, a backward has failed, or the model
+                has other parameters than `shard` gave it.
+        """
         parameters, layout = self.parameters, self.mesh.layout
         self.hooks.require_ended()
         self._require_main_parameters(optimizer)
@@ -236,8 +253,7 @@ class ShardedModel:
         return Update(norm, total)
 
     def require_same(self) -> None:
-        """Raises UserError if the model has other parameters, or parameters of other values or kinds, than `shard` has
-        given it: they would not be trained."""
+        """Raise UserError if parameters were replaced, converted or frozen after `shard`: they would not be trained."""
         for name, parameter in self.model.named_parameters():
             flat = self._flats.get(id(parameter))
             change = ""
@@ -249,7 +265,7 @@ class ShardedModel:
                 raise UserError(f"{name}: {change} after `shard`, which has no effect; change the model before")
 
     def _require_main_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of anything but main parameters would change nothing."""
+        """Raise UserError for an optimizer of anything but main parameters, which would change nothing."""
         if optimizer in self._known_optimizers:
             return
         trained = set(self.main_parameters())
@@ -301,27 +317,28 @@ def shard(
     overlap: bool = True,
     message: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Spread a module's parameters, gradients and optimizer state over the ranks of a mesh, in place (ZeRO: Rajbhandari
-    et al. 2020, section 5; `mesh.layout.zero` is the stage). Its parameters keep their names and are replaced by
-    others, on `mesh.device`; buffers move there and stay whole. It may hold tied and frozen parameters and layers of
-    `column_parallel` and `row_parallel`.
+    """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place (ZeRO).
 
-    The first values are those that the module has: build it with the same seed on every rank.
+    See Rajbhandari et al. 2020, section 5; `mesh.layout.zero` is the stage. Parameters keep their names and are
+    replaced by others, on `mesh.device`; buffers move there and stay replicated. The module may hold tied and frozen
+    parameters and layers of `column_parallel` and `row_parallel`. It keeps its initial values: build it with one seed
+    on all ranks.
 
     Args:
-        model: on any device, whole on every rank but for the parallel layers.
-        regions: names of submodules, in the order of forward, that ZeRO-3 unshards one after the other for their
-            forward and backward; None: what `model.zero_regions()` returns, if there is that method, otherwise the
-            children, of which lists of layers are taken apart. A region must not change its input in place.
-        dtype: compute format of all parameters; main parameters are fp32 beside it (fp64 in fp64). None: as they are.
-        bucket_mib: MiB of fp32 gradients that are sent at once, about; None: 25 without ZeRO, otherwise a region's.
-        offload: what lies in host memory.
-        overlap: communication runs while modules compute.
-        message: format in which gradients are summed over replicas; None: that of the main parameters.
+        model: Module on any device, complete on every rank but for the parallel layers.
+        mesh: Mesh of `connect`.
+        regions: Names of submodules, in the order of forward, that ZeRO-3 unshards one after the other; None: those
+            of `model.zero_regions()`, if there is that method, otherwise the children, of which lists of layers are
+            taken apart. A region must not change its input in place.
+        dtype: Compute format of all parameters; main parameters are fp32 beside it (fp64 in fp64). None: unchanged.
+        bucket_mib: MiB of fp32 gradients per message, about; None: 25 without ZeRO, otherwise a region's.
+        offload: States in host memory.
+        overlap: Overlap communication with computation.
+        message: Format of the gradient reduction over replicas; None: that of the main parameters.
 
-    Raises UserError if ranks disagree about the values of a parameter or buffer, parameters are not floating or of
-    several formats without `dtype`, or have no values yet, `regions` are not separate submodules, or a part of the
-    model is sharded already.
+    Raises:
+        UserError: Ranks disagree about values, parameters are not floating-point, of several formats without
+            `dtype`, or without values, `regions` are not separate submodules, or a part is sharded already.
     """
     storage = storage_of(model, mesh, dtype, bucket_mib, offload, overlap, message)
     return ShardedModel(model, mesh, storage, {0: ""}, None if regions is None else {0: regions})
