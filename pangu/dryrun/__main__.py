@@ -1,4 +1,4 @@
-"""Process that dry-runs ranks for `roles.Worker`: it reads jobs as JSON lines and writes one JSON line per job."""
+"""Dry-run process for `roles.Worker`: reads jobs as JSON lines and writes one JSON line per job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pangu.dryrun.device import load_device, pretend_devices
 
 
 def read_jobs(jobs: SimpleQueue[str]) -> None:
-    """Read lines into the queue, and end this process when the writing end closes, whatever it is doing."""
+    """Read lines into the queue, and end this process as soon as the writing end closes."""
     for line in sys.stdin:
         jobs.put(line)
     os._exit(0)
@@ -24,7 +24,7 @@ def main() -> None:
     fake = load_device()
     if isinstance(fake, str):
         pretend_devices(0)
-    # imports torch, which looks for devices while it is imported: the fake one must be there
+    # imports torch, which looks for devices during its import: the fake one must exist by then
     from pangu.dryrun.server import serve  # noqa: PLC0415
 
     serve(jobs, fake)

@@ -1,4 +1,4 @@
-"""Looks on while a step is carried out: memory, launches, products, collectives, synchronizations, copies, races."""
+"""Audit of a step: memory, kernel launches, matmuls, collectives, host syncs, copies and data races."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN = f"{Path(__file__).resolve().parent}/"
 _ANY_ORDER = REPLACED | REFUSED
 _FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
-"""Collectives that fill a buffer of their own."""
+"""Collectives that fill a separate output buffer."""
 _DEVICE = torch.ops.prim.device.default
-"""Asked most often, and answered by the tensor itself."""
+"""Most frequent operator, which the tensor itself answers."""
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
 
 
 class Scope(NamedTuple):
-    """Whom operations are counted for, and memory."""
+    """Scope that operations and memory are attributed to."""
 
     action: Any = None
-    """What the schedule has the rank do; None: nothing, it begins or ends a step."""
+    """Action of the schedule; None while the step begins or ends."""
     part: int = 0
-    """Place in the log of a recorder (see `spans`)."""
+    """Index in the log of a recorder (see `spans`)."""
     owner: str = ""
-    """Kind of memory (see `memory.KINDS`) of whoever has taken over, such as `gathered`; "": the model computes."""
+    """Kind of memory (see `memory.KINDS`) of the current owner, such as `gathered`; "" while the model computes."""
 
 
 class Audit(TorchDispatchMode):
-    """Counts what is done to the tensors of one device within the block."""
+    """Dispatch mode that counts the operations on the tensors of one device within the block."""
 
     def __init__(
         self,
@@ -66,44 +66,46 @@ class Audit(TorchDispatchMode):
         vocab: int = 0,
         share: float = 1.0,
     ) -> None:
-        """
+        """Create an audit.
+
         Args:
-            device: whose memory and operations are looked at.
-            groups: name of a process group -> the axis of the mesh that it lies along.
-            fake: what tells streams apart; None: there is one.
-            vocab: words of which this rank has logits.
-            share: of the scores on and below the diagonal, what a kernel computes that skips those above it.
+            device: device whose memory and operations are audited.
+            groups: mapping from the name of a process group to its mesh axis.
+            fake: device that tells streams apart; None: there is one stream.
+            vocab: vocabulary entries for which this rank has logits.
+            share: fraction of the scores on and below the diagonal computed by a kernel that skips those above it.
         """
         super().__init__()
         self.counts: dict[Scope, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-        """Scope -> what was counted -> how often, or how much of it."""
+        """Mapping from a scope to its counters: what was counted -> how often, or how much of it."""
         self.scope = Scope()
         self.staying: Counter[str] = Counter()
-        """Kind -> bytes that the second micro-batch leaves behind until the step ends."""
+        """Bytes by kind that the second micro-batch keeps until the step ends."""
         self.findings: Counter[str] = Counter()
-        """What must not be: operations across devices, tensors of the host in collectives of the device."""
+        """Errors found: operations across devices, and host tensors in collectives of the device."""
         self.used_groups: set[str] = set()
-        """Names of the process groups that sent something: a backend makes a communicator when it is first used."""
+        """Names of the process groups that communicated: a backend creates a communicator on first use."""
         self.thorough = True
-        """Look for races, and note where memory is allocated."""
+        """True to look for races and record where memory is allocated."""
         self.detector = RaceDetector()
         self.memory = Memory(self._freed)
         self.pinned = Memory(self.detector.forget)
-        """Memory of the host that copies read and write beside the computation."""
+        """Host memory accessed by copies that overlap computation."""
         self._device, self._groups, self._fake, self._vocab, self._share = device, groups, fake, vocab, share
         self._works: dict[int, OnItsWay] = {}
         self._begun: list[Begun] = []
-        """Collectives since the last product."""
+        """Collectives started since the last matmul."""
         self._answered: object = None
-        """The storage that was read last; reading its elements one by one is one copy."""
+        """Storage read last; reading its elements one by one counts as one copy."""
         self._patches = ExitStack()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks: true would have its compiler told to stay away at every operation, and nothing compiles here."""
+        """Return False: True would make torch notify its compiler at every operation, and nothing compiles here."""
         return False
 
     def __enter__(self) -> Audit:
+        """Start the audit, and observe storage resizes and waits for collectives."""
         waits = [(kind, name) for kind in _WORKS for name in ("wait", "is_completed") if name in vars(kind)]
         for kind, name in waits:
             self._patches.enter_context(patch.object(kind, name, self._watched(getattr(kind, name), name == "wait")))
@@ -119,12 +121,13 @@ class Audit(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        """End the audit."""
         super().__exit__(*error)
         self._patches.close()
 
     @contextmanager
     def owned(self, kind: str) -> Iterator[None]:
-        """Within the block, what is allocated is of this kind, and what is done is counted for its owner."""
+        """Attribute allocations within the block to a kind of memory, and operations to its owner."""
         before = self.scope.owner
         self.scope = self.scope._replace(owner=kind)
         try:
@@ -133,14 +136,14 @@ class Audit(TorchDispatchMode):
             self.scope = self.scope._replace(owner=before)
 
     def by_action(self) -> dict[Any, Counter[tuple[Any, ...]]]:
-        """Action, None for what is done once a step -> what was counted."""
+        """Counters of each action; None: operations done once per step."""
         actions: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
         for scope, counts in self.counts.items():
             actions[scope.action].update(counts)
         return actions
 
     def place(self) -> str:
-        """The innermost line of the package that is being run, or the operation of backward."""
+        """Return the innermost line of this package being executed, or the operation of the backward pass."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
@@ -151,6 +154,7 @@ class Audit(TorchDispatchMode):
         return "backward" if node is None else f"backward ({node.name()})"
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count it."""
         kwargs = kwargs or {}
         if function is _DEVICE:
             return args[0].device
@@ -204,7 +208,7 @@ class Audit(TorchDispatchMode):
             self._answered = storage
 
     def _is_mixed(self, operator: Operator, inputs: list[Tensor]) -> bool:
-        """Whether tensors of two devices meet other than in a copy; single numbers of the host may."""
+        """Return whether tensors of two devices meet outside of a copy; scalar tensors on the host are allowed."""
         mixed = operator.name not in ("copy_", "_to_copy") and len({t.device.type for t in inputs if t.dim()}) > 1
         if mixed:
             self.findings[f"{self.place()}: {operator.name} of tensors on different devices"] += 1
@@ -235,7 +239,7 @@ class Audit(TorchDispatchMode):
             self._count("any_order", operator.name)
         if operator.product:
             self.hide(stream)
-            # without the sum that a product is added to
+            # without the matrix that the result is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
             causal = is_causal(function, args, kwargs)
@@ -247,8 +251,7 @@ class Audit(TorchDispatchMode):
             self._count("memory_bound_bytes", by=moved_bytes(operator, inputs, made))
 
     def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
-        """A copy between host and device. One that blocks, or whose memory of the host is pageable, holds the host up
-        until it is done."""
+        """Record a copy between host and device; if blocking or of pageable host memory, it is a host sync."""
         stream, host = self._stream(), source if source.device.type == "cpu" else target
         if host.untyped_storage()._cdata in self.pinned and non_blocking:
             self._touched(stream, [source], [target])
@@ -264,7 +267,7 @@ class Audit(TorchDispatchMode):
         self._works = {key: one for key, one in self._works.items() if sys.getrefcount(one.work) > 2}
         kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
         if kind == "all_to_all" and sum(map(bool, args[4])) == 1:
-            kind = "send"  # all that a rank has goes to one other
+            kind = "send"  # a rank sends all it has to a single peer
         sources, targets = (list(tensors_in(args[i] for i in places)) for places in (read, written))
         is_group = (isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()) for value in args)
         group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
@@ -291,14 +294,13 @@ class Audit(TorchDispatchMode):
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
-        """`wait` or `is_completed` of a collective: from then on the stream, or the host, knows that it is over. A dry
-        run's collectives are over as soon as they are asked."""
+        """Wrap `wait` or `is_completed` of a collective: after it, the stream or the host knows that it is done."""
 
         def watched(work: Any, *args: Any) -> Any:
             done = original(work, *args) or isinstance(work, _WORKS[1])
             if done and id(work) in self._works:
                 pending = self._works.pop(id(work))
-                if not waits and pending.begun in self._begun:  # who asks goes on either way: nothing is held up by it
+                if not waits and pending.begun in self._begun:  # queries do not block
                     self._begun.remove(pending.begun)
                     self._count_hidden(pending.begun)
                 self.detector.order(pending.clock, self._stream() if waits else HOST)
@@ -307,7 +309,7 @@ class Audit(TorchDispatchMode):
         return watched
 
     def hide(self, computing: Stream = 0) -> None:
-        """A product hides what has begun and what its stream has not waited for, be it another stream's wait."""
+        """Let a matmul hide the collectives in flight that its own stream has not waited for."""
         seen = self.detector.clock(computing)
         for one in self._begun:
             if seen.get(one.stream, 0) < one.tick:
@@ -328,7 +330,7 @@ class Audit(TorchDispatchMode):
             self.detector.access(stream, reads - writes, writes, self.place)
 
     def _keys(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Buffers that two may touch at a time: the device's, and of the host those that copies touch."""
+        """Return the buffers that can race: those of the device, and host buffers used by copies."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         return {key for key in keys if key in self.memory or key in self.pinned}
 
@@ -356,5 +358,5 @@ class Audit(TorchDispatchMode):
 
 
 def _one(tensor: Tensor) -> float | int | bool:
-    """What a number without a value is said to be."""
+    """Return the placeholder for a scalar that has no value."""
     return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1

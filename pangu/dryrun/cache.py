@@ -1,4 +1,4 @@
-"""Results of dry runs in the user's cache folder: the same program finds the same again."""
+"""Cache of dry-run results in the user's cache folder, keyed by program version and inputs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pangu.config.files import read_json, write_atomically
 
 log = logging.getLogger("pangu")
 PATIENCE_SECONDS = 120.0
-"""Longest wait for another process that measures."""
+"""Longest wait in seconds for another process that is measuring."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of what this machine has measured; a temporary one where the user's cannot be written."""
+    """Return the cache folder of this machine's measurements, a temporary one if the user's is not writable."""
     temporary = Path(tempfile.gettempdir()) / f"pangu-{os.getuid()}"
     try:
         home = Path.home()
-    except RuntimeError:  # as of a user who is a mere number, in a container
+    except RuntimeError:  # a container may run under a user id without a home folder
         home = temporary
     for folder in (Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu", temporary):
         if is_usable(folder):
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
 
 
 def is_usable(folder: Path) -> bool:
-    """Return whether a folder is the user's own and writable; make it if there is none."""
+    """Return whether a folder is the user's own and writable; create it if it does not exist."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
@@ -46,12 +46,12 @@ def is_usable(folder: Path) -> bool:
 
 
 def identify(inputs: Any) -> str:
-    """Return a name for what this version of the program measures, from everything that it depends on."""
+    """Return a name for a measurement of this program version: a hash of all its inputs."""
     return hashlib.sha256(_program() + json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_cached(file: Path) -> Any:
-    """Return the contents of a file; None if it is not there, or damaged."""
+    """Return the contents of a file, or None if it is missing or damaged."""
     with suppress(OSError, UserError):
         content = read_json(file)
         if isinstance(content, dict) and content.get("digest") == _digest(content.get("found")):
@@ -60,7 +60,7 @@ def read_cached(file: Path) -> Any:
 
 
 def write_cached(file: Path, found: Any) -> None:
-    """Write a result, if the file can be written."""
+    """Write a result, if the file is writable."""
     with suppress(OSError):
         content = json.dumps({"digest": _digest(found), "found": found})
         write_atomically(file, content.encode(), sync=False)
@@ -68,7 +68,7 @@ def write_cached(file: Path, found: Any) -> None:
 
 @contextmanager
 def one_process(folder: Path) -> Iterator[None]:
-    """Let one process at a time measure. One that takes too long is not waited for: it may be stopped."""
+    """Let one process at a time measure; stop waiting after `PATIENCE_SECONDS`, as that process may be suspended."""
     with ExitStack() as stack:
         with suppress(OSError):
             lock = stack.enter_context((folder / "modules.lock").open("w"))
@@ -90,7 +90,6 @@ def _locked(file: IO[str]) -> bool:
 
 @cache
 def _program() -> bytes:
-    """Return the bytes that tell this version of the program from others."""
     files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
     return version("torch").encode() + b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
 

@@ -1,9 +1,9 @@
-"""A CUDA device that computes nothing, for any build of torch and on any machine.
+"""Fake CUDA device that computes nothing, for any build of torch and on any machine.
 
 Fake tensors (shapes without memory) can be put on a `cuda` device everywhere, but backward, streams and generators need
 a device guard and hooks: a CPU build has none, and those of a CUDA build ask for a driver or open the real device.
-device.cpp takes their place. It is compiled once per version of torch and must be loaded before torch is imported, so a
-dry run is a process of its own.
+device.cpp replaces them. It is compiled once per version of torch and must be loaded before torch is imported, so a
+dry run needs its own process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class StreamEntry(NamedTuple):
     """Operation on a stream or an event."""
 
     kind: int
-    """0: the event is recorded on the stream; 1: the stream waits for the event; 2 to 4: the host waits for the stream,
-    for the device, for the event."""
+    """Kind: 0 record event on stream, 1 stream waits for event; the host waits for 2 stream, 3 device, 4 event."""
     event: int
     stream: int
 
@@ -42,12 +41,13 @@ class FakeDevice:
     """Library with the device's guard and hooks, loaded into this process."""
 
     def __init__(self, library: Path) -> None:
+        """Load the library, then import torch."""
         assert "torch" not in sys.modules, "torch asks for its hooks once, while it is imported"
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._entries = (ctypes.c_int64 * (3 * _ENTRIES_PER_READ))()
         self._library.pangu_current_stream.restype = self._library.pangu_stream_log.restype = ctypes.c_int64
         pretend_devices(1)
-        self._library.pangu_register_guard()  # after the import, in which a CUDA build registers its own
+        self._library.pangu_register_guard()  # after the import, in which a CUDA build registers its own guard
 
     def current_stream(self) -> int:
         """Return the number of the calling thread's stream; 0 is the default one."""
@@ -60,16 +60,16 @@ class FakeDevice:
 
 
 def load_device() -> FakeDevice | str:
-    """Return the device, compiled if it has not been yet, or the reason why there is none."""
+    """Return the fake device, compiled if needed, or the reason why there is none."""
     torch = find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return "torch is not installed"
     home = Path(torch.submodule_search_locations[0])
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     cache = cache_folder()
-    if not is_usable(cache):  # a library of somebody else is never loaded
+    if not is_usable(cache):  # never load a library that someone else may have written
         return f"{cache} is not a folder of yours that can be written; XDG_CACHE_HOME names another one"
-    # the library is linked to this very torch, and several machines may share a home
+    # the library links against this installation of torch, and several machines may share a home folder
     identity = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
     library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.exists():
@@ -85,7 +85,7 @@ def load_device() -> FakeDevice | str:
 
 
 def _compile(compiler: str, home: Path, library: Path) -> str | None:
-    """Compile device.cpp into the library. Returns a message if that fails."""
+    """Compile device.cpp into the library; return an error message if that fails."""
     lib = home / "lib"
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -96,15 +96,15 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
             if done.returncode:
                 said = next(iter(done.stderr.splitlines()), f"status {done.returncode}")
                 return f"{compiler} cannot compile {_SOURCE.name} ({said}); CXX names another compiler"
-            made.replace(library)  # atomically: several processes may compile at once
+            made.replace(library)  # atomic: several processes may compile at once
     except OSError as error:
         return f"{library.parent} cannot be written ({error}); XDG_CACHE_HOME names another folder"
     return None
 
 
 def pretend_devices(count: int) -> None:
-    """Have torch's Python code see `count` CUDA devices without asking a driver, or opening a device that is there."""
-    # this module is imported before torch, which must not be there until the library is loaded
+    """Make torch's Python code see `count` CUDA devices without asking a driver or opening a real device."""
+    # this module is imported before torch, which must not be loaded before the library
     import torch._subclasses.fake_tensor  # noqa: PLC0415
     import torch.cuda  # noqa: PLC0415
     import torch.utils._triton  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""Tensors without memory: torch's fake ones, which learn once what an operation makes of tensors of given shapes.
+"""Fake tensors (shapes without memory) whose mode caches the outputs of each operation by input shapes.
 
-torch remembers that as well, but looking it up there took most of a dry run's time. What has a memory of its own is
-made anew in the shape that it had before; what shares an input's memory is made by torch's kernel for mere shapes.
+torch caches them as well, but its lookup took most of a dry run's time. An output with its own memory is recreated in
+the cached shape; a view is recreated by torch's kernel for meta tensors.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from pangu.dryrun.operators import tensors_in
 
 _Outputs = Callable[["FakeTensors", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
-"""Gives what an operation gives."""
+"""Function that returns the outputs of an operation."""
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-"""Types of arguments of which the value tells all."""
+"""Argument types that their value describes completely."""
 _MORE_THAN_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-"""Outputs depend on values, or an input takes another shape."""
+"""Tags of operators whose outputs depend on values, or that change an input's shape."""
 
 
 class FakeTensors(FakeTensorMode):
-    """As torch's, quicker."""
+    """Fake tensor mode with a faster cache than torch's."""
 
     avoid_device_init = True
-    """torch asks for a driver unless it is told that there is none."""
+    """True to avoid device initialization, for which torch needs a driver."""
     _learned: ClassVar[dict[tuple[Any, ...], _Outputs]] = {}
-    """Operation and arguments -> what gives the outputs. Of the process, as torch's own: it depends on nothing else."""
+    """Mapping from operation and arguments to the function for its outputs; process-wide, like torch's own cache."""
 
     def __init__(self) -> None:
+        """Create the mode with torch's cache turned off."""
         super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled = False  # torch's own
+        self.cache_enabled = False  # torch's cache
 
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """An operation's outputs."""
+        """Return the outputs of an operation."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 has a decomposition for it that takes no `out_dtype`
+        if func is torch.ops.aten.addmm.dtype_out:  # its decomposition in torch 2.11 has no `out_dtype`
             return kwargs["out"]
         description: list[Any] = [func, *kwargs]
         if not (self._describe(args, description) and self._describe(kwargs.values(), description)):
@@ -57,7 +58,7 @@ class FakeTensors(FakeTensorMode):
         return result
 
     def _describe(self, values: Iterable[Any], into: list[Any]) -> bool:
-        """Append what outputs can depend on; false where there is more than that."""
+        """Append everything that outputs can depend on; return False if that is not possible."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -65,7 +66,7 @@ class FakeTensors(FakeTensorMode):
                     return False
                 into += (value.shape, value.stride(), value.dtype, value.fake_device)
             elif kind in _PLAIN:
-                into += (kind, value)  # 1 is 1.0, but makes other formats
+                into += (kind, value)  # 1 equals 1.0, but gives other dtypes
             elif kind is list or kind is tuple:
                 into += (kind, len(value))
                 if not self._describe(value, into):
@@ -76,7 +77,7 @@ class FakeTensors(FakeTensorMode):
 
 
 def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> _Outputs | None:
-    """What gives such outputs for such inputs, if their description is enough."""
+    """Return a function that recreates the outputs for such inputs, or None if the inputs do not determine them."""
     if function.namespace != "aten" or not _MORE_THAN_SHAPES.isdisjoint(function.tags):
         return None
     several = isinstance(result, (list, tuple))

@@ -1,4 +1,4 @@
-"""What stands in for attention kernels on fake tensors: as much memory, and as many products."""
+"""Replacements for attention kernels on fake tensors, with the same memory and the same matmuls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that torch takes on a device: for fake tensors it would take the one that holds all scores."""
+    """Return attention by the kernel that torch uses on a device; for fake tensors it would store all scores."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -38,7 +38,7 @@ def attention(
         repeats = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # as torch does in every layer
+        if attn_mask.dtype == torch.bool:  # torch converts it in every layer, too
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
@@ -50,21 +50,21 @@ def attention(
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
 ) -> Tensor:
-    """The same over whole rows, which is the most that documents can cost: of theirs nobody knows the lengths."""
+    """Return attention over full rows: an upper bound on the cost, since document lengths are unknown."""
     rows = (part.view(-1, longest, *part.shape[-2:]).transpose(1, 2) for part in (query, key, value))
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     return attend(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
 
 
 def _rows(part: Tensor, length: int) -> Tensor:
-    """[batch, heads, sequence, size] of one row after the other."""
+    """Return packed rows as [batch, heads, sequence, size]."""
     return part.reshape(-1, length, *part.shape[-2:]).transpose(1, 2)
 
 
 def flash_forward(
     qkv: Sequence[Tensor], lengths: Lengths, dropout: float, options: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """As `flash_attention`; what a window leaves out counts."""
+    """Return the forward pass of `flash_attention`; scores outside of a sliding window are counted as well."""
     rows = [_rows(part, length) for part, length in zip(qkv, (lengths[2], *[lengths[3]] * 2), strict=True)]
     causal = options["is_causal"] or "window_size_left" in options
     output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, dropout, causal)
@@ -77,6 +77,7 @@ def flash_forward(
 def flash_backward(
     tensors: Sequence[Tensor], lengths: Lengths, dropout: float, state: Sequence[Tensor], options: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of `flash_forward`."""
     sizes = (lengths[2], lengths[2], lengths[3], lengths[3], lengths[2])
     grad, query, key, value, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
     log_sum = tensors[5].view(query.shape[1], -1, lengths[2]).transpose(0, 1)
@@ -88,7 +89,7 @@ def flash_backward(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
-    """As `flash_attention`, between places."""
+    """Return the output and log-sum-exp of `flash_attention` for sequences split over ranks."""
     causal = masked.key_at + key.shape[2] > masked.query_at
     output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
     return output, log_sum
@@ -97,7 +98,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[T
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its kernels attend once more than flash attention's: each makes the scores and the gradients of probabilities."""
+    """Return the gradients; both backward kernels recompute the scores and the gradients of the probabilities."""
     causal, lengths = masked.key_at + key.shape[2] > masked.query_at, (query.shape[2], key.shape[2])
     attend(query, key, value, masked)
     state = query.new_empty(2, dtype=torch.int64)
@@ -107,7 +108,7 @@ def attend_backward(
 
 
 class _Sums(Function):
-    """What FlexAttention needs for the sums of a softmax: it attends to few columns of values, and keeps the result."""
+    """Log-sum-exp of the softmax for FlexAttention: attends to few value columns and keeps the result."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class _Sums(Function):
 
 
 def flex(qkv: QKV, score_mod: object, blocks: object, rows: Tensor | None, dropout: float) -> Tensor:
-    """As much memory and as many products; the audit knows of how many blocks."""
+    """Return FlexAttention's output with the same memory and matmuls; the audit knows how many blocks are computed."""
     output = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
     if rows is None:
         return output

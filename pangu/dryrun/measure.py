@@ -1,4 +1,4 @@
-"""Measures spans: a rank's step of some chunks, which are shortened until no layer is like both of its neighbours."""
+"""Measurement of spans: one rank's step of chunks shortened until no layer equals both of its neighbors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pangu.training.step import Trainer
 
 
 class _Picked(tuple[int, ...]):
-    """Layers of a chunk that begins before them: the first `memory.recompute` from `start` on are recomputed."""
+    """Layers of a chunk that starts before them: the first `memory.recompute` from `start` on are recomputed."""
 
     start: int
 
@@ -49,16 +49,16 @@ def measure(
     sizes: Sequence[int],
     splits: Sequence[bool],
 ) -> list[dict[str, Any]]:
-    """Carry out each chunk's forward and backward on one rank, and return the spans as plain data, for each size.
+    """Carry out the forward and backward pass of each chunk on one rank; return spans as plain data for each size.
 
     Args:
         chosen: a run without a pipeline; chunks are carried out as if there was a second stage.
-        device: that tensors are said to be on.
-        fake: what tells its streams apart.
-        chunks: their `layers` (as large as the real chunk's, without those between equal ones), where the real one
-            would `start` if it began so late, and whether each is the `first` and the `last` of the model.
-        sizes: sequences of a micro-batch.
-        splits: whether gradients of weights are computed apart, both if both ways are asked for.
+        device: device that the tensors are placed on.
+        fake: fake device that tells its streams apart.
+        chunks: their `layers` (as large as the real chunk's, without those between equal ones), the layer where the
+            real chunk would `start` if it began so late, and whether each is the `first` and the `last` of the model.
+        sizes: sequences per micro-batch.
+        splits: whether weight gradients are computed separately; both values to measure both ways.
     """
     config, layout = as_carried_out(chosen.config), replace(chosen.layout, pipeline=2)
     parts = {2 * place + 1: _part(chunk) for place, chunk in enumerate(chunks)}
@@ -74,7 +74,7 @@ def measure(
         config = with_kernel(config, device)
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
-            audit.thorough = False  # races are looked for in dry runs of whole steps
+            audit.thorough = False  # dry runs of full steps look for races
             trainer = Trainer(config, mesh, built)
             trainer.stages = replace(built, schedule=schedule)
             trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(mesh, schedule.channels))
@@ -99,8 +99,10 @@ def measure(
 
 
 def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedule:
-    """Each chunk on its own, forward and backward: a micro-batch for each way to go backward, after one of the first
-    chunk, which makes what all share. A second stage, of which nothing is carried out, has every other chunk."""
+    """Return a schedule that runs each chunk on its own, forward and backward, once for each kind of backward.
+
+    A first micro-batch of the first chunk creates what all share. The second stage, never carried out, has the others.
+    """
     micros = [(0, False), *((micro, split) for micro, split in enumerate(splits, 1))]
 
     def actions() -> Iterator[Action]:
@@ -150,7 +152,7 @@ def _trace(recorder: SpanRecorder, kinds: Mapping[int, Mapping[str, str]], split
 
 
 def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> SpanKey:
-    """The key of a span of a chunk with these kinds of modules."""
+    """Return the key of a span of a chunk with these kinds of modules."""
     if boundary.module == MOVE:
         modules = list(kinds.values())
         return SpanKey("", modules[0], action.kind.value, modules[-1])
@@ -159,10 +161,10 @@ def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> Span
 
 
 def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> UpdateTrace:
-    """Carry out updates of tensors of several sizes, and of so many elements that they take three passes."""
+    """Measure optimizer updates of tensors of several sizes, and of enough elements to need three passes."""
 
     def step(*sizes: int) -> tuple[float, float, float]:
-        """Bytes that are moved, launches and transient bytes."""
+        """Return the bytes moved, kernel launches and transient bytes of an update."""
         tensors = [torch.zeros(size, device=device) for size in sizes]
         for tensor in tensors:
             tensor.grad = torch.zeros_like(tensor)

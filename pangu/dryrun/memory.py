@@ -1,4 +1,4 @@
-"""What a device's memory holds at its fullest: each storage from its allocation to its end, by kind."""
+"""Live memory of a device and its peak: each storage by kind, from allocation to release."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 import torch
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "communication", "logits")
-"""Weights that the model computes with; sums of gradients; main parameters and moments; what forward leaves to
-backward, and what is there while it computes; weights that are whole between unshard and reshard; buffers of
-collectives; logits and their gradient."""
+"""Kinds of memory: compute weights; gradient sums; main parameters and moments; activations, both saved and temporary;
+gathered weights between unshard and reshard; buffers of collectives; logits and their gradient."""
 OWNED = frozenset({"parameters", "gradients", "optimizer", "gathered"})
-"""Kinds that belong to flat parameters, whatever modules compute."""
+"""Kinds that belong to flat parameters, whichever module is computed."""
 _GRAIN = 512
-"""Bytes; allocators of devices round up to multiples of it."""
+"""Allocation granularity in bytes: device allocators round up to multiples of it."""
 
 
 @dataclass
 class LiveStorage:
-    """Live memory of a device."""
+    """Storage that is allocated on the device."""
 
     size: int
     kind: str
@@ -31,31 +30,32 @@ class LiveStorage:
 
 
 class Memory:
-    """Live storages of one device, and the peak."""
+    """Live storages of one device, and their peak."""
 
     def __init__(self, freed: Callable[[int], None] = lambda key: None) -> None:
-        """`freed` is told the key of each storage that ends."""
+        """Create an empty record; `freed` is called with the key of each storage that is released."""
         self._live: dict[int, LiveStorage] = {}
         self._freed = freed
         self.bytes: Counter[str] = Counter()
-        """Kind -> what is live now."""
+        """Live bytes by kind."""
         self.peak_bytes: dict[str, int] = {}
-        """The same at the peak."""
+        """Bytes by kind at the peak."""
         self.peak = 0
         self.peak_place = ""
-        """Who made the allocation that led to it."""
+        """Location of the allocation that led to the peak."""
         self.total = 0
         """Live bytes of all kinds."""
         self.high = 0
-        """Most of them since somebody set this."""
+        """Most live bytes since this was last set."""
         self.log: list[Any] | None = None
-        """Every change, as a pair of storage and bytes, if somebody wants them; others may add entries."""
+        """List of all changes as (storage, bytes) if a caller sets one; callers may add entries of their own."""
 
     def __contains__(self, key: int) -> bool:
+        """Return whether a storage is live."""
         return key in self._live
 
     def add(self, storage: torch.UntypedStorage, kind: str, place: str, micro: int | None = None) -> None:
-        """A storage that has not been seen before, allocated for a micro-batch or for none."""
+        """Add a new storage, allocated for a micro-batch or for none."""
         key = storage._cdata
 
         def end(_: object) -> None:
@@ -67,7 +67,7 @@ class Memory:
         self.resize(storage, place)
 
     def resize(self, storage: torch.UntypedStorage, place: str) -> None:
-        """A storage that has been seen may have another length now."""
+        """Update the size of a known storage."""
         entry = self._live.get(storage._cdata)
         if entry is not None:
             size = -(-storage.nbytes() // _GRAIN) * _GRAIN
@@ -75,7 +75,7 @@ class Memory:
             self._grow(entry, change, place)
 
     def label(self, tensor: torch.Tensor, kind: str, unless: Container[str] = ()) -> None:
-        """Say whose a storage is, unless it is of one of some kinds; one on another device is nobody's."""
+        """Set the kind of a storage, unless its kind is in `unless`; ignore storages of other devices."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         if entry is not None and entry.kind not in unless:
             self.bytes[entry.kind] -= entry.size
@@ -83,14 +83,14 @@ class Memory:
             entry.kind = kind
 
     def of_micro_batch(self, micro: int) -> Counter[str]:
-        """Kind -> bytes that live of what was allocated for a micro-batch."""
+        """Return the live bytes by kind that were allocated for a micro-batch."""
         total: Counter[str] = Counter()
         for entry in self._live.values():
             total[entry.kind] += entry.size * (entry.micro == micro)
         return total
 
     def restart(self) -> None:
-        """Forget the peak; what is live now is the beginning of another one."""
+        """Reset the peak to the memory that is live now."""
         self.peak = 0
         self._note_peak("the beginning")
 

@@ -1,5 +1,4 @@
-"""What the operators of torch do to tensors: which run a kernel, answer the host, multiply matrices or send, and the
-bytes that each moves."""
+"""Properties of torch operators: kernel launches, host syncs, matmuls, collectives, and bytes moved."""
 
 from __future__ import annotations
 
@@ -29,39 +28,39 @@ COLLECTIVES = {
     "send": ("send", (0,), ()),
     "recv_": ("receive", (), (0,)),
 }
-"""Operator of torch.distributed -> what it is called, and its arguments that are read and written."""
+"""Mapping from an operator of torch.distributed to its name, and the arguments it reads and writes."""
 _NO_KERNEL = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"),
     *("_unsafe_view", "_local_scalar_dense"),
 }
-"""Operators that start none, though their schema does not say that they are views."""
+"""Operators that launch no kernel, though their schema does not mark them as views."""
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
-"""Of their first argument they read no more than they write."""
+"""Operators that read only as much of their first argument as they write."""
 _ADDS_ROWS = {"index_put_", "index_add_"}
-"""Of their first argument they read and write as many rows as are added."""
+"""Operators that read and write only as many rows of their first argument as are added."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What its schema says of an operator."""
+    """Properties of an operator, from its schema."""
 
     name: str
     view: bool
-    """Its results lie in the memory of its first argument."""
+    """True if its results are views of its first argument."""
     launches: bool
-    """It runs a kernel."""
+    """True if it launches a kernel."""
     product: bool
-    """Its time is that of its floating-point operations."""
+    """True if its time is determined by its floating-point operations (matmuls)."""
     answers: bool
-    """Its result lies on the host, or its shape depends on values: the host waits for the device."""
+    """True if it is a host sync: its result is on the host, or its shape depends on values."""
     writes: tuple[int, ...]
-    """Places of the arguments that are changed."""
+    """Indices of the arguments that it modifies."""
 
 
 @functools.cache
 def operator_of(function: OpOverload) -> Operator:
-    """What `function` is."""
+    """Return the properties of an operator."""
     name, schema = function._schema.name.partition("::")[2], function._schema
     view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -73,7 +72,7 @@ def operator_of(function: OpOverload) -> Operator:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors in nested lists and tuples."""
+    """Yield all tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -82,24 +81,24 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_causal(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an attention kernel skips what is masked."""
+    """Return whether an attention kernel skips masked scores."""
     names = [argument.name for argument in function._schema.arguments]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 
 def causal_share(operator: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Share of scores that a causal attention kernel does not skip, where queries and keys end together."""
+    """Return the share of scores that a causal attention kernel computes, where queries and keys end together."""
     (*_, queries, _), (*_, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
     return 1 - queries / (2 * keys)
 
 
 def count_flops(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the floating-point operations of a product, by torch's formula."""
-    shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
+    """Return the floating-point operations of a matmul, by torch's formula."""
+    shaped = [value for value in args if not isinstance(value, torch.dtype)]  # formulas expect a shape there
     name = function._schema.name
     if "dot_product" in name:
-        # before torch 2.13 the formula refuses grouped queries, which compute with each key and value several times
-        query = int("backward" in name)  # the output's gradient comes first
+        # before torch 2.13 the formula rejects grouped queries, which use each key and value several times
+        query = int("backward" in name)  # the gradient of the output comes first
         heads = args[query].shape[1]
         for place in (query + 1, query + 2):
             batch, _, *rest = args[place].shape
@@ -108,13 +107,13 @@ def count_flops(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all of them."""
+    """Return the total bytes of tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def moved_bytes(operator: Operator, inputs: list[Tensor], made: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes, each tensor once; of a broadcast one what there is of it."""
-    if operator.name in _ADDS_ROWS:  # to as much as there is of what is added, the last one
+    """Return the bytes an operation reads and writes, each tensor once; broadcast dimensions count once."""
+    if operator.name in _ADDS_ROWS:  # adds to as many rows as the last input has
         return size_of(inputs[1:]) + 2 * size_of(inputs[-1:])
     read = [tensor for tensor in inputs if not (operator.name in _OVERWRITES and tensor is inputs[0])]
     sizes = [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read]

@@ -1,5 +1,4 @@
-"""Owners of the memory that a step allocates: flat parameters, gradient sums and the optimizer own theirs; activations
-own the rest."""
+"""Owners of a step's memory: flat parameters, gradient sums and the optimizer; the rest are activations."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ _OWNERS: tuple[tuple[type, str, str], ...] = (
     (GradientSum, "finish", "gradients"),
     (GradientSum, "_add", "gradients"),
 )
-"""Class, method, and the kind of what is allocated while it runs."""
+"""Class, method, and the kind of memory allocated while the method runs."""
 
 
 @contextmanager
 def ownership(audit: Audit) -> Iterator[None]:
-    """Tell the audit of the owner of what is done within the block."""
+    """Tell the audit which owner operations within the block belong to."""
 
     def within(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -48,10 +47,10 @@ def ownership(audit: Audit) -> Iterator[None]:
 
 
 def label_states(audit: Audit, trainer: Trainer) -> None:
-    """Tell the audit whose the memory is that lasts from step to step."""
+    """Tell the audit which owner each persistent buffer belongs to."""
     kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
     for flat in trainer.parameters.flat_parameters:
-        for row in reversed(flat.table):  # what is an alias goes by the buffer that it is
+        for row in reversed(flat.table):  # an alias is labeled as the buffer it points to
             tensor = getattr(flat, row.name)
             if row.alias is None and tensor is not None:
                 audit.memory.label(tensor, kinds.get(row.name, "parameters") if row.lasting else "gathered")

@@ -1,8 +1,8 @@
-"""Who touches a buffer of an asynchronous collective or copy before its wait: a happens-before order over streams.
+"""Race detector for buffers of asynchronous collectives and copies: a happens-before order over streams.
 
-Each stream counts what it does and knows how far it has seen the others (vector clocks, Mattern 1989; torch's CUDA
-sanitizer orders its streams alike). An event carries what its stream knew when it was recorded. A collective runs on
-a stream of its group, as in NCCL: behind what the calling stream has done, before what follows the wait.
+Each stream counts its operations and knows how far it has seen the others (vector clocks, Mattern 1989; torch's CUDA
+sanitizer orders its streams alike). An event carries the clock of its stream at the time of recording. A collective
+runs on a stream of its group, as in NCCL: after the earlier work of the calling stream, before the work after the wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Clock = dict[Stream, int]
 
 @dataclass(frozen=True)
 class _Access:
-    """When and where a buffer was last read or written by a stream."""
+    """Time and place of a stream's last read or write of a buffer."""
 
     stream: Stream
     tick: int
@@ -32,48 +32,49 @@ class _Access:
 @dataclass
 class _Buffer:
     stream: Stream = 0
-    """That it was allocated on, and may be used by again once it is freed."""
+    """Stream it was allocated on, which may reuse the memory once it is freed."""
     written: _Access | None = None
     read: dict[Stream, _Access] = field(default_factory=dict)
 
 
 @dataclass
 class Begun:
-    """A collective of which it is not known yet whether a product hides it."""
+    """Collective that has started, and may still be hidden by a matmul."""
 
     stream: Stream
     tick: int
-    """When it began."""
+    """Time of its start on its stream."""
     scope: Any
     axis: str
     kind: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 class OnItsWay(NamedTuple):
-    """A collective from its start to its wait."""
+    """Collective in flight, from its start to its wait."""
 
     work: Any
     clock: Clock
-    """What its stream knows once it is done."""
+    """Clock of its stream once it is done."""
     buffers: list[torch.UntypedStorage]
-    """NCCL keeps them until somebody waits, or until the next collective once nobody can."""
+    """Buffers that NCCL keeps alive until a wait, or until the next collective if nobody can wait any more."""
     begun: Begun
 
 
 class RaceDetector:
-    """Finds pairs of accesses to a buffer of which neither is known to come first."""
+    """Detector of pairs of accesses to a buffer that no synchronization orders."""
 
     def __init__(self) -> None:
+        """Start with no buffers and no accesses."""
         self.races: dict[str, int] = {}
-        """What races with what -> how often."""
+        """Number of occurrences of each race, by its description."""
         self._clocks: dict[Stream, Clock] = {HOST: {}}
         self._events: dict[int, Clock] = {}
         self._buffers: dict[int, _Buffer] = {}
 
     def access(self, stream: Stream, reads: Iterable[int], writes: Collection[int], place: Callable[[], str]) -> None:
-        """A stream, or the host, reads some buffers and writes others, in the order in which it is told to."""
+        """Record that a stream, or the host, reads some buffers and writes others, in program order."""
         clock = self.tick(stream)
         use = _Access(stream, clock[stream], place())
         for key in reads:
@@ -90,24 +91,24 @@ class RaceDetector:
             buffer.written, buffer.read = use, {}
 
     def tick(self, stream: Stream) -> Clock:
-        """Let a stream do something, and return how far it has seen the others."""
+        """Advance the clock of a stream, and return how far it has seen the others."""
         clock = self.clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
     def clock(self, stream: Stream) -> Clock:
-        """How far a stream that is given work now has seen the others: the host has seen what it waited for."""
+        """Return the clock of work that is enqueued on a stream now: the host knows what it has waited for."""
         clock = self._clocks.setdefault(stream, {})
         if stream != HOST:
             _join(clock, self._clocks[HOST])
         return clock
 
     def order(self, before: Clock, after: Stream) -> None:
-        """What was known at some time is known to `after` from now on."""
+        """Make everything known in one clock known to a stream from now on."""
         _join(self.clock(after), before)
 
     def follow(self, entries: Iterable[StreamEntry]) -> None:
-        """Take note of what was done to streams and events."""
+        """Record operations on streams and events."""
         for kind, event, stream in entries:
             if kind == 0:
                 self._events[event] = dict(self.clock(stream))
@@ -119,12 +120,14 @@ class RaceDetector:
                     _join(self._clocks[HOST], clock)
 
     def allocate(self, key: int, stream: Stream) -> None:
-        """A buffer begins."""
+        """Add a buffer."""
         self._buffers[key] = _Buffer(stream)
 
     def free(self, key: int) -> None:
-        """A buffer of the device ends: its memory goes to what its stream allocates next, so that what other streams do
-        with it must be known to be over. Collectives keep theirs themselves."""
+        """Free a device buffer: its stream reuses the memory, so uses on other streams must be known to be done.
+
+        Collectives keep their own buffers alive.
+        """
         buffer = self._buffers.pop(key, _Buffer())
         clock = self.clock(buffer.stream)
         for use in (buffer.written, *buffer.read.values()):
@@ -132,7 +135,7 @@ class RaceDetector:
                 self._check(clock, _Access(buffer.stream, 0, "its owner"), "frees", use, "uses")
 
     def forget(self, key: int) -> None:
-        """A buffer of the host ends; its allocator waits for copies."""
+        """Free a host buffer; its allocator waits for copies."""
         self._buffers.pop(key, None)
 
     def _check(self, clock: Clock, use: _Access, does: str, earlier: _Access, did: str) -> None:

@@ -1,5 +1,4 @@
-"""Notes where modules, actions and gradients begin and end while a step is carried out, and cuts its memory and its
-work into spans."""
+"""Recorder of the boundaries of modules, actions and gradients in a step; cuts its memory and work into spans."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pangu.training.step import Trainer
 from pangu.zero.unshard import _Passing
 
 BEGIN, MOVE, FINISH = "begin", "move", "finish"
-"""What a step does beside its actions, as `Trace.begin`, `Trace.move` and `Trace.finish`."""
+"""Parts of a step besides its actions: `Trace.begin`, `Trace.move` and `Trace.finish`."""
 _LOOKUPS = ("embedding", "position_bias")
 
 
@@ -30,14 +29,14 @@ class Boundary(NamedTuple):
     action: Any
     module: str
     part: int
-    """`Scope.part` of what was counted in it."""
+    """Scope of the span's counters (`Scope.part`)."""
 
 
 class SpanRecorder(Observer, ModuleHooks):
-    """Ends a span in the log of memory wherever a module ends, and a segment of it where a gradient is added."""
+    """Recorder that ends a span of the memory log at each module, and a segment at each added gradient."""
 
     def __init__(self, audit: Audit, trainer: Trainer, modules: Mapping[int, Mapping[str, str]]) -> None:
-        """`modules`: chunk -> its modules in the order of forward, as `spans.module_kinds`."""
+        """Create a recorder; `modules` maps a chunk to its modules in forward order, as `spans.module_kinds`."""
         super().__init__(audit)
         self.log: list[Any] = []
         audit.memory.log = self.log
@@ -50,7 +49,7 @@ class SpanRecorder(Observer, ModuleHooks):
 
         def begin_sum(parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
             self._mark("add", names[parameter], 0 if parameter.grad is None else parameter.grad.nbytes)
-            return sum_of(parameter, cleared)[0], False  # as in most micro-batches
+            return sum_of(parameter, cleared)[0], False  # like most micro-batches
 
         def end_sum(parameter: Tensor) -> None:
             self._mark("complete", names[parameter])
@@ -78,10 +77,10 @@ class SpanRecorder(Observer, ModuleHooks):
         self._module = self._kind = ""
         self._started = False
         self._left: Counter[str] = Counter()
-        """Lookup -> gradients that backward has not completed yet."""
+        """Number of gradients of each lookup that the backward pass has not completed."""
 
     def begin(self, action: Any) -> None:
-        """An action begins."""
+        """Begin an action."""
         self._end(BEGIN)
         super().begin(action)
         self._open()
@@ -89,7 +88,7 @@ class SpanRecorder(Observer, ModuleHooks):
         self._left = Counter(name.partition(".")[0] for name in self._trained if name.startswith(_LOOKUPS))
 
     def end(self, action: Any) -> None:
-        """An action ends, and what it is made of: a message has no modules, and products end with it."""
+        """End an action and its spans: a message has no modules, and separate weight gradients end with the action."""
         if self._kind == Kind.BACKWARD_WEIGHT and self._started:
             self._end(self._module)
         self._end(END if getattr(action, "kind", None) in COMPUTE else MOVE)
@@ -97,18 +96,20 @@ class SpanRecorder(Observer, ModuleHooks):
         self._open()
 
     def finish(self) -> None:
-        """The step ends."""
+        """End the step."""
         self._end(FINISH)
 
     def before(self, module: str, x: Tensor) -> Tensor:
+        """Mark the module's start in forward and its end in backward."""
         return self._passing(module, self._hooks.before(module, x), self._enter, self._end)
 
     def after(self, module: str, x: Tensor) -> Tensor:
+        """Mark the module's end in forward and its start in backward."""
         return self._passing(module, self._hooks.after(module, x), self._end, self._enter)
 
     def _passing(self, module: str, x: Tensor, forward: Callable[..., None], backward: Callable[..., None]) -> Tensor:
         if module not in self._modules[self.audit.scope.action.chunk]:
-            return x  # it has no parameters
+            return x  # the module has no parameters
         return _Passing.apply(x, partial(forward, module), partial(backward, module))
 
     def _enter(self, module: str) -> None:
@@ -117,13 +118,12 @@ class SpanRecorder(Observer, ModuleHooks):
         self._started, self._module = True, module
 
     def _begin_products(self, module: str) -> None:
-        """Products of a module's weights begin, which were left for later."""
         if self._started and module != self._module:
             self._end(self._module)
         self._enter(module)
 
     def _end_lookup(self, name: str) -> None:
-        """A gradient is complete: the last one ends the backward of a table, in which nothing follows."""
+        """Note a complete gradient: the last one of an embedding ends its backward pass, as nothing follows."""
         lookup = name.partition(".")[0]
         if self._kind == Kind.BACKWARD and lookup in _LOOKUPS:
             self._left[lookup] -= 1
@@ -144,7 +144,7 @@ class SpanRecorder(Observer, ModuleHooks):
 
 
 def spans_in(log: Sequence[Any], counts: Mapping[Scope, Counter[tuple[Any, ...]]]) -> Iterator[tuple[Boundary, Span]]:
-    """Yield the spans of a log with what was counted in them."""
+    """Yield the spans of a log with their counters."""
     works = {scope.part: counted for scope, counted in counts.items() if not scope.owner}
     pieces: list[list[Any]] = [[]]
     born: dict[int, int] = {}
@@ -178,14 +178,13 @@ def spans_in(log: Sequence[Any], counts: Mapping[Scope, Counter[tuple[Any, ...]]
 
 
 def _is_module(end: Boundary, action: Action) -> bool:
-    """Whether a span is a module's, of the same chunk and micro-batch as an action."""
     one = end.action
     same = isinstance(one, Action) and one[1:3] == action[1:3]
     return same and one.kind in COMPUTE and end.module not in (START, END)
 
 
 def joined(spans: Sequence[Span]) -> Span:
-    """Spans one after the other, as one."""
+    """Return consecutive spans joined into one."""
     segments, level = [Segment(0, 0)], 0
     for span in spans:
         segments += [Segment(level + peak, level + end, mark) for peak, end, mark in span.segments]
@@ -205,7 +204,7 @@ def joined(spans: Sequence[Span]) -> Span:
 
 
 def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
-    """What was counted, as plans read it."""
+    """Return counters in the form that plans use."""
     matmuls: dict[Matmul, float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
     plain: Counter[str] = Counter()
@@ -214,7 +213,7 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
             operator, shapes, _, computed = of
             for matmul in matmuls_of(operator, shapes, computed):
                 matmuls[matmul._replace(calls=1)] += matmul.calls * amount
-        elif what == "calls" and of[0] != "pipeline":  # messages are the schedule's
+        elif what == "calls" and of[0] != "pipeline":  # messages belong to the schedule
             calls[of[0], of[1]] += amount
         elif len(of) < 2:
             plain[what] += amount

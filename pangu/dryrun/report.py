@@ -1,4 +1,4 @@
-"""A dry run in words and as data: the fullest device, whether it fits, each role."""
+"""Report of a dry run as text and data: the device with the highest peak, whether it fits, each role."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Layout
 
 WIDTH = 200
-"""Columns of tables where the output is not a terminal."""
+"""Width in columns of tables where the output is not a terminal."""
 _GIB = 2**30
 
 
 def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out the roles of a run, one of each stage (`dry_run=all`: each distinct one).
+    """Carry out the roles of a run, one per stage (`dry_run=all`: each distinct one).
 
     Args:
         values: the composed configuration as plain dictionaries.
 
     Returns:
-        What `run.RankReport` says of the fullest device, its `fits` and `room_bytes` on the cluster that the
-        configuration names (None without one), `seconds`, `compile` (nothing of it is seen), and `roles`, the
-        same of each.
+        The `run.RankReport` of the device with the highest peak, its `fits` and `room_bytes` on the cluster that the
+        configuration names (None without one), `seconds`, `compile` (not covered by a dry run), and `roles`: the same
+        for each.
 
     Raises:
-        UserError: for everything that is wrong with the configuration.
+        UserError: if the configuration is invalid.
     """
     began = time.perf_counter()
     config, layout, _ = choose_layout(values, 1)
@@ -48,7 +48,7 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_kernels(config: RunConfig) -> None:
-    """Raises ConfigError if a kernel is asked for that no dry run can carry out."""
+    """Raise ConfigError if the configuration requests a kernel that no dry run can carry out."""
     if config.model.attention == "flash_attn":
         rule = "a dry run cannot carry out a kernel that comes from another package"
         works = "model.attention=auto works, and takes as much memory where both are fused"
@@ -56,7 +56,7 @@ def require_kernels(config: RunConfig) -> None:
 
 
 def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
-    """What the device needs for all that is no tensor as well, and what is left of it."""
+    """Return the memory that the device needs including non-tensor memory, and the room that remains."""
     if config.cluster is None:
         return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
     cluster = cluster_in(config.cluster)
@@ -66,6 +66,7 @@ def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], every: bool) -> None:
+    """Print the report of a dry run; with `every`, also a table of all roles."""
     for name, text in _rows(layout, report):
         console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
     if not every:
@@ -122,8 +123,8 @@ def _fits(report: Mapping[str, Any]) -> str:
 
 
 def show_dry_run(values: Mapping[str, Any]) -> None:
-    """Carry out and print what `pretrain.py ... dry_run=true` asks for. Raises UserError."""
+    """Carry out and print a dry run for `pretrain.py ... dry_run=true`; raise UserError if that fails."""
     config, layout, _ = choose_layout(values, 1)
-    # where all that a run says goes
+    # the stream of all other messages of a run
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
     print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")

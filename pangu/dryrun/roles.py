@@ -1,4 +1,4 @@
-"""The distinct roles of a run's ranks, each carried out in a process of its own kind, as many at a time as cores."""
+"""Distinct roles of a run's ranks, each carried out in its own process, as many at a time as there are cores."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.topology.layout import Coordinates, Layout
 
 REPORT_SECONDS = 30.0
-"""Time between lines about the progress of dry runs where no bar can be drawn: in the log of a batch job."""
+"""Seconds between progress lines of dry runs where no progress bar can be drawn: in the log of a batch job."""
 
 
 class DryRunError(UserError):
-    """A rank could not be carried out without its device."""
+    """Error of a rank that cannot be carried out without its device."""
 
 
 def role_ranks(layout: Layout, every: bool) -> list[int]:
-    """One rank of each stage; with `every` the first and the last of those that share matrices, of those that share
-    sequences, and of the replicas."""
+    """Return one rank per stage; with `every`, both ends of the tensor, context and data-parallel ranks of each."""
     sizes = (layout.data, layout.tensor, layout.context)
     ends = [{0, size - 1} if every else {0} for size in sizes]
     places = [Coordinates(stage, *place) for stage in range(layout.pipeline) for place in product(*ends)]
@@ -41,8 +40,7 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
 
 
 def run_jobs(jobs: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[dict[str, Any]]:
-    """What `Worker.report` says of each composed configuration and rank, as soon as it and all before it are done;
-    `options` as there, and a job may have more of its own behind its rank.
+    """Yield `Worker.report` of each (configuration, rank[, options]) job in order; `options` apply to all jobs.
 
     Raises:
         DryRunError: if a rank cannot be carried out.
@@ -65,7 +63,7 @@ def run_jobs(jobs: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[dict[s
             if _kept is not None:
                 _kept.extend(workers)
                 workers = []
-        finally:  # before the pool waits for what is being carried out
+        finally:  # before the pool waits for running jobs
             for worker in workers:
                 worker.end()
 
@@ -88,7 +86,7 @@ def kept_workers() -> Iterator[None]:
 
 
 def require_device(report: Mapping[str, Any]) -> None:
-    """Raise a DryRunError for the report of a CPU, whose counts and memory are not those of a device."""
+    """Raise DryRunError for a report from a CPU, whose counts and memory differ from a device's."""
     if report["device"] is not None:
         raise DryRunError(f"the dry run is unavailable: {report['device']}")
 
@@ -96,7 +94,7 @@ def require_device(report: Mapping[str, Any]) -> None:
 def with_progress(
     reports: Iterable[dict[str, Any]], total: int, note_progress: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the reports of `total` jobs, and show how many are done. Raises DryRunError as `require_device`."""
+    """Yield the reports of `total` jobs, and show their progress; raise DryRunError like `require_device`."""
     description = f"{'counting':<12} what layers do, in {total} dry runs"
     with ProgressBar(show=True, note_progress=note_progress) as bar:
         if not bar.console.is_terminal:
@@ -117,12 +115,7 @@ def measured_gib(
     memory: DeviceMemoryConfig,
     note_progress: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Return the GiB that a device needs for a composed configuration and rank, each found by a dry run and then kept
-    in the user's cache folder.
-
-    Raises:
-        DryRunError: if a rank cannot be carried out.
-    """
+    """Return the GiB a device needs per (configuration, rank), dry-run and cached; raise DryRunError on failure."""
     files = [cache_folder() / f"peak-{identify([values, rank])}.json" for values, rank in jobs]
     known = {file: read_cached(file) for file in files}
     missing = {file: job for file, job in zip(files, jobs, strict=True) if known[file] is None}
@@ -135,16 +128,17 @@ def measured_gib(
 
 
 def environment() -> dict[str, str]:
-    """Variables of a process that carries out ranks."""
-    one_device = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""}  # and no process opens a real one
+    """Return the environment variables of a dry-run process."""
+    one_device = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""}  # no process opens a real device
     path = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **one_device}
 
 
 class Worker:
-    """A process in which torch finds the fake device: it must be there before torch is imported."""
+    """Process in which torch finds the fake device, which must exist before torch is imported."""
 
     def __init__(self) -> None:
+        """Start the process."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pangu.dryrun"],
             stdin=subprocess.PIPE,
@@ -155,16 +149,18 @@ class Worker:
             env=environment(),
         )
         self._said: deque[str] = deque(maxlen=20)
-        """Its last lines of standard error, which is read at once: a full pipe would stop it."""
+        """Last lines of its standard error, read continuously: a full pipe would block it."""
         self._listener = Thread(target=self._said.extend, args=(self._process.stderr,), daemon=True)
         self._listener.start()
 
     def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
-        """What `run.RankReport` says of a rank, and under `device` why there is no fake one, if so. `options` are those
-        of `run.dry_run`. Raises DryRunError if the rank cannot be carried out."""
+        """Return the `run.RankReport` of a rank; `device` tells why there is no fake device, if so.
+
+        `options` are those of `run.dry_run`. Raises DryRunError if the rank cannot be carried out.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # what it has said tells why
+        with suppress(BrokenPipeError):  # its standard error tells why
             self._process.stdin.write(f"{json.dumps([values, rank, options])}\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -180,6 +176,6 @@ class Worker:
 
     def _last_words(self) -> str:
         status = self._process.wait()
-        self._listener.join(1.0)  # what the process has started may still be there
+        self._listener.join(1.0)  # a child of the process may still hold the pipe open
         said = [line.strip() for line in self._said if line.strip()]
         return said[-1] if said else f"its process ended with status {status}"

@@ -1,4 +1,4 @@
-"""One rank's step without its device: the trainer itself, on fake tensors and a process group that sends nothing."""
+"""Dry run of one rank's step: the trainer on fake tensors, with a process group that sends nothing."""
 
 from __future__ import annotations
 
@@ -42,48 +42,47 @@ from pangu.zero.grouping import IN_FLIGHT
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank does in a step, and what its device holds."""
+    """Operations of a rank in a step, and the memory of its device."""
 
     rank: int
     stage: int
     tensor: int
-    """Place among the ranks that share every matrix."""
+    """Tensor-parallel rank."""
     replica: int
     peak: int
-    """Bytes of the tensors at the peak."""
+    """Peak bytes of tensors."""
     peak_place: str
-    """The allocation that led to it: file and line, action of the schedule."""
+    """Allocation that led to the peak: file and line, action of the schedule."""
     peak_bytes: dict[str, int]
-    """Kind (see `memory.KINDS`) -> bytes at the peak."""
+    """Bytes by kind (see `memory.KINDS`) at the peak."""
     lasting_bytes: dict[str, int]
-    """The same before the first step."""
+    """Bytes by kind before the first step."""
     groups: int
-    """Process groups in which it sends, each with buffers of its own."""
+    """Number of process groups in which the rank communicates, each with buffers of its own."""
     collectives: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """Axis -> collective -> its calls and bytes in a step, and bytes that products hide. Bytes are those of the whole
-    tensor: what all ranks of the group have together after a gather, what each has before a reduction."""
+    """Mapping from axis and collective to the calls and bytes per step, and the bytes that matmuls hide. Bytes are
+    those of the full tensor: the output of a gather on all ranks of the group, the input of a reduction on each."""
     launches: int = 0
-    """Kernels in a step; one for each operation."""
+    """Kernel launches per step; one for each operation."""
     memory_bound_bytes: int = 0
-    """Read and written by operations other than products of matrices."""
+    """Bytes read and written by operations other than matmuls."""
     copy_bytes: int = 0
-    """Copied between host and device beside the computation."""
+    """Bytes copied between host and device in parallel with the computation."""
     flops: int = 0
     products: list[dict[str, Any]] = field(default_factory=list)
-    """Products of matrices and fused attention: operator, shapes, format, the share that is computed, how often."""
+    """Matmuls and fused attention: operator, shapes, format, share that is computed, count."""
     update: dict[str, int] = field(default_factory=dict)
-    """`launches` and `memory_bound_bytes` of what is done once a step; `working_bytes`, most that are live after the
-    last micro-batch besides those that last."""
+    """Once-per-step work: `launches`, `memory_bound_bytes`, and `working_bytes`: its peak transient bytes."""
     host_syncs: dict[str, int] = field(default_factory=dict)
-    """File and line -> how often in a step the host waits for a value of the device."""
+    """Number of host syncs per step by file and line, where the host waits for a value from the device."""
     blocking_copies: dict[str, int] = field(default_factory=dict)
-    """File and line -> how often in a step the host waits for a copy."""
+    """Number of blocking copies per step by file and line, where the host waits for the copy."""
     any_order: dict[str, int] = field(default_factory=dict)
-    """Operator that adds up in an order of its own -> how often in a step, unless `train.deterministic` replaces it."""
+    """Calls per step of operators with nondeterministic summation order, unless `train.deterministic` replaces them."""
     findings: dict[str, int] = field(default_factory=dict)
-    """Operations across devices, tensors of the host in collectives of the device."""
+    """Errors found: operations across devices, and host tensors in collectives of the device."""
     races: dict[str, int] = field(default_factory=dict)
-    """Who touches a buffer of an asynchronous collective or copy before its wait."""
+    """Accesses to a buffer of an asynchronous collective or copy before its wait."""
 
 
 def dry_run(
@@ -94,15 +93,15 @@ def dry_run(
     steps: int = 1,
     whole: bool = False,
 ) -> RankReport:
-    """Carry out steps of one rank, and report of the last one.
+    """Carry out steps of one rank, and return a report of the last one.
 
     Args:
         chosen: the run.
-        rank: any of its layout.
-        device: that tensors are said to be on.
-        fake: what tells its streams apart; None: they are one.
-        steps: how many.
-        whole: all micro-batches are carried out; otherwise as many as it takes until they repeat.
+        rank: any rank of its layout.
+        device: device that the tensors are placed on.
+        fake: fake device that tells its streams apart; None: there is one stream.
+        steps: number of steps.
+        whole: carry out all micro-batches instead of the fewest after which they repeat.
     """
     layout = chosen.layout
     total = chosen.stages.schedule.micro_batches
@@ -115,7 +114,7 @@ def dry_run(
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
             if trainer.scales is not None:
-                trainer.scales.known = True  # as in all steps but the first
+                trainer.scales.known = True  # like all steps but the first
             label_states(audit, trainer)
             lasting = dict(audit.memory.bytes)
             for _ in range(steps):
@@ -126,34 +125,35 @@ def dry_run(
 
 
 def as_carried_out(config: RunConfig) -> RunConfig:
-    """Return a configuration as a dry run takes it: nothing compiles for a device that is not there, and a step that is
-    shortened has another list."""
+    """Return a configuration for a dry run: nothing compiles, and a shortened step has its own schedule."""
     return replace(config, compile=False, train=replace(config.train, check_step=False))
 
 
 def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> tuple[RunConfig, Stages]:
-    """The same run with as few micro-batches as it takes until they repeat: the stage holds of each chunk as many at a
-    time as it ever does, with the gradients that are summed meanwhile, and there is one between the first and the
-    last."""
+    """Return the same run with the fewest micro-batches after which they repeat.
+
+    The stage still reaches its highest number of micro-batches in flight for each chunk, with the gradients summed
+    meanwhile, and there is one micro-batch between the first and the last.
+    """
     total, held = stages.schedule.micro_batches, _held(stages.schedule, stage)
     for count in range(_repeated(stages.schedule) + 2, total):
         fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
         try:
             shorter = plan_stages(replace(config, batch=fewer), layout)
         except ConfigError:
-            continue  # the schedule cannot cut so many
+            continue  # the schedule does not support so few
         if _held(shorter.schedule, stage) == held:
             return replace(config, batch=fewer), shorter
     return config, stages
 
 
 def _repeated(schedule: Schedule) -> int:
-    """Return the micro-batch that stands for those left out: if each is reduced, the first that waits for others."""
+    """Return the micro-batch that represents those left out: if each is reduced, the first that waits for others."""
     return IN_FLIGHT if schedule.reduce_each else 1
 
 
 def _held(schedule: Schedule, stage: int) -> list[set[Held]]:
-    """Return what a stage holds at its fullest moments, and at those with as many reductions in flight as ever."""
+    """Return what a stage holds at its peaks, and at the points with the most reductions in flight."""
     computed = (action for action in schedule.actions[stage] if action.kind in COMPUTE)
     order = [(action.kind, action.chunk, cast(int, action.micro)) for action in computed]
     return [set(held_in(order, schedule.name, skipped)) for skipped in (0, IN_FLIGHT * schedule.reduce_each)]
@@ -161,7 +161,7 @@ def _held(schedule: Schedule, stage: int) -> list[set[Held]]:
 
 @contextmanager
 def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
-    """Tensors without memory, and a process group of any size that sends nothing."""
+    """Use tensors without memory, and a process group of any size that sends nothing, within the block."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(flat_parameter, "fill", lambda *_: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", kernels.attention))
@@ -181,15 +181,14 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
 
 
 def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
-    """As many rows to each rank as to the others; the host waits for the device all the same."""
+    """Return equal numbers of rows for all ranks, still with a host sync."""
     counts.cpu()
     sides, ranks, _ = counts.shape
     return [[[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)] for _ in range(sides)]
 
 
 def with_kernel(config: RunConfig, device: torch.device) -> RunConfig:
-    """Return a configuration with FlexAttention, which trials would find the fastest, for a block-sparse model that it
-    can compute."""
+    """Return a configuration with FlexAttention, the fastest in trials, for block-sparse models that it supports."""
     if config.model.sparse is None or "flex" not in kernels_of(config, device):
         return config
     return replace(config, model=replace(config.model, attention="flex"))
@@ -197,7 +196,7 @@ def with_kernel(config: RunConfig, device: torch.device) -> RunConfig:
 
 @contextmanager
 def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> Iterator[Audit]:
-    """An audit of what a rank does within the block."""
+    """Yield an audit of a rank's operations within the block."""
     vocab = room(config.model.vocab, mesh.layout.tensor, VOCABULARY_MULTIPLE)
     groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
     sparse = config.model.sparse
@@ -207,23 +206,24 @@ def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> It
 
 
 class Observer:
-    """Is told when actions begin and end, and tells the audit."""
+    """Observer of the beginning and end of actions, which it passes on to the audit."""
 
     def __init__(self, audit: Audit) -> None:
+        """Create an observer that reports to an audit."""
         self.audit = audit
 
     def begin(self, action: Any) -> None:
-        """An action begins."""
+        """Begin an action."""
         self.audit.scope = Scope(action)
 
     def end(self, action: Any) -> None:
-        """An action ends."""
+        """End an action."""
         memory = self.audit.memory
         self.audit.scope, memory.high = Scope(), memory.total
 
 
 class _ObservedActions(tuple[Any, ...]):
-    """Actions that somebody observes."""
+    """Actions that an observer is told about."""
 
     observer: Observer
 
@@ -235,7 +235,7 @@ class _ObservedActions(tuple[Any, ...]):
 
 
 class _Move(NamedTuple):
-    """What is done for a micro-batch before the schedule begins."""
+    """Move of a micro-batch to the device, before the schedule begins."""
 
     micro: int
 
@@ -244,6 +244,7 @@ class _Move(NamedTuple):
 
 
 def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> None:
+    """Carry out one training step, and tell the observer of its actions and moves of micro-batches."""
     schedule = trainer.stages.schedule
     actions = tuple(map(_ObservedActions, schedule.actions))
     for of_stage in actions:
@@ -262,7 +263,7 @@ def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> Non
     finish = gradients.finish
 
     def finished() -> None:
-        finish()  # before this the last reductions are in flight
+        finish()  # until then, the last reductions are in flight
         audit.staying = audit.memory.of_micro_batch(1)
 
     with (
@@ -271,7 +272,7 @@ def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> Non
         patch.object(gradients, "finish", finished),
     ):
         trainer.train_step(batches)
-    # the next step waits for a module's weights where it uses them: its first products hide the gathers of the rest
+    # the next step waits for a module's weights on first use: its first matmuls hide the other gathers
     unsharder = trainer.parameters.unsharder
     num_before = 1 + sum(module in unsharder.regions.lookups for module in unsharder.uses)
     unsharder.wait(flat for flats in list(unsharder.uses.values())[:num_before] for flat in flats)
@@ -279,7 +280,7 @@ def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> Non
 
 
 def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
-    """Those of a step of one replica, all zeros."""
+    """Return the micro-batches of one replica's step, all zeros."""
     rows, length = config.batch.micro_size, config.model.sequence + 1
     count = config.batch.global_size // (rows * layout.data)
     return [
@@ -289,7 +290,7 @@ def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
 
 
 def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict[str, int]) -> RankReport:
-    """Return what was counted in a step, as of `total` micro-batches: those left out are like `repeated`."""
+    """Return the counters of a step, scaled to `total` micro-batches: those left out are like `repeated`."""
     counts: Counter[tuple[Any, ...]] = Counter()
     actions = audit.by_action()
     missing = total - len({action.micro for action in actions if action and action.micro is not None})

@@ -1,4 +1,4 @@
-"""Loop of a dry-run process: it carries out ranks and answers with what they did."""
+"""Main loop of a dry-run process: it carries out ranks and answers with their reports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pangu.pipeline.layouts import choose_layout
 
 
 def serve(jobs: SimpleQueue[str], fake: FakeDevice | str) -> None:
-    """Answer jobs, JSON lines [configuration, rank, options], for ever; without a fake device, on the CPU."""
+    """Answer jobs, JSON lines [configuration, rank, options], forever; without a fake device, on the CPU."""
     torch.set_num_threads(1)
     place = (torch.device("cpu"), None) if isinstance(fake, str) else (torch.device("cuda", 0), fake)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep library output out of the answers
     while True:
         values, rank, options = json.loads(jobs.get())
         try:

@@ -1,5 +1,4 @@
-"""Traces of the modules of runs: measured in dry runs of shortened chunks, once for each way to compute them, and kept
-in the user's cache folder."""
+"""Traces of modules: measured in dry runs of shortened chunks, once per way to compute them, and cached."""
 
 from __future__ import annotations
 
@@ -33,48 +32,48 @@ from pangu.topology.placement import TensorRank
 
 log = logging.getLogger("pangu")
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
-"""Groups of a configuration that a module's work depends on."""
+"""Configuration groups that a module's work depends on."""
 _RECOMPUTED = 1
-"""`memory.recompute` of runs that are measured; each chunk begins where that leaves as many layers as it has."""
+"""Value of `memory.recompute` in measured runs; each chunk begins where that leaves as many layers as it has."""
 _ENDS = 2
-"""Modules that take about as long to carry out as the beginning and the end of a chunk."""
+"""Cost of the beginning and end of a chunk, in modules that take about as long to carry out."""
 _PLACES = {"recomputed", "resident", "unreached"}
-"""Words of a kind that say where a layer stands, not what it is."""
+"""Words of a kind that describe the position of a layer, not its content."""
 Chunk = tuple[str, ...]
-"""Kinds of the modules of a chunk, in the order of forward (`spans.module_kinds`)."""
+"""Kinds of the modules of a chunk, in forward order (`spans.module_kinds`)."""
 
 
 class TraceRequest(NamedTuple):
-    """Chunks of one stage of a run, whose spans are asked for."""
+    """Request for the spans of the chunks of one stage."""
 
     config: RunConfig
     chunks: tuple[Chunk, ...]
     splits: tuple[bool, ...] = (False,)
-    """Whether gradients of weights are computed apart from those of inputs; both, where a schedule does both."""
+    """Flags for backward passes, True to split input and weight gradients; both flags if a schedule uses both."""
 
     @property
     def actions(self) -> list[str]:
-        """The actions that compute a chunk."""
+        """Names of the actions that compute a chunk."""
         return ["F", *(kind for split in self.splits for kind in ("IW" if split else "B"))]
 
     def keys(self, chunk: Chunk) -> set[SpanKey]:
-        """The spans of a chunk."""
+        """Return the keys of the spans of a chunk."""
         return {key for action in self.actions for key in keys_of(action, chunk)}
 
 
 class Way(NamedTuple):
-    """A way to compute a model."""
+    """Way to compute a model."""
 
     values: str
-    """The configuration that is carried out, as JSON."""
+    """Configuration to carry out, as JSON."""
     head: bool | None
-    """Whether the stage has the head rather than the embedding, where these share a matrix and only one of them is on a
-    stage; None: it does not matter."""
+    """True if the stage has the head, not the embedding, if these share a matrix and are split; None: irrelevant."""
     size: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
 
     @classmethod
     def of(cls, request: TraceRequest) -> Way:
+        """Return the way in which a request's chunks are computed."""
         config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
         apart = config.model.tied_head and not {"embedding", "head"} <= kinds
         return cls(
@@ -83,7 +82,7 @@ class Way(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """Where what was measured is kept."""
+        """Cache file of the measurements."""
         values = json.loads(self.values)
         matters = [{group: values[group] for group in _MATTERS}, values["train"]["frozen"], self.head, self.size]
         return cache_folder() / f"trace-{identify(matters)}.json"
@@ -91,16 +90,16 @@ class Way(NamedTuple):
 
 @dataclass
 class Traces:
-    """The traces of runs, measured when they are first asked for."""
+    """Traces of runs, measured on first use."""
 
     note_progress: Callable[[], None] = lambda: None
-    """Called after each dry run."""
+    """Callback after each dry run."""
     _known: dict[Way, dict[str, Any]] = field(default_factory=dict)
-    """What was measured, as plain data; `spans` by key."""
+    """Measurements as plain data; `spans` by key."""
     _traces: dict[Way, Trace] = field(default_factory=dict)
 
     def of(self, request: TraceRequest) -> Trace:
-        """The trace of some chunks, measured if it has not been. Raises DryRunError as `measure`."""
+        """Return the trace of some chunks, measured if needed; raise DryRunError like `measure`."""
         self.measure([request])
         way = Way.of(request)
         if way not in self._traces:
@@ -108,10 +107,10 @@ class Traces:
         return self._traces[way]
 
     def measure(self, requests: Collection[TraceRequest]) -> None:
-        """Measure what has not been measured of some requests, on all cores.
+        """Measure the requested chunks that have not been measured, on all cores.
 
         Raises:
-            DryRunError: if the dry run is unavailable here, or the model cannot be carried out so.
+            DryRunError: if the dry run is unavailable here, or the model cannot be carried out in it.
         """
         ways = [(Way.of(request), request) for request in requests]
         if not self._missing(ways):
@@ -131,19 +130,17 @@ class Traces:
         return self._known[way]["spans"] if way in self._known else {}
 
     def _add(self, way: Way, trace: Mapping[str, Any]) -> None:
-        """Add what was measured to what is known."""
         spans = {SpanKey(*key): span for *key, span in trace["spans"]}
         self._known[way] = {**trace, "spans": self._spans(way) | spans}
         self._traces.pop(way, None)
 
     def _read(self, ways: Iterable[tuple[Way, TraceRequest]]) -> None:
-        """Read what was measured before."""
         for way in dict(ways):
             if (trace := read_cached(way.file)) is not None:
                 self._add(way, trace)
 
     def _missing(self, ways: Iterable[tuple[Way, TraceRequest]]) -> list[tuple[Way, TraceRequest]]:
-        """Requests for chunks that have not been measured, and for these alone."""
+        """Return requests for the chunks that have not been measured, and only for these."""
         missing = []
         for way, request in ways:
             known = self._spans(way)
@@ -157,13 +154,13 @@ class _Job(NamedTuple):
     """Dry run of one rank."""
 
     ways: tuple[Way, ...]
-    """Of micro-batches of different sizes."""
+    """Ways to compute the model, which differ in the micro-batch size."""
     chunks: list[dict[str, Any]]
     splits: list[bool]
 
 
 def jobs_of(missing: Iterable[tuple[Way, TraceRequest]]) -> list[_Job]:
-    """A dry run for all micro-batches and chunks that one model can have."""
+    """Return the dry runs to make, each with all micro-batch sizes and chunks that one model can have."""
     groups: dict[tuple[str, bool | None], list[tuple[Way, TraceRequest]]] = {}
     for way, request in missing:
         groups.setdefault((way.values, way.head), []).append((way, request))
@@ -180,8 +177,7 @@ def jobs_of(missing: Iterable[tuple[Way, TraceRequest]]) -> list[_Job]:
 
 
 def _covering(keys: Mapping[Chunk, set[SpanKey]]) -> list[Chunk]:
-    """Return chunks that have all spans together, first those with most new ones for their modules (greedy set cover,
-    Chvatal 1979)."""
+    """Return chunks that cover all spans, found by greedy set cover (Chvatal 1979): most new spans per module first."""
     picked, left = list[Chunk](), set[SpanKey]().union(*keys.values())
     while left:
         picked.append(max(sorted(keys), key=lambda chunk: len(keys[chunk] & left) / (len(chunk) + _ENDS)))
@@ -194,8 +190,7 @@ def _covering(keys: Mapping[Chunk, set[SpanKey]]) -> list[Chunk]:
 
 
 def shortened(chunk: Sequence[str]) -> Chunk:
-    """The chunk without as many modules as can be left out so that each pair of neighbours around a module is still
-    there: of a run of equal layers three are left."""
+    """Return the shortest chunk that still has every pair of neighbors around a module: of equal layers, three stay."""
     kept = list(chunk)
 
     def neighbours(kinds: Sequence[str]) -> set[tuple[str, str, str]]:
@@ -215,7 +210,7 @@ def shortened(chunk: Sequence[str]) -> Chunk:
 
 
 class _Layers:
-    """The layers of a model by what is in them, from which chunks are made that the model could have."""
+    """Layers of a model by content, from which valid chunks of the model are built."""
 
     def __init__(self, config: RunConfig) -> None:
         model = config.model
@@ -226,7 +221,7 @@ class _Layers:
                 self._numbers.setdefault(_content(kind), []).append(int(module.partition(".")[2]))
 
     def numbered(self, chunk: Chunk) -> dict[str, Any]:
-        """A chunk as `measure.measure` takes it, of the first layers of each kind."""
+        """Return a chunk of the first layers of each kind, in the form that `measure.measure` takes."""
         layers: list[int] = []
         recomputed = -1
         for kind in chunk:
@@ -248,11 +243,11 @@ def _values_of(config: RunConfig) -> str:
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
-    """The configuration that is carried out: what modules do depends on nothing else of a run's."""
+    """Return the configuration to carry out, with only the values that the work of modules depends on."""
     parallel, model = config.parallel, config.model
     data = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context)
     offload = [what for what in config.memory.offload if what == "activations"]
-    # below the first trained module backward ends, unless the weights of that module have to be resharded
+    # the backward pass ends at the first trained module, unless the weights of that module must be resharded
     reshards = parallel.zero > 0 and (parallel.zero_group or (parallel.data or 1) * parallel.context) > 1
     if config.train.frozen and (reshards or len(config.memory.offload) > len(offload)):
         data, zero = 2 * data, 1
@@ -260,7 +255,7 @@ def _values(config: RunConfig) -> dict[str, Any]:
         zero = 0
     values = {**asdict(config), "dry_run": True, "cluster": None}
     changes: dict[str, dict[str, Any]] = {
-        # a kernel that a dry run cannot carry out keeps as much
+        # replaces a kernel that a dry run cannot carry out, and that keeps as much
         "model": {"attention": "auto" if model.attention == "flash_attn" else model.attention},
         "parallel": {
             **{"pipeline": 1, "virtual": 1, "schedule": "1f1b", "layers": None},
@@ -282,11 +277,7 @@ def _values(config: RunConfig) -> dict[str, Any]:
 def _carry_out(
     missing: Sequence[tuple[Way, TraceRequest]], note_progress: Callable[[], None]
 ) -> Iterator[tuple[Way, dict[str, Any]]]:
-    """Measure all that is missing, which may take a minute, and yield the traces.
-
-    Raises:
-        DryRunError: if the dry run is unavailable here, or one fails.
-    """
+    """Measure all that is missing, which may take a minute, and yield the traces; raise DryRunError on failure."""
     jobs = jobs_of(missing)
     described = [
         (json.loads(ways[0].values), 0, {"chunks": chunks, "splits": splits, "sizes": [way.size for way in ways]})
@@ -298,7 +289,7 @@ def _carry_out(
 
 
 def trace_of(known: Mapping[str, Any]) -> Trace:
-    """Return what was measured, given as plain data with `spans` by key."""
+    """Return a trace from plain data with `spans` by key."""
     spans = {key: None if span is None else _span(span) for key, span in known["spans"].items()}
     begin, move, finish = (_span(known[name]) for name in ("begin", "move", "finish"))
     return Trace(spans, begin, move, finish, UpdateTrace(*known["update"]), known["lasting_bytes"])

@@ -1,0 +1,1 @@
+"""Planner: predicted step time and peak memory of layouts, and the search for the fastest layout."""

@@ -1,4 +1,4 @@
-"""`parallel=auto`: the planner chooses the layout of a run, for the devices that are there."""
+"""Layout choice for `parallel=auto`: the planner picks the fastest layout for the available devices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pangu.planning.search_report import Outcome, overrides_of, refusals
 from pangu.topology.launch import Launch
 
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
-"""Keys of a layout that no layout which a search finds has."""
+"""Layout keys that no layout found by a search sets."""
 CHOSEN_GROUPS = ("parallel", "batch", "memory")
-"""Groups of a configuration that a layout sets."""
+"""Configuration groups that a layout sets."""
 CHOICES = 3
-"""Fastest layouts that are named."""
+"""Number of fastest layouts that the log names."""
 
 
 def find_layouts(
@@ -35,17 +35,17 @@ def find_layouts(
     tokens: float | None = None,
     note_progress: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Search the `top` fastest layouts of a configuration on its `cluster`.
+    """Return the `top` fastest layouts of a configuration on its `cluster`.
 
     Args:
         values: the composed configuration.
-        given: keys that are kept as they are.
-        top: how many layouts.
-        tokens: tokens of the whole run, for days and energy.
+        given: keys whose values the search keeps.
+        top: number of layouts to return.
+        tokens: training tokens of the whole run, for the estimates of days and energy.
         note_progress: called after each dry run.
 
     Raises:
-        ConfigError: if the configuration is wrong, or gives what a search cannot keep; UserError if no layout fits.
+        ConfigError: if the configuration is invalid or fixes a key the search cannot keep; UserError if no layout fits.
     """
     config, problems = find_problems(values)
     if problems:
@@ -76,14 +76,13 @@ def choose_automatically(
     node: int,
     note_progress: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration with the layout that the planner expects to be the fastest, and lines that say which it
-    is and why.
+    """Return the configuration with the layout predicted to be the fastest, and log lines that explain the choice.
 
     Args:
         values: the composed configuration, with `parallel.auto`.
-        given: keys from the command line, which are kept.
-        devices: number of those that take part.
-        node: how many of them a node has.
+        given: keys set on the command line, whose values are kept.
+        devices: number of devices in the run.
+        node: number of devices per node.
         note_progress: called after each dry run.
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
@@ -101,7 +100,7 @@ def choose_automatically(
 
 
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the configuration with a layout."""
+    """Return the configuration with the layout of a plan."""
     chosen = {group: dict(values[group]) for group in CHOSEN_GROUPS}
     for key, value in keys_of(plan).items():
         group, _, name = key.partition(".")
@@ -111,7 +110,7 @@ def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def difference(plan: Any, other: Any) -> str:
-    """Return the keys of `other` with other values than in `plan`."""
+    """Return the keys and values of `other` that differ from `plan`."""
     before = keys_of(plan)
     return " ".join(f"{key}={shown(value)}" for key, value in keys_of(other).items() if before[key] != value)
 
@@ -129,7 +128,7 @@ def prepare_choice(
 
 
 def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
-    """Return the cluster of a configuration. Raises UserError if it has none, which `what` needs."""
+    """Return the cluster of a configuration; raise UserError if it has none, naming `what` needs it."""
     if values.get("cluster") is None:
         raise UserError(
             f"{what} needs to know for which devices: cluster=NAME says so, where NAME is one of "
@@ -140,7 +139,9 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
 
 
 def cluster_of_device(name: str, files: Collection[str]) -> str | None:
-    """Return the file named by a word of a device's name, such as `NVIDIA H100 80GB HBM3`; None if there is none. A
-    part of a device, which NVIDIA calls MIG, is another device."""
+    """Return the cluster file that matches a device name such as `NVIDIA H100 80GB HBM3`, or None.
+
+    A MIG slice (NVIDIA's name for a part of a device) counts as a different device.
+    """
     words = re.split(r"[\s_-]+", name.lower())
     return None if "mig" in words else next((file for file in files if file in words), None)

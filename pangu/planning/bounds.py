@@ -1,7 +1,7 @@
-"""What a layout takes and needs at least, thousands of times a second.
+"""Lower bounds of the step time and peak memory of a layout, cheap enough for thousands of layouts per second.
 
-It is made of the same measured spans and buffers as the ledger of a step, without the communication inside layers: of
-computing, of states and what is sent of them, and of activations in flight.
+The bounds use the same measured spans and buffers as the ledger of a step, but leave out communication inside layers:
+they count compute, model states with their communication, and the activations of micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ _GIB = 2.0**30
 
 
 class Least(NamedTuple):
-    """Of a module or a chunk and one micro-batch, whatever stands beside it."""
+    """Lower bounds of one module or chunk for one micro-batch, whichever modules are next to it."""
 
     forward: float = 0.0
     back: float = 0.0
-    """Seconds of backward, or of its part for the input."""
+    """Seconds of the backward pass, or of its input gradient (dgrad) if that is computed separately."""
     weight: float = 0.0
-    """Seconds of the part of backward for weights, where that is apart."""
+    """Seconds of the weight gradient (wgrad), where it is computed separately."""
     saved: float = 0.0
-    """Bytes that stay from forward to backward."""
+    """Bytes kept from the forward to the backward pass."""
 
 
 class Element(NamedTuple):
-    """Of an element of the weights of a stage, at least."""
+    """Lower bounds per weight element of a stage."""
 
     lasting: float
-    """Bytes that last."""
+    """Persistent bytes."""
     sum: float
-    """Bytes of a sum of gradients that comes and stays to the end of the step."""
+    """Bytes of the accumulated gradient, if it is allocated in the step and stays until the end of the step."""
     each: float
-    """Seconds of communication with replicas for each micro-batch."""
+    """Seconds of communication with replicas per micro-batch."""
     once: float
-    """The same once a step."""
+    """Seconds of communication with replicas once per step."""
     copies: float
-    """Seconds of copies between device and host in a step."""
+    """Seconds of copies between device and host per step."""
 
 
 LeastByKind = dict[str, tuple[Least, Least]]
-"""Kind of module -> what it takes, with backward as a whole and in two parts."""
+"""Mapping from the kind of a module to its bounds: with one backward pass, and with dgrad and wgrad separate."""
 
 
 class LayoutBounds:
-    """Lower bounds of the time and the memory of layouts."""
+    """Lower bounds of the step time and peak memory of layouts."""
 
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
+        """Create the bounds of a program's layouts on a cluster."""
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
         self._modules: dict[int, tuple[Trace, LeastByKind]] = {}
         self._sizes: dict[Any, LeastByKind] = {}
@@ -80,13 +81,13 @@ class LayoutBounds:
         self._hidden = HIDDEN * program.config.parallel.overlap
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of a step's computing, and of the communication with replicas that computing cannot hide.
+        """Return a lower bound of the step time in seconds: compute, and replica communication that it cannot hide.
 
-        A stage begins when the first micro-batch has come to it through the chunks before its first one; behind its
-        last backward for an input that of the last micro-batch goes back through these, beside its own gradients of
-        weights if they are computed apart. The last micro-batch to pass a chunk forward has to pass all others, too.
+        A stage starts when the first micro-batch has passed the chunks before its first one. After the last input
+        gradient of the stage, the last micro-batch goes back through those chunks, while the stage computes its weight
+        gradients if they are separate. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
-        plan = plan._replace(offload=tuple(part for part in plan.offload if part != "activations"))  # as much computing
+        plan = plan._replace(offload=tuple(part for part in plan.offload if part != "activations"))  # same compute
         key = (
             WorkKey.of(plan),
             plan.recomputed,
@@ -106,12 +107,11 @@ class LayoutBounds:
         return longest + last
 
     def _waiting(self, sending: float, busy: float) -> float:
-        """Return the seconds of communication that stages wait for at least, beside computing of so many."""
+        """Return the least exposed seconds of communication that runs while stages compute for `busy` seconds."""
         return (1 - self._hidden) * sending + max(0.0, self._hidden * sending - busy)
 
     def _of_stages(self, plan: Plan) -> Iterator[tuple[int, float, float, float]]:
-        """Yield what kind of stage it is, seconds that the whole takes going by it, those of each micro-batch, and
-        those that the stage computes for each."""
+        """Yield kind of stage, fixed seconds, seconds per micro-batch, and the stage's own compute per micro-batch."""
         cut, apart = self._program.cut(plan), splits_backward(plan.schedule)
         times = [self._least(plan, part) for part in cut.distinct]
         sums = [[sum(column) for column in zip(*chunks, strict=True)] for chunks in times]
@@ -132,7 +132,6 @@ class LayoutBounds:
         yield -1, forwards + backs - most, most, math.inf
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
-        """Return what each chunk of a stage takes at least."""
         apart, trace = splits_backward(plan.schedule), self._program.known(plan, part)
         key = WorkKey.of(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
@@ -143,22 +142,22 @@ class LayoutBounds:
         return self._chunks[key]
 
     def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
-        """Return what each kind of module takes at least, by its spans beside all neighbors."""
+        """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
         if id(trace) not in self._modules:
-            groups = groups_of(plan.layout, self._cluster.node)  # inside a layer all plans of a trace send in the same
+            groups = groups_of(plan.layout, self._cluster.node)  # all plans of a trace share these groups
             spans = ((key, span.work, span.end) for key, span in trace.spans.items() if span is not None)
             self._modules[id(trace)] = trace, self._by_kind(spans, groups)
         return self._modules[id(trace)][1]
 
     def _sketched(self, plan: Plan) -> LeastByKind:
-        """Return what each kind of module takes at least, if only micro-batches of other sizes have been measured."""
+        """Return the lower bounds of each kind of module if only micro-batches of other sizes have been measured."""
         one, two = self._program.sketched(plan)
         key = id(two), plan.micro_size, plan.recompute
         if key not in self._sizes:
             both = [(key, one.spans.get(key), span) for key, span in two.spans.items()]
             at = ((key, _at(plan.micro_size, a, b)) for key, a, b in both if a is not None and b is not None)
             least = self._by_kind(((key, *of_key) for key, of_key in at), groups_of(plan.layout, self._cluster.node))
-            if plan.recompute == "selective":  # which keeps at least as much as recomputing all
+            if plan.recompute == "selective":  # selective recomputation keeps at least as much as full recomputation
                 kept = {kind: _find(least, f"{kind} recomputed")[0].saved for kind in least}
                 least = {
                     kind: (a._replace(saved=kept[kind]), b._replace(saved=kept[kind])) for kind, (a, b) in least.items()
@@ -167,7 +166,7 @@ class LayoutBounds:
         return self._sizes[key]
 
     def _by_kind(self, spans: Iterable[tuple[SpanKey, Work, float]], groups: Mapping[Axis, Group]) -> LeastByKind:
-        """Return the least of spans, given with their work and the bytes that they leave behind."""
+        """Return the lower bounds per kind of module from spans, each given with its work and the bytes it keeps."""
         found: dict[str, dict[str, float]] = {}
         for key, work, kept in spans:
             of_kind = found.setdefault(key.module.replace(" resident", ""), {})
@@ -178,13 +177,13 @@ class LayoutBounds:
         least = {}
         for kind, of_kind in found.items():
             forward, whole, back, weight, saved = (of_kind.get(key, 0.0) for key in ("F", "B", "I", "W", "saved"))
-            # with backward not measured in two parts its time is known, but not that of the part for inputs
+            # if backward was measured in one part, its total is known, but not the input gradient's share
             apart = (back, weight) if "I" in of_kind or "W" in of_kind else (0.0, whole)
             least[kind] = Least(forward, whole, 0.0, saved), Least(forward, *apart, saved)
         return least
 
     def gib(self, plan: Plan) -> float:
-        """GiB of the stage that needs most: states, with activations in flight or the sums of gradients."""
+        """Return a lower bound of peak memory in GiB: states, plus activations in flight or accumulated gradients."""
         cut, most, forwards = self._program.cut(plan), 0.0, Counter[int]()
         held_by = most_held(plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
         for place, (held, _) in zip(cut.alike, held_by, strict=True):
@@ -197,7 +196,7 @@ class LayoutBounds:
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 
     def _states(self, plan: Plan, part: StagePart) -> tuple[float, float]:
-        """Return the bytes of a stage that last, and those of sums of gradients that do not."""
+        """Return the persistent bytes of a stage, and the bytes of gradient sums that are allocated each step."""
         lasting = sums = 0.0
         for kind, numel in self._numel(plan, part).items():
             one = self._element(plan, *kind)
@@ -205,8 +204,7 @@ class LayoutBounds:
         return lasting, sums
 
     def _sent(self, plan: Plan, part: StagePart) -> tuple[float, float, float]:
-        """Return the seconds that a stage sends to replicas for each micro-batch and once a step, and those of copies
-        between device and host."""
+        """Return seconds of replica communication per micro-batch and per step, and of device-host copies per step."""
         each = once = copies = 0.0
         for kind, numel in self._numel(plan, part).items():
             one = self._element(plan, *kind)
@@ -214,8 +212,7 @@ class LayoutBounds:
         return each, once, copies
 
     def _numel(self, plan: Plan, part: StagePart) -> Counter[tuple[bool, bool]]:
-        """Return the elements of a stage on a rank, by whether they are of experts that the layout splits, and whether
-        they are trained."""
+        """Return the elements of a stage on a rank by (belongs to experts that the layout splits, is trained)."""
         ranks = plan.tensor, plan.sequence, plan.expert, plan.expert_tensor
         if ranks not in self._of_module:
             self._of_module[ranks] = _numels(self._program.config, plan.layout)
@@ -227,7 +224,6 @@ class LayoutBounds:
         return self._numels[ranks, part.content]
 
     def _element(self, plan: Plan, expert: bool, trained: bool) -> Element:
-        """Return what an element takes, as part of a flat parameter."""
         which = plan.zero, plan.zero_group, plan.data, plan.context, plan.offload, plan.expert, plan.expert_tensor
         key = (*which, plan.tensor, plan.pipeline, plan.schedule, expert, trained)
         if key not in self._elements:
@@ -254,14 +250,14 @@ class LayoutBounds:
         return self._elements[key]
 
     def _least_sent(self, plan: Plan, sent: Sequence[Collective]) -> float:
-        """Return the seconds of collectives at the least time of a byte of their kind and group."""
+        """Return the least seconds of collectives, at the lowest time per byte of their kind and group."""
         groups, cluster, seconds = groups_of(plan.layout, self._cluster.node), self._cluster, 0.0
         for one in sent:
             group = groups[one.axis]
             key = one.kind, group
             if key not in self._slopes:
                 timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
-                # from one timed size to the next a byte takes least at one of the two
+                # between two timed sizes, the time per byte is lowest at one of the two
                 times = [collective_seconds(one._replace(bytes=size), group, cluster) / size for size in timed]
                 ends = (collective_seconds(one._replace(bytes=size), group, cluster) for size in (1e9, 0.0))
                 self._slopes[key] = min(times) if times else sub(*ends) / 1e9
@@ -277,7 +273,7 @@ def _modules(part: StagePart) -> Iterator[str]:
 
 
 def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, bool]]]:
-    """Return the elements of each module of a model on a rank; a matrix that two share counts for the first."""
+    """Return the elements of each module on a rank; a matrix that two modules share counts for the first."""
     whole = ModelPart.whole(config.model)
     table, uses, _ = place_stage(config, layout, Coordinates(0, 0, 0), {0: whole})
     seen, numels = set[str](), dict[str, Counter[tuple[bool, bool]]]()
@@ -290,7 +286,7 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
 
 
 def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
-    """Return what a kind of module takes, or one that takes no more."""
+    """Return the bounds of a kind of module, or of a kind that takes no more."""
     kind = kind.replace(" resident", "")
     if kind in least:
         return least[kind]
@@ -300,13 +296,15 @@ def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
 
 
 _ENDLESS = 2**20
-"""Rows, columns and depth of a matmul that loses nothing at its edges."""
+"""Rows, columns and depth of a matmul whose tiles lose nothing at the edges."""
 
 
 def _at(size: int, one: Span, two: Span) -> tuple[Work, float]:
-    """Return the least work of a span, and the bytes that it leaves behind, for micro-batches of `size` sequences, from
-    those of one and of two sequences: memory traffic grows by as much as between these, and matmuls and messages with
-    the tokens, matmuls without the loss at the edges of their tiles."""
+    """Return the least work of a span and the bytes it keeps, for micro-batches of `size` sequences.
+
+    Extrapolates from one and two sequences: memory traffic is linear; matmuls and messages scale with the number of
+    tokens, matmuls without the loss at the edges of their tiles.
+    """
     if size <= len(SKETCHED):
         return (one, two)[size - 1].work, (one, two)[size - 1].end
     work, times, more = two.work, size / 2, size - 2

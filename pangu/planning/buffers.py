@@ -1,4 +1,4 @@
-"""Bytes of the buffers of flat parameters, and the collectives that use them."""
+"""Buffer sizes of flat parameters in bytes, and the collectives that use the buffers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from pangu.zero.states import BYTES, sum_bytes
 
 
 class Formats(NamedTuple):
-    """Bytes of an element."""
+    """Bytes per element of each kind of buffer."""
 
     weights: int
     sums: int
-    """Gradients added up over micro-batches, and main parameters."""
+    """Gradients accumulated over micro-batches, and main parameters."""
     messages: int
-    """Gradients that are sent to replicas."""
+    """Gradients sent to replicas."""
     moments: int
 
     @classmethod
     def of(cls, config: RunConfig) -> Formats:
-        """Return those of a configuration."""
+        """Return the formats of a configuration."""
         wide = sum_bytes(config)
         sent = 2 if config.precision.reduce == "bf16" else wide
         return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
 
 
 class Shards(NamedTuple):
-    """What a rank holds of the logical tensors of a flat parameter."""
+    """Logical tensors of a flat parameter that a rank's shard contains."""
 
     numels: tuple[int, ...]
-    """Elements of each tensor in the local shard, those that have some."""
+    """Elements of each tensor in the local shard, for the tensors that have some."""
     num_tensors: int
-    """All tensors of the buffer."""
+    """Number of tensors in the whole buffer."""
     partial: int
     """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
     shared: frozenset[str]
@@ -48,7 +48,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
-        """Return those of a flat parameter."""
+        """Return the shards of a flat parameter."""
         span, begin, num_tensors, partial = flat.sharding.span(flat.padded), 0, 0, 0
         numels, shared = list[int](), set[str]()
         for name in flat.names:
@@ -65,7 +65,7 @@ class Shards(NamedTuple):
 
 
 def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
-    """Return the transient buffers and the collectives of a flat parameter of so many logical tensors."""
+    """Return the transient buffers and collectives of a flat parameter with `num_tensors` logical tensors."""
     sharding, padded = flat.sharding, flat.padded
     size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
     rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
@@ -88,14 +88,14 @@ def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_eac
 
 
 def axis_of(sharding: Sharding, name: str) -> Axis:
-    """Return the axis of the mesh along which a flat parameter is communicated."""
+    """Return the mesh axis along which a flat parameter is communicated."""
     return cast(Axis, sharding.axis(name))
 
 
 def lasting_bytes(
     flats: Iterable[FlatNumbers], shards: Iterable[Shards], formats: Formats, fused: bool
 ) -> dict[str, int]:
-    """Return the bytes on the device that last from step to step, by kind. `fused`: each tensor has a step count."""
+    """Return the device bytes that persist across steps, by kind. `fused`: each tensor has its own step count."""
     purposes = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
     total: Counter[str] = Counter()
     updated = 0
@@ -112,7 +112,7 @@ def lasting_bytes(
 
 
 def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
-    """Return the bytes that an update copies between device and host: gradients, and weights behind it."""
+    """Return the bytes an update copies between device and host: gradients to the host, updated weights back."""
     if not flat.trained:
         return 0.0
     rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}

@@ -1,4 +1,4 @@
-"""Reads the files of configs/cluster/."""
+"""Reader of the cluster files in configs/cluster/."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pangu.config.files import refuse_expanding
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """A cluster's file that has no defaults list.
+    """Return the cluster described by a file that has no defaults list.
 
     Raises:
-        UserError: if it cannot be read; ConfigError if it is no cluster.
+        UserError: if the file cannot be read; ConfigError if it does not describe a cluster.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -28,7 +28,9 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def cluster_names(folder: Path, whole: bool = False) -> list[str]:
-    """The names that `cluster=NAME` knows; `whole`: of files that are not another one's in another size. `folder`:
-    configs/cluster/."""
+    """Return the names that `cluster=NAME` accepts.
+
+    `folder` is configs/cluster/; `whole` skips files that describe another file's cluster in a different size.
+    """
     paths = (path for path in sorted(folder.glob("*.yaml")) if path.stem != "none" and path.is_file())
     return [path.stem for path in paths if not whole or b"defaults:" not in path.read_bytes()]

@@ -1,8 +1,8 @@
-"""From what a rank does to how long it takes on a cluster: the time of a step and its terms.
+"""Cost model: the step time of a rank's ledger on a cluster, and the terms it is made of.
 
-The model is additive and physical: products by their shape, other operations by their bytes, both at least as long as
-the host needs to start the kernels; collectives by latency and bandwidth of the level of links that their group spans.
-Every number of it is a key of `cluster`. Formulas: Narayanan et al. 2021, sections 2 and 3.
+The model is additive and physical: matmuls cost time by shape and other operations by bytes, both at least as long as
+the kernel launches take on the host; collectives cost latency and bandwidth of the links that their group spans.
+All constants are keys of `cluster`. Formulas: Narayanan et al. 2021, sections 2 and 3.
 """
 
 from __future__ import annotations
@@ -32,61 +32,61 @@ _GIB = 2.0**30
 REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
-"""Rows and columns of the tiles that products are cut into."""
+"""Rows and columns of the tiles that matmuls are cut into."""
 
 
 class Phase(NamedTuple):
-    """Seconds of a piece of work."""
+    """Seconds of a piece of work, by term."""
 
     compute: float
     tensor: float
-    """Of communication inside the layer that computing does not hide, but that of experts."""
+    """Exposed communication inside the layer, without that of experts."""
     replicas: float
-    """The same of communication with replicas, and of copies to and from the host."""
+    """Exposed communication with replicas, and copies to and from the host."""
     expert: float = 0.0
-    """The same of tokens on their way to experts and back."""
+    """Exposed communication of tokens sent to experts and back."""
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """Sum of all terms."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step and what they are made of, on the stage that has most to do."""
+    """Step time in seconds by term, on the stage that has the most work."""
 
     compute: float
-    """Computing of the micro-batches."""
+    """Compute of the micro-batches."""
     tensor: float
-    """Waiting for collectives inside layers, of tensor and context parallelism."""
+    """Exposed collectives inside layers, of tensor and context parallelism."""
     pipeline: float
-    """Waiting for messages between stages."""
+    """Exposed messages between stages."""
     bubble: float
-    """Idle time of the schedule."""
+    """Idle time of the schedule (pipeline bubble)."""
     data: float
-    """Waiting for replicas and the host: gradients, parameters, what is offloaded."""
+    """Exposed communication with replicas and the host: gradients, parameters, offloaded tensors."""
     update: float
-    """The optimizer, and what a step takes of the host."""
+    """Optimizer update, and the host time of a step."""
     expert: float = 0.0
-    """Waiting for tokens on their way to experts and back."""
+    """Exposed communication of tokens sent to experts and back."""
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Step time in seconds."""
         return sum(vars(self).values())
 
     def slowed(self, factor: float) -> StepTime:
-        """With micro-batches that take `factor` times as long."""
+        """Return the step time with micro-batches that take `factor` times as long."""
         slower = {name: getattr(self, name) * factor for name in ("compute", "tensor", "expert", "bubble")}
         return replace(self, **slower)
 
 
 def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
-    """Time of a product without that of starting it.
+    """Return the seconds of a matmul without its kernel launch.
 
-    Computing is charged whole tiles, the last wave of tiles and the ends of the inner dimension; reading and writing
-    the operands is a lower bound.
+    Compute is charged for whole tiles, the last wave of tiles and the ends of the inner dimension; the time to read and
+    write the operands is a lower bound.
     """
     rate, memory = cluster.matmul, cluster.memory
     if product.fused:
@@ -103,7 +103,7 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
 
 
 def _lost(rate: MatmulConfig, product: Matmul) -> float:
-    """Factor by which a product takes longer than a large, well-shaped one of as many operations."""
+    """Return the slowdown of a matmul compared with a large, well-shaped one of as many operations."""
     tiles = math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE) * product.batch
     lost = tiles * TILE * TILE / (product.rows * product.columns * product.batch)
     lost *= (1 + rate.depth / product.depth) * (1 + rate.waves * rate.units / tiles)
@@ -115,13 +115,12 @@ def _lost(rate: MatmulConfig, product: Matmul) -> float:
 
 
 NEIGHBOURS = 4
-"""Products that were timed, from which what the model does not know of another one is taken."""
+"""Number of nearest timed matmuls from which the correction of the model is interpolated."""
 
 
 @lru_cache(maxsize=100_000)
 def timed_share(rate: MatmulConfig, rows: int, columns: int, depth: int) -> float:
-    """By how much a product is faster than the model makes it: as the nearest ones that were timed were, each by the
-    inverse square of its distance."""
+    """Return the speedup of a matmul over the model: that of its nearest timed ones by inverse square distance."""
 
     def distance(entry: tuple[float, float, float, float]) -> float:
         return math.hypot(*(math.log(a / b) for a, b in zip(entry, (rows, columns, depth), strict=False)))
@@ -135,10 +134,10 @@ def timed_share(rate: MatmulConfig, rows: int, columns: int, depth: int) -> floa
 
 
 def collective_seconds(collective: Collective, group: Group, cluster: ClusterConfig) -> float:
-    """Time of a collective of a group: rings that use all interfaces of a node.
+    """Return the seconds of a collective of a group, in rings that use all network interfaces of a node.
 
-    The devices of a node that belong to other groups of the same axis send at the same time, so a group has the share
-    of the interfaces that its own devices on the node are of all.
+    The other groups of the same axis on a node send at the same time, so a group gets a share of the interfaces equal
+    to its share of the node's devices.
     """
     if group.size <= 1:
         return 0.0
@@ -149,13 +148,13 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
     timed = timed_seconds(link.measured, collective.kind, group.size, collective.bytes)
     if timed is not None:
         return timed * collective.calls
-    # of a ring's steps one leaves each node; those of a tree wait for the farthest
+    # one step of a ring leaves each node; a tree waits for its farthest rank
     outside = nodes - 1 if nodes == 1 or collective.kind not in ("send", "all_reduce") else whole
     waits = outside * cluster.between.latency_us + (whole - outside) * cluster.inside.latency_us
     per_gb = share / cluster.inside.gb_s
     if nodes > 1:
-        interface = cluster.between.gb_s * cluster.nics / cluster.node  # of each device
-        if collective.kind == "all_to_all":  # what leaves the node leaves it from each device, beside what stays
+        interface = cluster.between.gb_s * cluster.nics / cluster.node  # per device
+        if collective.kind == "all_to_all":  # inter-node and intra-node parts overlap
             per_gb = max((group.inside - 1) / cluster.inside.gb_s, (group.size - group.inside) / interface) / group.size
         else:
             per_gb = max(per_gb, share / (interface * group.inside))
@@ -163,7 +162,7 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
 
 
 def steps(collective: Collective, size: int) -> int:
-    """Messages that follow each other: NCCL gathers and scatters in rings, and reduces to all by trees when short."""
+    """Return the number of sequential messages: NCCL uses rings, but trees for short all-reduces."""
     if collective.kind == "send":
         return 1
     return 2 * math.ceil(math.log2(size)) if collective.kind == "all_reduce" else size - 1
@@ -173,7 +172,7 @@ def steps(collective: Collective, size: int) -> int:
 def timed_seconds(
     table: tuple[tuple[str, int, float, float], ...], kind: str, ranks: int, nbytes: float
 ) -> float | None:
-    """Seconds of a collective between the nearest sizes that were timed; None: none of so many ranks was."""
+    """Return the seconds of a collective, interpolated between timed sizes; None if none was timed on `ranks` ranks."""
     count = 2 if kind == "send" else ranks
     points = sorted((size, taken * 1e-6) for *which, size, taken in table if which == [kind, count])
     if not points or nbytes > points[-1][0]:
@@ -184,7 +183,7 @@ def timed_seconds(
 
 
 def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, computing: float = 0.0) -> Phase:
-    """Time of one piece of work, which runs beside `computing` of so many seconds that is no part of it."""
+    """Return the time of a piece of work that overlaps `computing` seconds of other compute."""
     hidden, waited = ({"tensor": 0.0, "replicas": 0.0, "expert": 0.0} for _ in range(2))
     for collective in work.collectives:
         group, axis = groups[collective.axis], collective.axis
@@ -199,25 +198,25 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
 
 
 def computing_seconds(work: Work, cluster: ClusterConfig) -> float:
-    """Time of a piece of work without communication."""
+    """Return the seconds of a piece of work without communication."""
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    # the device is idle until the kernel behind a wait is started
+    # the device is idle until the kernel after a host sync is launched
     return started(device, work.launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
 
 
 def started(device: float, host: float, cluster: ClusterConfig) -> float:
-    """Seconds of kernels that compute for `device` seconds and take the host so many to start."""
+    """Return the seconds of kernels that compute for `device` seconds and take the host `host` seconds to launch."""
     return max(device, host) if cluster.queued else device + host
 
 
 def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
-    """What communication that runs beside computing adds: what is longer, and the slowing of both."""
+    """Return the time added by communication that overlaps compute: its exposed part, and the slowdown of both."""
     return max(0.0, hidden - compute) + (cluster.overlap - 1) * min(compute, hidden)
 
 
 def pass_seconds(one: Pass, groups: Mapping[Axis, Group], cluster: ClusterConfig, known: dict[Any, Phase]) -> Phase:
-    """Time of an action on a chunk; `known` keeps that of spans."""
+    """Return the time of an action on a chunk; `known` caches the times of spans."""
     phases = []
     for span in one.spans:
         if (key := id(span)) not in known:
@@ -231,23 +230,23 @@ def pass_seconds(one: Pass, groups: Mapping[Axis, Group], cluster: ClusterConfig
 
 
 class StageMemory(NamedTuple):
-    """GiB of a device."""
+    """Peak memory of a device in GiB, by purpose."""
 
     states: float
-    """Parameters, gradients, optimizer state."""
+    """Parameters, gradients and optimizer state."""
     activations: float
-    """From forward to backward, and what a module works with."""
+    """Activations kept from forward to backward, and the working memory of modules."""
     overhead: float
-    """Of the device and its libraries."""
+    """Memory of the device context and libraries."""
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """Peak memory in GiB."""
         return sum(self)
 
 
 def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[StageMemory]:
-    """Return what each stage needs when it holds most."""
+    """Return the peak memory of each stage."""
     stages = []
     for stage in ledger.stages:
         states = sum(stage.lasting.values())
@@ -261,9 +260,9 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     """Return the time of a step.
 
     Args:
-        ledger: what the ranks do.
-        plan: which ranks form the groups.
-        cluster: on what.
+        ledger: memory, communication and work of the ranks.
+        plan: layout, which defines the communication groups.
+        cluster: hardware that the step runs on.
     """
     groups, schedule, m = groups_of(plan.layout, cluster.node), ledger.schedule, plan.micro_batches
     sends = [Collective("send", "pipeline", nbytes) for nbytes in ledger.message]
@@ -278,7 +277,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     waiting = min(2 * link * schedule.virtual * m, whole - busy) if schedule.stages > 1 else 0.0
     last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
     data, update = max((_after(stage, groups, cluster, last) for stage in ledger.distinct), key=sum)
-    # on a host the others go on while a stage waits: no core is idle as long as some have work
+    # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
     even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
     parts = (compute, tensor, waiting, max(0.0, whole - busy - waiting), replicas, expert)
@@ -310,7 +309,7 @@ def durations_of(schedule: Schedule, phases: Sequence[Mapping[tuple[Kind, int], 
 def _after(
     stage: StageLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float
 ) -> tuple[float, float]:
-    """Return the seconds that a stage waits for replicas, beside a `backward` of so many, and those of its update."""
+    """Return a stage's exposed seconds of replica communication next to `backward` seconds, and its update seconds."""
     hidden = waited = 0.0
     for collective, often in stage.besides.items():
         seconds = often * collective_seconds(collective, groups[collective.axis], cluster)

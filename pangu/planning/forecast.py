@@ -1,4 +1,4 @@
-"""What a run is expected to take, said before it takes any, and compared with what it took."""
+"""Forecast of a run's step time and peak memory, logged at the start and compared with measurements."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from pangu.topology.layout import Coordinates, Layout
 log = logging.getLogger("pangu")
 
 COMPARED_AFTER = 20
-"""Steps after which what was measured is compared with the forecast."""
+"""Number of steps after which the measurements are compared with the forecast."""
 WARM_UP = 5
-"""Of these steps, the first that do not count."""
+"""Number of these steps, the first ones, that are excluded."""
 
 
 @dataclass
 class Forecast:
-    """Time and memory of a step; a writer of metrics that compares them with what is measured."""
+    """Predicted step time and peak memory; a metrics writer that compares them with measurements."""
 
     cluster: str
     time: StepTime
     memory: StageMemory
-    """Of the fullest stage."""
+    """Peak memory of the stage that needs the most."""
     stage: int
-    """The fullest stage."""
+    """Stage with the highest peak memory."""
     room_gib: float
-    """StageMemory of a device."""
+    """Memory of a device in GiB."""
     _seconds: list[float] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
 
@@ -48,8 +48,10 @@ class Forecast:
     def of(
         cls, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
     ) -> Forecast:
-        """Return the forecast of a configuration on its `cluster`. `note_progress` is called after each dry run. Raises
-        ConfigError if that is no cluster, DryRunError if the model's modules cannot be counted."""
+        """Return the forecast of a configuration on its `cluster`; `note_progress` is called after each dry run.
+
+        Raises ConfigError if the cluster is invalid, DryRunError if the model's modules cannot be measured.
+        """
         assert config.cluster is not None
         cluster = cluster_in(config.cluster)
         space = space_of(config, cluster, {"expert": layout.expert}, note_progress)
@@ -60,7 +62,7 @@ class Forecast:
         return cls(cluster.name, time, stages_memory[fullest], fullest, cluster.memory.gib)
 
     def line(self) -> str:
-        """What is expected, for the log."""
+        """Return the forecast as a log line."""
         terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
         return (
             f"{'expected':<12} on {self.cluster}: a step of {self.time.total:.3g} s ({terms}); "
@@ -70,8 +72,10 @@ class Forecast:
     def require_room(
         self, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Carry out the fullest stage of a layout that is expected to need too much memory. Raises UserError, naming
-        the layouts of as many devices that fit, if that confirms it; otherwise warns."""
+        """Confirm in a dry run a layout predicted to exceed device memory; warn if the dry run does not confirm it.
+
+        Raises UserError, naming layouts of as many devices that fit, if the stage with the highest peak does not.
+        """
         needed = self.memory.total
         if needed <= self.room_gib:
             return
@@ -96,7 +100,7 @@ class Forecast:
         )
 
     def write(self, record: StepRecord) -> None:
-        """Count a step; after `COMPARED_AFTER` of them, compare."""
+        """Record a step; after `COMPARED_AFTER` steps, compare the measurements with the forecast."""
         self._seconds.append(record.step_time_s)
         if len(self._seconds) == COMPARED_AFTER:
             taken = median(self._seconds[WARM_UP:])
@@ -109,10 +113,10 @@ class Forecast:
             )
 
     def close(self) -> None:
-        """A writer has an end; this one keeps what it has measured."""
+        """Do nothing: a metrics writer needs this method, and the measurements stay available."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Return the forecast and measurements for summary.json."""
         expected = {"cluster": self.cluster, "step_time_s": self.time.total, "memory_gib": self.memory.total}
         return {**expected, "terms_s": vars(self.time), **self._measured}
 
@@ -120,8 +124,7 @@ class Forecast:
 def forecast_run(
     config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None]
 ) -> Forecast | None:
-    """Return what the run is expected to take; None if no dry run, from which that is known, can be made here. Raises
-    UserError if it needs more memory than a device has."""
+    """Return the forecast of a run, or None if no dry run is possible here; raise UserError if memory is too small."""
     try:
         forecast = Forecast.of(config, layout, stages, note_progress)
     except DryRunError as error:
@@ -134,7 +137,7 @@ def forecast_run(
 
 
 def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
-    """A configuration's layout as the cost model knows it."""
+    """Return the layout of a configuration as the cost model's plan."""
     recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
     return Plan(
         tensor=layout.tensor,

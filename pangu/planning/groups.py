@@ -1,4 +1,4 @@
-"""Ranks that communicate along each axis of the mesh, and how many of them a node has."""
+"""Communication groups along each axis of the mesh, and their ranks per node."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pangu.topology.layout import Layout
 
 
 class Group(NamedTuple):
-    """Ranks that communicate."""
+    """Size of a group of ranks that communicate."""
 
     size: int
     inside: int
-    """Of these on each node."""
+    """Ranks per node."""
 
 
 def groups_of(layout: Layout, node: int) -> dict[Axis, Group]:
-    """The group of each axis on nodes of `node` devices."""
+    """Return the group of each axis on nodes of `node` devices."""
     tensor, replicas, shards, experts = layout.tensor, layout.replicas, layout.shards, ExpertLayout(layout)
-    # ranks between neighbours of a group, and its size
+    # stride between neighboring ranks of a group, and the size of the group
     strides: dict[Axis, tuple[int, int]] = {
         "tensor": (1, tensor),
         "context": (tensor, layout.context),

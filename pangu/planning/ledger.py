@@ -1,11 +1,11 @@
 """Ledger of one rank's step: memory over time, collectives and work, folded over the operations of the step.
 
     operations    START F0 | gather a | F embedding | gather b | F layers.0 | free a | ... | END | SEND | ... | REDUCE b
-    live bytes    what lasts + buffers of flat parameters that come and go + what the spans of modules take and leave
+    live bytes    persistent bytes + transient buffers of flat parameters + bytes that module spans use and keep
 
-What a module takes, leaves and does is measured (`pangu.pipeline.spans`); when flat parameters are gathered and reduced
-is decided by the rules that a run follows. Most passes of a step are alike, so each is folded once for each state of
-the flat parameters in which it begins.
+The time, memory and communication of modules are measured (`pangu.pipeline.spans`); the points where flat parameters
+are gathered and reduced follow the same rules as a run. Most passes of a step are alike, so each is folded only once
+for each state of the flat parameters in which it begins.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pangu.pipeline.spans import Collective, Mark, Span, full_name
 from pangu.zero.rules import Operation
 
 GRAIN = 512
-"""Bytes; allocators of devices round up to multiples of it."""
+"""Allocation granularity in bytes: device allocators round up to multiples of it."""
 ACTIVATIONS, GATHERED, GRADIENTS = range(3)
 KINDS = ("activations", "gathered", "gradients")
-"""Kinds of transient memory: what modules make; gathered weights; sums of gradients, while they are reduced too."""
+"""Kinds of transient memory: activations, gathered weights, and gradient sums including their reduction."""
 
 
 def allocated(nbytes: float) -> int:
-    """Bytes of a tensor as the device's allocator rounds them up."""
+    """Return the bytes of a tensor, rounded up as the device's allocator does."""
     return -(-int(nbytes) // GRAIN) * GRAIN
 
 
@@ -35,15 +35,15 @@ class Buffers(NamedTuple):
     """Transient buffers of a flat parameter, in bytes, and the collectives that use them."""
 
     weights: int
-    """Gathered weights; 0: they last."""
+    """Gathered weights; 0 if they are persistent."""
     total: int
-    """Sum of gradients; 0: it lasts."""
+    """Accumulated gradients; 0 if they are persistent."""
     message: int
-    """Copy of the sum in the format that is sent; 0: the sum itself is sent."""
+    """Copy of the gradient sum in the communication format; 0 if the sum itself is sent."""
     part: int
-    """This rank's part of the reduced gradients; 0: it lies where it lasts."""
+    """Local shard of the reduced gradients; 0 if they are reduced into a persistent buffer."""
     norms: int
-    """Norms of the gradients of a reduction, which stay to the end of the step."""
+    """Norms of the gradients of a reduction, kept until the end of the step."""
     gathers: tuple[Collective, ...] = ()
     reductions: tuple[Collective, ...] = ()
     fetched: float = 0.0
@@ -51,32 +51,33 @@ class Buffers(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One action, relative to the live bytes when it begins."""
+    """Ledger of one action, relative to the live bytes when it begins."""
 
     peak: int
-    """Most live bytes."""
+    """Peak live bytes."""
     kinds: tuple[int, ...]
     """Bytes of each of `KINDS` at the peak."""
     place: str
     """Module or operation in which the peak is reached."""
     change: tuple[int, ...]
-    """Bytes of each of `KINDS` that are left behind."""
+    """Net change in the bytes of each of `KINDS` after the action."""
     spans: tuple[Span, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    """Gathers and reductions that begin in it."""
+    """Gathers and reductions that begin in the action."""
     fetched: float = 0.0
     """Bytes of weights copied from host memory."""
 
     @classmethod
     def of(cls, span: Span) -> Pass:
-        """Return a span outside of all modules."""
+        """Return the pass of a span that belongs to no module."""
         return cls(span.peak, (span.peak, 0, 0), "", (span.end, 0, 0), (span,))
 
 
 class Meter:
-    """Live bytes by kind, and the most there have been."""
+    """Live bytes by kind, and their peak."""
 
     def __init__(self) -> None:
+        """Start with no live bytes."""
         self.level = [0] * len(KINDS)
         self.peak, self.kinds, self.place = 0, tuple(self.level), ""
 
@@ -86,14 +87,14 @@ class Meter:
         self.note(0, place)
 
     def note(self, beside: int, place: str) -> None:
-        """Compare the peak with what is live, and activations besides."""
+        """Update the peak with the live bytes plus `beside` bytes of activations."""
         total = sum(self.level) + beside
         if total > self.peak:
             activations, *others = self.level
             self.peak, self.kinds, self.place = total, (activations + beside, *others), place
 
     def follow(self, one: Pass, place: object) -> None:
-        """Add an action that was folded; `place` names it."""
+        """Add a folded action; `place` names it."""
         total = sum(self.level) + one.peak
         if total > self.peak:
             self.peak, self.kinds = total, tuple(map(add, self.level, one.kinds))
@@ -106,16 +107,16 @@ class Meter:
 
 
 class Fold:
-    """Folds the operations of one action over the spans of its modules."""
+    """Fold of the operations of one action over the spans of its modules."""
 
     def __init__(self, buffers: Sequence[Buffers], flat_of: Mapping[str, int], begun: set[int], hidden: float) -> None:
         """Begin an action.
 
         Args:
-            buffers: of each flat parameter of the stage.
-            flat_of: parameter -> its flat parameter.
-            begun: flat parameters whose sums of gradients exist, changed by the operations.
-            hidden: share of communication that computing hides which runs meanwhile.
+            buffers: buffers of each flat parameter of the stage.
+            flat_of: mapping from a parameter to its flat parameter.
+            begun: flat parameters whose gradient sums exist; the operations update it.
+            hidden: share of the communication in flight during compute that the compute hides.
         """
         self._buffers, self._flat_of, self._begun, self._hidden = buffers, flat_of, begun, hidden
         self._meter = Meter()
@@ -123,19 +124,19 @@ class Fold:
         self._collectives: list[Collective] = []
         self._fetched = 0.0
         self._module = self._before = ""
-        """Module that is computed, and the one before it."""
+        """Module being computed, and the previous one."""
         self._in_flight: dict[int, range] = {}
-        """Flat parameters being gathered or reduced -> places of their collectives; not those known to be hidden."""
+        """Flat parameters being gathered or reduced -> indices of their collectives, without those already hidden."""
 
     def result(self) -> Pass:
-        """Return the ledger of what was folded; what is still in flight is hidden by what follows."""
+        """Return the ledger of the folded action; the compute that follows hides what is still in flight."""
         self._hide()
         meter = self._meter
         spans, collectives = tuple(self._spans), tuple(self._collectives)
         return Pass(meter.peak, meter.kinds, meter.place, tuple(meter.level), spans, collectives, self._fetched)
 
     def operations(self, operations: Iterable[StepOp]) -> None:
-        """Carry out operations on flat parameters."""
+        """Apply operations on flat parameters."""
         for one in operations:
             if one.flat is not None:
                 self._operation(one.kind, one.flat.index)
@@ -165,7 +166,7 @@ class Fold:
             self._in_flight.pop(flat, None)
 
     def span(self, place: str, module: str, span: Span, reductions: Sequence[StepOp] = ()) -> None:
-        """Carry out a span of a module, with the reductions that its gradients complete."""
+        """Apply a span of a module, with the reductions that its gradients complete."""
         self._hide()
         self._spans.append(span)
         if module != self._module:
@@ -179,8 +180,7 @@ class Fold:
             self.operations(waiting.get(number, ()))
 
     def _placed(self, module: str, span: Span, reductions: Sequence[StepOp]) -> dict[int, list[StepOp]]:
-        """Return the operations that follow each segment: a flat parameter is reduced behind its last gradient, and
-        behind those that are reduced before it."""
+        """Return the operations after each segment: reductions in order, each after its last gradient."""
         last = {
             self._flat(module, segment.mark): number
             for number, segment in enumerate(span.segments)
@@ -200,12 +200,11 @@ class Fold:
     def _flat(self, module: str, mark: Mark) -> int:
         """Return the flat parameter of a gradient in the span of a module."""
         name = mark.parameter
-        if name.startswith("layers."):  # of the layer before, whose number is that of the model that was measured
+        if name.startswith("layers."):  # a gradient of the previous layer, numbered as in the measured model
             module, name = self._before, name[name.index(".", len("layers.")) :]
         return self._flat_of[full_name(module, name)]
 
     def _begin_sum(self, flat: int) -> None:
-        """Allocate the sum of a flat parameter's gradients, unless it exists."""
         if flat not in self._begun:
             self._begun.add(flat)
             self._meter.change(GRADIENTS, self._buffers[flat].total, "adding gradients")
@@ -216,7 +215,6 @@ class Fold:
         self._in_flight[flat] = range(count, count + len(collectives))
 
     def _hide(self) -> None:
-        """Computing hides what is in flight."""
         for place in chain.from_iterable(self._in_flight.values()):
             self._collectives[place] = self._collectives[place]._replace(hidden=self._hidden)
         self._in_flight.clear()

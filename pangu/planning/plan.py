@@ -30,21 +30,21 @@ class Plan(NamedTuple):
     recomputed: int = 0
     """Layers of each chunk that are recomputed in full, with `recompute` = none."""
     zero_group: int = 0
-    """Replicas that share states; 0: all."""
+    """Replicas that share model states; 0: all."""
     offload: tuple[Literal["activations", "optimizer", "parameters"], ...] = ()
-    """See `memory.offload`."""
+    """Kinds of tensors kept in host memory; see `memory.offload`."""
     chunks: int = 1
-    """Of products, whose communication hides behind one another."""
+    """Number of chunks a matmul is split into, so that communication overlaps computation."""
     expert: int = 1
-    """Ranks that share the experts of each layer."""
+    """Expert-parallel size: ranks that share the experts of each layer."""
     expert_tensor: int = 0
-    """Tensor ranks that share each expert; 0: all."""
+    """Tensor-parallel ranks that share each expert; 0: all."""
     context_kind: str = "auto"
-    """As `parallel.context_kind`."""
+    """Kind of context parallelism; see `parallel.context_kind`."""
 
     @property
     def layout(self) -> Layout:
-        """Its degrees."""
+        """Parallel degrees of the plan."""
         return Layout(
             self.tensor,
             self.pipeline,
@@ -60,22 +60,22 @@ class Plan(NamedTuple):
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are computed again."""
+        """True if activations are recomputed."""
         return self.recompute != "none" or self.recomputed > 0
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights and other tokens."""
+        """Ranks with the same weights and different tokens."""
         return self.data * self.context
 
     @property
     def axes(self) -> int:
-        """Axes along which there is more than one rank, each with a group that sends at least."""
+        """Number of axes with more than one rank, each of which has at least one communicating group."""
         return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
 
 
 def configured(config: RunConfig, plan: Plan) -> RunConfig:
-    """Return a configuration with a layout, for one step of its micro-batches."""
+    """Return a configuration with the layout of a plan, for one step of its micro-batches."""
     parallel = replace(
         config.parallel,
         **{name: getattr(plan, name) for name in ("tensor", "pipeline", "virtual", "schedule", "data", "context")},

@@ -30,34 +30,34 @@ from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES
 
 SKETCHED = (1, 2)
-"""Sequences per micro-batch of the traces that bounds are made of."""
+"""Sequences per micro-batch in the traces that the lower bounds are made of."""
 
 
 @dataclass(frozen=True)
 class StepLedger:
-    """What the first rank of each stage holds, sends and does in a step."""
+    """Memory, communication and work of the first rank of each stage in a step."""
 
     stages: tuple[StageLedger, ...]
     message: tuple[int, ...]
-    """Bytes of the tensors that a chunk hands to the next one for a micro-batch."""
+    """Bytes of the tensors that a chunk sends to the next one for a micro-batch."""
     schedule: Schedule
-    """With as few micro-batches as it takes until they repeat."""
+    """Schedule with the fewest micro-batches after which it repeats."""
     more: int
-    """Further micro-batches."""
+    """Number of further micro-batches."""
 
     @property
     def distinct(self) -> Collection[StageLedger]:
-        """The stages, one of all that share a ledger."""
+        """Stages with different ledgers: one of each set that shares a ledger."""
         return {id(stage): stage for stage in self.stages}.values()
 
     @property
     def fullest(self) -> int:
-        """The stage that holds most."""
+        """Stage with the highest peak memory."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
 
 
 class WorkKey(NamedTuple):
-    """What of a layout the work of a module depends on, as in `Plan`."""
+    """Fields of a `Plan` that the work of a module depends on."""
 
     tensor: int
     context: int
@@ -69,13 +69,13 @@ class WorkKey(NamedTuple):
     micro_size: int
     recompute: str
     recomputed: bool
-    """Some layers are."""
+    """True if some layers are recomputed."""
     on_host: bool
-    """Activations are sent there."""
+    """True if activations are offloaded to the host."""
 
     @classmethod
     def of(cls, plan: Plan) -> WorkKey:
-        """Return that of a layout."""
+        """Return the key of a layout."""
         return cls(
             plan.tensor,
             plan.context,
@@ -92,31 +92,31 @@ class WorkKey(NamedTuple):
 
 
 class StagePart(NamedTuple):
-    """What a stage holds."""
+    """Modules that a stage holds."""
 
     chunks: dict[int, ModelPart]
     content: Any
-    """What tells it from stages whose ledger is another one."""
+    """Key that differs between stages with different ledgers."""
 
 
 class Cut(NamedTuple):
-    """A model that is cut into the chunks of stages."""
+    """Division of a model into the chunks of its stages."""
 
     stage_of: tuple[int, ...]
     """Stage of each chunk."""
     distinct: tuple[StagePart, ...]
-    """Stages, one of all that hold the same."""
+    """Stages with different modules: one of each set that holds the same."""
     alike: tuple[int, ...]
-    """Stage -> its place in `distinct`."""
+    """Mapping from a stage to its index in `distinct`."""
 
 
 @dataclass
 class Program:
-    """The step of a configuration's model and batch, for any layout."""
+    """Step of a configuration's model and batch, for any layout."""
 
     config: RunConfig
     note_progress: Callable[[], None] = lambda: None
-    """Called after each dry run."""
+    """Callback after each dry run."""
     _traces: Traces = field(init=False)
     _known: dict[Any, Trace] = field(default_factory=dict)
     _sketches: dict[Any, tuple[Trace, Trace]] = field(default_factory=dict)
@@ -127,11 +127,11 @@ class Program:
     _last: tuple[Any, StepLedger] | None = None
 
     def __post_init__(self) -> None:
+        """Create the store of traces."""
         self._traces = Traces(self.note_progress)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
-        """Measure the modules of layouts together. Raises DryRunError if one cannot be carried out, or the dry run is
-        unavailable."""
+        """Measure the modules of several layouts together; raise DryRunError if a dry run fails or is unavailable."""
         stages = ((plan, part) for plan in plans for part in self.cut(plan).distinct)
         missing = {self._key(*stage): stage for stage in stages if self.known(*stage) is None}
         requests = {key: self._request(*stage) for key, stage in missing.items()}
@@ -143,8 +143,10 @@ class Program:
         return all(self.known(plan, part) for part in self.cut(plan).distinct)
 
     def sketch(self, plans: Iterable[Plan]) -> None:
-        """Measure each kind of module in one chunk, for the sizes of micro-batches in `SKETCHED`: the modules of other
-        sizes and chunks take at least as much as these tell. Raises DryRunError as `prepare`."""
+        """Measure each kind of module in one chunk, for the micro-batch sizes in `SKETCHED`.
+
+        The results are lower bounds for modules of other sizes and chunks. Raises DryRunError like `prepare`.
+        """
         missing = {key: plan for plan in plans if (key := self._sketched(plan)) not in self._sketches}
         requests = {key: self._sketch_requests(plan) for key, plan in missing.items()}
         self._traces.measure([request for of_plan in requests.values() for request in of_plan])
@@ -152,7 +154,7 @@ class Program:
             self._sketches[key] = self._traces.of(one), self._traces.of(two)
 
     def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
-        """Return the traces that `sketch` measures, one for each size of micro-batches."""
+        """Return the traces that `sketch` measures, one for each micro-batch size."""
         self.sketch([plan])
         return self._sketches[self._sketched(plan)]
 
@@ -167,7 +169,7 @@ class Program:
         return tuple(self._request(plan._replace(micro_size=size), part) for size in SKETCHED)
 
     def cut(self, plan: Plan) -> Cut:
-        """Return what the stages of a layout hold."""
+        """Return the division of the model into the stages of a layout."""
         key = plan.schedule, plan.pipeline, plan.layers
         if key not in self._cuts:
             stage_of = chunk_stages(plan.schedule, plan.pipeline, plan.virtual)
@@ -175,11 +177,11 @@ class Program:
         return self._cuts[key]
 
     def known(self, plan: Plan, part: StagePart) -> Trace | None:
-        """Return what was measured of a stage's modules; None if not all of them have been."""
+        """Return the measured trace of a stage's modules, or None if some have not been measured."""
         return self._known.get(self._key(plan, part))
 
     def trace(self, plan: Plan, part: StagePart) -> Trace:
-        """Return what was measured of a stage's modules. Raises DryRunError as `prepare`."""
+        """Return the trace of a stage's modules, measuring it if needed; raise DryRunError like `prepare`."""
         if self.known(plan, part) is None:
             self.prepare([plan])
         return self._known[self._key(plan, part)]
@@ -216,14 +218,16 @@ class Program:
         return TraceRequest(self._configs[way], chunks, (splits_backward(plan.schedule),))
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
-        """Return the ledger of a step; unless `every` stage is wanted, one that holds as many micro-batches stands for
-        others that have the same modules."""
-        if self._last is None or self._last[0] != (plan, every):  # who asks for its memory asks for its time as well
+        """Return the ledger of a step.
+
+        Unless `every` stage is wanted, one that holds as many micro-batches represents others with the same modules.
+        """
+        if self._last is None or self._last[0] != (plan, every):  # callers that ask for memory ask for time as well
             self._last = (plan, every), self._described(plan, every)
         return self._last[1]
 
     def spans(self, plan: Plan) -> Iterator[tuple[SpanKey, Span]]:
-        """Yield the spans of all modules for one micro-batch, stage by stage. Raises DryRunError as `prepare`."""
+        """Yield the spans of all modules for one micro-batch, stage by stage; raise DryRunError like `prepare`."""
         self.prepare([plan])
         cut = self.cut(plan)
         for part in map(cut.distinct.__getitem__, cut.alike):
@@ -254,7 +258,6 @@ class Program:
         return StepLedger(tuple(stages), message, schedule, more)
 
     def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
-        """Return a stage that can be folded."""
         alike = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1, schedule="")
         key = alike, schedule.splits_backward, schedule.reduce_each, part.content
         if key not in self._stages:
@@ -269,16 +272,15 @@ class Program:
 
 
 class Kinds(NamedTuple):
-    """Kinds of the modules of a chunk, in the order of forward."""
+    """Kinds of the modules of a chunk, in the order of the forward pass."""
 
     all: Chunk
     shortest: Chunk
-    """Those of a shorter chunk that has the same spans."""
+    """Modules of a shorter chunk that has the same spans."""
 
 
 def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: tuple[int, ...]) -> Cut:
-    """Return the stages of a model with so many layers in each chunk; `by_name`: no layer is like another one, as some
-    weights are frozen."""
+    """Return a model's stages with `layers` per chunk; `by_name`: all layers differ, as some weights are frozen."""
     last, bounds = len(layers) - 1, [0, *accumulate(layers)]
     held: list[dict[int, ModelPart]] = [{} for _ in range(max(stage_of) + 1)]
     for chunk, stage in enumerate(stage_of):
@@ -298,7 +300,7 @@ def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: t
 
 
 def message_bytes(config: RunConfig) -> tuple[int, ...]:
-    """Return the bytes of the tensors that a chunk hands to the next one for a micro-batch."""
+    """Return the bytes of the tensors that a chunk sends to the next one for a micro-batch."""
     parallel, model = config.parallel, config.model
     rank, length = TensorRank(0, parallel.tensor, parallel.sequence), model.sequence // parallel.context
     shared = parallel.context if parallel.context > 1 and context_kind(config) == "ulysses" else 1
@@ -307,7 +309,7 @@ def message_bytes(config: RunConfig) -> tuple[int, ...]:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a layout, with as few micro-batches as it takes until they repeat."""
+    """Return the schedule of a layout, with the fewest micro-batches after which it repeats."""
     return _schedule(plan.schedule, plan.pipeline, plan.virtual, shortest(plan), shards_sums(plan.layout))
 
 
@@ -315,8 +317,10 @@ _schedule = lru_cache(maxsize=100)(make_schedule)
 
 
 def shortest(plan: Plan) -> int:
-    """Return as many micro-batches as it takes until no stage holds more of them, or has more reductions in flight in
-    the round that stands for all others."""
+    """Return the fewest micro-batches that represent a step.
+
+    More of them raise neither the micro-batches a stage holds nor the reductions in flight in the repeated round.
+    """
     numbers = plan.schedule, plan.pipeline, plan.virtual
     least = max(4 * plan.pipeline, 2 * IN_FLIGHT + 1) + plan.micro_batches % plan.pipeline
     if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):

@@ -1,9 +1,9 @@
-"""Finds the fastest layouts of a model on a cluster that fit into its devices.
+"""Search for the fastest layouts of a model on a cluster that fit into device memory.
 
-All layouts are enumerated; those that memory or the configuration's own checks refuse are counted by the reason. The
-rest are costed in the order of a lower bound of their time (computing alone), until no bound is below the worst of
-those that are wanted: branch and bound, so the best are the best of all. The first few are carried out in a dry run,
-which has the last word on whether they fit.
+All layouts are enumerated; those ruled out by memory or by the configuration's own checks are counted by reason. The
+rest are costed in the order of a lower bound of their time (compute alone), until no bound is below the worst of the
+wanted layouts: branch and bound, so the result is optimal over all layouts. The fastest few are then carried out in a
+dry run, which decides whether they fit.
 """
 
 from __future__ import annotations
@@ -34,65 +34,65 @@ from pangu.topology.layout import Coordinates
 from pangu.zero.choices import can_offload, worth_trying
 
 MODEL_ERROR = 0.05
-"""Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
+"""Relative error of predicted times: closer layouts are ties. docs/planner-accuracy.md gives the measured errors."""
 TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
-"""Of products, tried for the `CUT` best layouts."""
+"""Numbers of chunks a matmul is split into, tried for the `CUT` best layouts."""
 KINDS = ("gather", "ring", "ulysses")
-"""Of exchange between ranks that share sequences, tried for them too."""
+"""Kinds of context parallelism (the exchange between ranks that share sequences), tried for them too."""
 CUT = 10
 OFFLOADED: tuple[Literal["optimizer", "activations", "parameters"], ...] = ("optimizer", "activations", "parameters")
-"""What may wait in host memory, tried where a layout does not fit."""
+"""Kinds of tensors that may be offloaded to host memory, tried where a layout does not fit."""
 LONG = 16_384
-"""Tokens of sequences that a search lets several ranks share."""
+"""Sequence length in tokens from which a search considers context parallelism."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
 AHEAD = 32
-"""Layouts that are measured together."""
+"""Number of layouts that are measured together."""
 CONFIRMED = 3
-"""Fastest layouts that are carried out in a dry run."""
+"""Number of fastest layouts that are carried out in a dry run."""
 
 
 class Candidate(NamedTuple):
-    """A layout and what it comes to."""
+    """Candidate layout with its predicted step time and peak memory."""
 
     plan: Plan
     time: StepTime
     memory: tuple[StageMemory, ...]
-    """Of each stage."""
+    """Predicted memory of each stage."""
     measured: float | None = None
-    """GiB of the stage that needs most, when it was carried out in a dry run; None: it was not."""
+    """Peak memory in GiB over all stages, measured in a dry run; None if the layout was not dry-run."""
 
     @property
     def fullest(self) -> float:
-        """GiB of the stage that needs most."""
+        """Peak memory in GiB of the stage that needs the most."""
         return max(stage.total for stage in self.memory) if self.measured is None else self.measured
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search comes to."""
+    """Result of a search: the best layouts, and the reasons why others were rejected."""
 
     best: list[Candidate]
-    """Fastest first."""
+    """Best layouts, fastest first."""
     front: list[Candidate]
-    """Layouts that are faster than all that need less memory, of those that were costed."""
+    """Pareto front of the costed layouts: each is faster than all that need less memory."""
     refused: Counter[str]
-    """Why layouts cannot be, and how many there are."""
+    """Number of rejected layouts for each reason."""
     layouts: int
-    """That the checks accept; the same with less on the device is tried where one does not fit."""
+    """Number of layouts that pass the checks, without the variants that keep less on the device."""
     costed: int
-    """Of these; the others do not fit, or cannot be among the best."""
+    """Number of layouts that were costed; the others do not fit, or cannot be among the best."""
 
 
 class Space(NamedTuple):
-    """What is searched."""
+    """Search space: program, cluster and fixed fields."""
 
     program: Program
     cluster: ClusterConfig
     config: RunConfig
     fixed: Mapping[str, Any]
-    """Fields of a plan that are given."""
+    """Plan fields with values given by the user."""
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual", "schedule", "data", "context", "context_kind", "expert", "expert_tensor")
@@ -103,11 +103,11 @@ KEYS = {
     "offload": "memory.offload",
     "chunks": "parallel.overlap_chunks",
 }
-"""Field of a plan -> the key of a configuration: what a search tries all values of unless they are given."""
+"""Mapping from a plan field to its configuration key: a search tries all values of each field that is not given."""
 
 
 def keys_of(plan: Plan) -> dict[str, Any]:
-    """The keys that a layout stands for, with their values."""
+    """Return the configuration keys that a layout sets, with their values."""
     values = {
         **plan._asdict(),
         "zero_group": plan.zero_group or None,
@@ -124,8 +124,10 @@ def space_of(
     fixed: Mapping[str, Any],
     note_progress: Callable[[], None] = lambda: None,
 ) -> Space:
-    """Return the space of a configuration's model and batch on a cluster. `note_progress` is called after each dry run.
-    Raises ConfigError if fp8 is asked for and the cluster has no fp8 matmuls."""
+    """Return the search space of a configuration's model and batch on a cluster.
+
+    Calls `note_progress` after each dry run. Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls.
+    """
     if config.precision.matmul == "fp8" and cluster.matmul.tflops_fp8 is None:
         rule = f"{cluster.name} has none (cluster.matmul.tflops_fp8 = null)"
         raise ConfigError([Problem("precision.matmul", "fp8", rule, "precision=bf16 works, or another cluster")])
@@ -141,7 +143,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
     bounds, alone = (
         LayoutBounds(space.program, space.cluster),
         space.cluster.alone,
-    )  # a bound is of a core that is not shared
+    )  # bounds assume that no core is shared
     plans = list(enumerate_plans(space, refused))
     space.program.sketch(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
@@ -151,10 +153,10 @@ def search(space: Space, top: int = 10) -> SearchResult:
     while waiting and waiting[0][0] <= worst:
         before, place, plan = heappop(waiting)
         fits = bounds.gib(plan) <= room
-        if fits and not space.program.is_prepared(plan):  # the next ones are measured with it, on all cores
+        if fits and not space.program.is_prepared(plan):  # measure it together with the next ones, on all cores
             ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
             space.program.prepare([plan, *(other for other in ahead if bounds.gib(other) <= room)])
-        if (bound := bounds.seconds(plan) / alone) > before:  # more is known of it
+        if (bound := bounds.seconds(plan) / alone) > before:  # its bound is tighter now
             heappush(waiting, (bound, place, plan))
             continue
         one = _candidate(space, plan) if fits else None
@@ -177,7 +179,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
 
 
 def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str]) -> list[Candidate]:
-    """Layouts of which the first `CONFIRMED` have been carried out, without those that did not fit."""
+    """Return the layouts with the first `CONFIRMED` of them dry-run, without those that did not fit."""
     waiting, kept = list(costed), list[Candidate]()
     while waiting and len(kept) < CONFIRMED:
         count = CONFIRMED - len(kept)
@@ -191,8 +193,10 @@ def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str])
 
 
 def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Layouts with all stages described and the peak of the one that holds most as a dry run finds it, of as few
-    micro-batches as it takes until they repeat."""
+    """Yield layouts with every stage's ledger, and the peak memory of the largest stage measured in a dry run.
+
+    The dry run carries out the fewest micro-batches after which the schedule repeats.
+    """
     jobs, more = [], []
     for one in tried:
         ledger, plan = space.program.describe(one.plan), one.plan._replace(micro_batches=shortest(one.plan))
@@ -207,8 +211,10 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
 
 
 def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequence[Any]) -> Iterator[Candidate]:
-    """Layouts with the one of some values of a field that is fastest. It is chosen for the best alone: it changes
-    little else, and each value is counted apart."""
+    """Yield each layout with the fastest of several values of a field.
+
+    Only the best layouts are refined: the field changes little else, and each value needs measurements of its own.
+    """
     others = {one.plan: [one.plan._replace(**{field: value}) for value in values] for one in best}
     legal = {plan: [other for other in others[plan] if not problem_of(space, other)] for plan in others}
     space.program.prepare(other for plans in legal.values() for other in plans)
@@ -218,25 +224,24 @@ def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequen
 
 
 def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
-    """The same layout with less on the device, for one that does not fit: it is never faster. Each is reached once."""
+    """Yield variants of a layout that does not fit with less on the device, never faster, each reached only once."""
     if "recompute" not in space.fixed and not (plan.recomputes or plan.offload):
         most = max(plan.layers)
         yield from (plan._replace(recompute=recompute) for recompute in ("selective", "full"))
         yield from (plan._replace(recomputed=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
     if "offload" not in space.fixed:
         for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
-            if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # either of the two is enough
+            if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # one of the two is enough
                 yield plan._replace(offload=(*plan.offload, part))
 
 
 def _can_wait(part: str, plan: Plan) -> bool:
-    """Whether some of it can wait in host memory."""
-    # the last layer of a chunk stays
+    """Return whether some tensors of a kind can be offloaded to host memory."""
+    # the activations of a chunk's last layer stay on the device
     return max(plan.layers) > 1 if part == "activations" else can_offload(part, plan.zero)
 
 
 def _candidate(space: Space, plan: Plan) -> Candidate | None:
-    """A layout with its time and memory; None if it is too large."""
     ledger = space.program.describe(plan, every=False)
     memory = tuple(memory_of(ledger, space.cluster))
     if max(stage.total for stage in memory) > space.cluster.memory.gib:
@@ -245,19 +250,19 @@ def _candidate(space: Space, plan: Plan) -> Candidate | None:
 
 
 def _preference(one: Candidate) -> tuple[float, ...]:
-    """Faster first; of equals the simpler."""
+    """Return a sort key: faster layouts first, then simpler ones."""
     plan = one.plan
     simplicity = (plan.recompute == "full", plan.recomputed, plan.tensor, plan.pipeline, plan.virtual, plan.zero)
     return (one.time.total, *map(float, simplicity))
 
 
 def time_of(space: Space, plan: Plan) -> StepTime:
-    """The time of a layout."""
+    """Return the predicted step time of a layout."""
     return step_time(space.program.describe(plan), plan, space.cluster)
 
 
 def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
-    """Of layouts ordered by time those that need less memory than all faster ones."""
+    """Return the Pareto front of layouts ordered by time: those that need less memory than all faster ones."""
     front: list[Candidate] = []
     for one in costed:
         if not front or one.fullest < front[-1].fullest:
@@ -266,12 +271,12 @@ def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
 
 
 def ties(best: Sequence[Candidate]) -> int:
-    """How many of the first cannot be told from the fastest."""
+    """Return the number of leading layouts that are tied with the fastest within the model's error."""
     return sum(one.time.total <= best[0].time.total * (1 + MODEL_ERROR) for one in best)
 
 
 def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
-    """All layouts that the configuration's checks accept; why others are not goes into `refused`."""
+    """Yield all layouts that pass the configuration's checks; count the reasons against others in `refused`."""
     world, fixed = space.cluster.devices, space.fixed
     for tensor in _options(fixed, "tensor", _divisors(min(world, space.cluster.node))):
         for pipeline in _options(fixed, "pipeline", _divisors(world // tensor)):
@@ -288,7 +293,6 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
 
 
 def _experts(space: Space, plan: Plan) -> Iterator[Plan]:
-    """A layout with the experts on all numbers of ranks that can share them."""
     experts = space.config.model.experts or 1
     halves = (0, 1) if experts > 1 and plan.tensor > 1 else (0,)
     for value in _options(space.fixed, "expert_tensor", halves):
@@ -299,12 +303,11 @@ def _experts(space: Space, plan: Plan) -> Iterator[Plan]:
 
 
 def _contexts(space: Space, devices: int) -> list[int]:
-    """Ranks that may share each sequence: several only if it is long, since each number is counted apart."""
+    """Return the possible context-parallel sizes: above 1 only for long sequences, since each needs measurements."""
     return _divisors(devices) if space.config.model.sequence >= LONG else [1]
 
 
 def _sized(space: Space, base: Plan, refused: Counter[str]) -> Iterator[Plan]:
-    """A layout with micro-batches of all sizes."""
     for micro_size in _options(space.fixed, "micro_size", MICRO_SIZES):
         plan = base._replace(micro_size=micro_size)
         reason = problem_of(space, plan)
@@ -316,20 +319,19 @@ def _sized(space: Space, base: Plan, refused: Counter[str]) -> Iterator[Plan]:
 
 
 def problem_of(space: Space, plan: Plan) -> str:
-    """What the configuration's own checks say against a layout; empty: nothing."""
+    """Return the reason why the configuration's own checks reject a layout, or an empty string."""
     problems = layout_problems(with_layout(space, plan), space.cluster.devices)
     return f"{problems[0].key}: {problems[0].rule}" if problems else ""
 
 
 def with_layout(space: Space, plan: Plan) -> RunConfig:
-    """Return the configuration with a layout, its global batch unchanged, and the layers cut evenly."""
+    """Return the configuration with a layout, its global batch unchanged, and the layers divided evenly."""
     config = configured(space.config, plan)
     batch = replace(space.config.batch, micro_size=plan.micro_size)
     return replace(config, dry_run=False, batch=batch, parallel=replace(config.parallel, layers=None))
 
 
 def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:
-    """A layout with every schedule and number of chunks."""
     for schedule in _options(
         space.fixed, "schedule", orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)
     ):
@@ -343,7 +345,7 @@ def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan
 
 
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
-    """The plan with the layers of its chunks, or why its schedule does not go with them."""
+    """Return the plan with its layers per chunk, or the reason why its schedule cannot use them."""
     if not orders.allows(plan.schedule, plan.virtual):
         return f"parallel.virtual: {plan.schedule} does not allow so many chunks"
     if plan.pipeline * plan.virtual > space.config.model.layers:
@@ -353,12 +355,11 @@ def with_schedule(space: Space, plan: Plan) -> Plan | str:
 
 @lru_cache(maxsize=1000)
 def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk, as the trainer cuts them."""
     return tuple(len(part.layers) for part in cut(model, chunks))
 
 
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
-    """A layout with all ways to share states."""
+    """Yield a layout with each way to shard model states."""
     layout = plan.layout
     shared = max(layout.replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
     node = max(1, space.cluster.node // plan.tensor)
@@ -367,7 +368,7 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
         groups = [group] if (group := space.fixed["zero_group"]) else []
     zeros = worth_trying(shared, groups, space.fixed.get("zero"), space.fixed.get("offload", ()))
     if "zero_group" in space.fixed:
-        given = space.fixed["zero_group"] or 0  # null: all replicas
+        given = space.fixed["zero_group"] or 0  # null means all replicas
         zeros = [(zero, group) for zero, group in zeros if group == given and plan.replicas % (group or 1) == 0]
     given = space.fixed.get("recompute", "none")
     recompute: tuple[Recompute, int] = ("none", given) if isinstance(given, int) else (given, 0)

@@ -1,4 +1,4 @@
-"""What a search comes to, for people and programs."""
+"""Reports of a search, for people and programs."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from pangu.zero.choices import STAGES
 
 TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
 WIDTH = 900
-"""Pixels of a picture."""
+"""Width of a chart in pixels."""
 _NUMBERS = re.compile(r"( = \d+( x \d+)*)+\b")
-"""Values of numeric keys in a reason, in which refused layouts of the same kind differ."""
+"""Pattern of the values of numeric keys in a reason, which vary between layouts rejected for the same reason."""
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
 
 
 class Outcome(NamedTuple):
-    """A search and what it was of."""
+    """Result of a search, with the space that was searched."""
 
     space: Space
     result: SearchResult
     tokens: float | None
-    """Of the whole run."""
+    """Training tokens of the whole run."""
 
 
 def overrides_of(plan: Plan) -> list[str]:
-    """The same as words of a command line."""
+    """Return the command-line overrides that select a layout."""
     return [f"{key}={shown(value)}" for key, value in keys_of(plan).items()]
 
 
 def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
-    """A layout in numbers."""
+    """Return the numbers of a layout as plain data."""
     space, cluster = outcome.space, outcome.space.cluster
     seconds = one.time.total
     model = space.config.model
@@ -80,7 +80,7 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
 
 
 def search_data(outcome: Outcome) -> dict[str, Any]:
-    """All of a search as data."""
+    """Return the whole search as plain data."""
     result, cluster = outcome.result, outcome.space.cluster
     return {
         "cluster": cluster.name,
@@ -97,7 +97,7 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
 
 
 def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
-    """Yield the rows of a table of the fastest layouts: title of a column -> cell."""
+    """Yield the rows of a table of the fastest layouts: column title -> cell."""
     best = outcome.result.best
     tied, terms = ties(best), terms_of(*(one.time for one in best))
     for number, one in enumerate(best):
@@ -121,12 +121,12 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
 
 
 def terms_of(*times: StepTime) -> tuple[str, ...]:
-    """The terms of some times, that of experts only if one has any."""
+    """Return the names of the time terms; the expert term only if one of the times has any."""
     return tuple(term for term in TERMS if term != "expert" or any(one.expert for one in times))
 
 
 def _sharing(plan: Plan) -> str:
-    """Ranks that share sequences, and how; ranks that share experts."""
+    """Return the context-parallel size and kind, and the expert-parallel size, as a table cell."""
     kind = "" if plan.context_kind == "auto" else f" {plan.context_kind}"
     context = f" x {plan.context}{kind}" if plan.context > 1 else ""
     whole = "whole " * (plan.expert_tensor not in (0, plan.tensor))
@@ -134,7 +134,7 @@ def _sharing(plan: Plan) -> str:
 
 
 def run_words(outcome: Outcome) -> str:
-    """How long the fastest takes for the tokens of the run, and what it uses up."""
+    """Return a sentence with the time and energy that the fastest layout needs for the tokens of the run."""
     data = as_data(outcome, outcome.result.best[0])
     if outcome.tokens is None:
         return ""
@@ -143,7 +143,7 @@ def run_words(outcome: Outcome) -> str:
 
 
 def explain(outcome: Outcome) -> Iterator[str]:
-    """Yield why the neighbours of the fastest layout are not it."""
+    """Yield explanations why the neighbors of the fastest layout are slower or do not fit."""
     space, best, room = outcome.space, outcome.result.best[0], outcome.space.cluster.memory.gib
     plans = {name: with_schedule(space, plan) for name, plan in neighbours(space, best.plan)}
     reasons = {name: made if isinstance(made, str) else problem_of(space, made) for name, made in plans.items()}
@@ -164,7 +164,7 @@ def explain(outcome: Outcome) -> Iterator[str]:
 
 
 def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yield layouts that differ in one thing, with the same devices and batch."""
+    """Yield layouts that differ in one respect, with the same devices and batch."""
     batch = plan.micro_size * plan.micro_batches * plan.data
     for name, values in _changes(space, plan):
         other = plan._replace(**values)
@@ -172,7 +172,6 @@ def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what differs, in words and as fields of a plan."""
     for name in ("tensor", "pipeline", *["context"] * (plan.context > 1)):
         value = getattr(plan, name)
         if plan.data > 1:
@@ -203,7 +202,7 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def page(outcome: Outcome) -> str:
-    """A page that needs nothing else: memory per stage, terms of the time, the stages' times, memory against time."""
+    """Return a self-contained HTML page: memory per stage, time terms, stage timelines, memory against time."""
     best = outcome.result.best
     cluster, table = outcome.space.cluster, list(rows(outcome))
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in table[0])
@@ -233,7 +232,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str, says: str
 
 
 def _bars(bars: Sequence[tuple[str, Any]], names: Sequence[str], most: float, unit: str) -> str:
-    """Return a bar for each title and its parts, `most` of them as wide as the picture."""
+    """Return one bar per title with its parts; the value `most` spans the width of the chart."""
     shapes = []
     for row, (title, parts) in enumerate(bars):
         x = 0.0
@@ -278,7 +277,7 @@ def _front(front: Sequence[Candidate], room: float) -> str:
 
 
 def refusals(refused: Mapping[str, int], most: int = 5) -> str:
-    """Return the most frequent reasons against layouts."""
+    """Return the most frequent reasons why layouts were rejected."""
     kinds: Counter[str] = Counter()
     for reason, count in refused.items():
         kinds[_NUMBERS.sub("", reason)] += count

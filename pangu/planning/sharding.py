@@ -1,7 +1,7 @@
-"""How every weight is cut over the tensor-parallel ranks, and what the ranks that share a module send for it.
+"""Sharding of every weight over the tensor-parallel ranks, and the communication of each kind of module.
 
 Shoeybi et al. 2019, section 3, and Korthikanti et al. 2022, section 4.2, with the names s = sequence, b = micro-batch,
-h = hidden, t (MindSpore's mp) = tensor-parallel ranks, dp = replicas. What is sent is measured in a dry run.
+h = hidden, t (MindSpore's mp) = tensor-parallel ranks, dp = replicas. Communication is measured in a dry run.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ _OPERATORS = {
     "rmsnorm of heads": ("RMSNorm ((dp,mp,1),(1,))", ""),
     "layernorm of heads": ("LayerNorm ((dp,mp,1),(1,),(1,))", ""),
 }
-"""Role of a weight -> the operator that takes it with MindSpore's strategy for each input (tokens are dimension 0), and
-the activations on one rank that go in before any gather and come out after any sum."""
+"""Mapping from the role of a weight to its operator, with MindSpore's strategy for each input (dimension 0: tokens),
+and the local activations that enter before any gather and leave after any reduction."""
 _CUTS = {"columns": "columns (outputs)", "rows": "rows (inputs)", "position_bias": "columns (heads)"}
-"""Shoeybi's words speak of A in Y = XA; matrices are stored transposed, [outputs, inputs]."""
+"""Name of each cut in the terms of Shoeybi et al., A in Y = XA; matrices are stored transposed, [outputs, inputs]."""
 _PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _ALL = "whole model"
 
 
 class Weight(NamedTuple):
-    """One logical tensor and what is done with it."""
+    """Logical tensor and its role in a module."""
 
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    """Shape on tensor rank 0; where the ranks do not divide the vocabulary, the last rank holds less."""
+    """Shape on tensor rank 0; if the vocabulary does not divide evenly, the last rank holds less."""
     cut: str
     activations: str
     operator: str
@@ -79,7 +79,7 @@ class ShardedPart(NamedTuple):
 
 
 def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]) -> dict[str, ShardedPart]:
-    """Return the kinds of modules of a model (`module_kinds`) in the order of forward, as rank 0 holds them."""
+    """Return the kinds of modules of a model (`module_kinds`) in forward order, with the weights that rank 0 holds."""
     model, batch, sequence = config.model, config.batch.micro_size, config.model.sequence // layout.context
     experts = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
     rank = TensorRank(0, layout.tensor, layout.sequence)
@@ -111,7 +111,6 @@ def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]
 
 
 def _role(entry: Placement, module: str, norm: str) -> str:
-    """Return what a module does with a weight."""
     if "norm." in entry.name:
         return f"{norm} of heads" if re.search(r"(query|key)_norm", entry.name) else norm
     if module == "head" or entry.name in _OPERATORS:
@@ -138,8 +137,7 @@ def _weight(entry: Placement, module: str, role: str, words: Mapping[str, Any], 
 
 
 def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
-    """Print the weights of each kind of module, and what the ranks that share them send in a micro-batch. Raises
-    DryRunError if that cannot be measured."""
+    """Print each kind of module's weights and communication per micro-batch; raise DryRunError if unmeasurable."""
     console.print(
         f"\ns = {config.model.sequence // layout.context} tokens, b = {config.batch.micro_size} sequences per "
         f"micro-batch, h = {config.model.hidden}, V = {config.model.vocab}, mp = t = {layout.tensor} tensor ranks, "
@@ -153,7 +151,7 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
     for kind, part in plan_sharding(config, layout, stages.parts).items():
         several = f" ({len(modules)}, {modules[0]} to {modules[-1]})" if len(modules := part.modules) > 1 else ""
         console.print(Text(f"\n{kind}{several}: {part.takes} -> {part.gives}", style="bold"))
-        # experts differ in their numbers alone
+        # expert names differ only in the expert's index
         weights = dict.fromkeys((re.sub(r"(experts\.)\d+", r"\1*", name), *of_one) for name, *of_one in part.weights)
         console.print(_table(weights, *(name.replace("_", " ") for name in Weight._fields)))
     if layout.tensor * layout.expert * layout.context == 1:
@@ -178,7 +176,7 @@ def _table(rows: Iterable[Iterable[Any]], *heads: str | Column) -> Table:
 
 
 def sent_rows(spans: Iterable[tuple[SpanKey, Span]], groups: Mapping[Axis, Group]) -> Iterator[tuple[str, ...]]:
-    """Yield what each module of a kind sends, then what all do, as cells of a table."""
+    """Yield table rows with the communication of each module of a kind, then of all modules."""
     sent: dict[tuple[str, ...], tuple[float, ...]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for key, span in spans:

@@ -20,37 +20,37 @@ from pangu.zero.stage_parameters import StageParameters
 
 ModuleKinds = Mapping[int, Mapping[str, str]]
 HIDDEN = 0.9
-"""Share of the communication of replicas that runs beside computing which hides it."""
+"""Fraction of the replica communication in flight during compute that the compute hides."""
 
 
 @dataclass(frozen=True)
 class StageLedger:
-    """What one rank of a stage holds, sends and does in a step."""
+    """Memory, communication and work of one rank of a stage in a step."""
 
     lasting: Mapping[str, int]
-    """Bytes that last from step to step: parameters, gradients, optimizer."""
+    """Bytes that persist across steps: parameters, gradients, optimizer state."""
     peak: int
-    """Most live bytes of tensors."""
+    """Peak live bytes of tensors."""
     kinds: Mapping[str, int]
     """Transient bytes of each kind at the peak."""
     place: str
     """Operation in which the peak is reached."""
     sent: Mapping[Collective, float]
-    """Collectives and messages of a step -> how often."""
+    """Mapping from the collectives and messages of a step to their counts."""
     groups: int
-    """Process groups in which the rank sends."""
+    """Number of process groups in which the rank communicates."""
     passes: Mapping[tuple[Kind, int], Pass]
-    """Kind of action and chunk -> what it is for most micro-batches."""
+    """Mapping from the kind of an action and its chunk to the action's ledger for most micro-batches."""
     besides: Mapping[Collective, float]
-    """Collectives of the step besides those of `passes` for each micro-batch -> how often; negative: less often."""
+    """Counts of the step's collectives besides those of `passes` per micro-batch; negative if there are fewer."""
     update: Work
-    """The optimizer's step, and what is copied between device and host for it."""
+    """Optimizer step, and the copies between device and host for it."""
     host_update_bytes: float = 0.0
     """Bytes that an optimizer on the host reads and writes."""
 
     @property
     def collectives(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """Axis -> kind -> calls and bytes in a step."""
+        """Calls and bytes per step, by axis and kind of collective."""
         total: dict[str, dict[str, tuple[float, float]]] = {}
         for one, often in self.sent.items():
             calls, nbytes = total.setdefault(one.axis, {}).get(one.kind, (0.0, 0.0))
@@ -60,33 +60,33 @@ class StageLedger:
 
 
 class StepRun(NamedTuple):
-    """What a stage's step depends on besides its modules and actions."""
+    """Inputs of a stage's step besides its modules and actions."""
 
     micro_batches: int
-    """Those of the actions."""
+    """Number of micro-batches in the actions."""
     more: int
-    """Further ones, which are like those of the middle round."""
+    """Further micro-batches, which repeat the middle round."""
     message: tuple[int, ...]
-    """Bytes of the tensors that a chunk hands to the next one."""
+    """Bytes of the tensors that a chunk sends to the next one."""
     groups: Mapping[Axis, Group]
-    """Axis -> ranks that communicate."""
+    """Communication group of each axis."""
 
 
 class StageActions(NamedTuple):
     """Actions of a stage in a step, with its chunks numbered from 0."""
 
     distinct: tuple[Action, ...]
-    """Each action once, whatever its micro-batch."""
+    """Distinct actions, regardless of their micro-batch."""
     order: tuple[int, ...]
-    """Which of them follow each other."""
+    """Sequence of the step, as indices into `distinct`."""
     middle: tuple[int, ...]
-    """Places in `order` of the middle round, which stands for all that are alike."""
+    """Indices into `order` of the middle round, which represents all rounds like it."""
     period: int
-    """Micro-batches of a round, in which schedules repeat: as many as there are stages."""
+    """Micro-batches per round, after which schedules repeat: the number of stages."""
 
     @classmethod
     def of(cls, actions: Sequence[Action], chunks: Sequence[int], micro_batches: int, stages: int) -> StageActions:
-        """Return those of a stage that has these chunks."""
+        """Return the actions of a stage with the given chunks."""
         numbers: dict[Action, int] = {}
         order = [
             numbers.setdefault(action._replace(chunk=chunks.index(action.chunk), micro=None), len(numbers))
@@ -100,10 +100,10 @@ class StageActions(NamedTuple):
 
 
 class StageProgram:
-    """A stage whose steps can be folded: any list of actions."""
+    """Stage whose step can be folded for any list of actions."""
 
     def __init__(self, config: RunConfig, parameters: StageParameters, kinds: ModuleKinds, trace: Trace) -> None:
-        """`kinds`: chunk -> its modules, in the order of forward, with their kinds (`module_kinds`)."""
+        """Create a stage; `kinds` maps a chunk to its modules in forward order, with their kinds (`module_kinds`)."""
         self.config, self.parameters, self.trace, self._kinds = config, parameters, trace, kinds
         self._hidden = HIDDEN if config.parallel.overlap else 0.0
         self.formats = Formats.of(config)
@@ -120,13 +120,13 @@ class StageProgram:
         self._states: list[Any] = [(self._expansion.state, frozenset())]
         """States of the flat parameters between actions; a step begins in the first one."""
         self._passes: dict[tuple[int, Action | None], tuple[Pass, int]] = {}
-        """State and action -> what the action is in it, and the state behind it."""
+        """Mapping from a state and an action to the action's ledger, and the state after it."""
         fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
         self.lasting = lasting_bytes(flats, self.shards, self.formats, fused)
         self._lasting = sum(self.lasting.values()) + trace.lasting_bytes
 
     def ledger(self, stage: StageActions, run: StepRun) -> StageLedger:
-        """Fold the actions of a step."""
+        """Return the ledger of a step, folded over its actions."""
         passes, last = self._walk(stage)
         meter, fullest = self._begun(run.micro_batches), _fullest(passes)
         meter.skip(passes[:fullest])
@@ -166,7 +166,7 @@ class StageProgram:
                 besides[each] -= run.micro_batches + run.more
         channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
         axes = {each.axis for each, count in sent.items() if count and not is_message(each)}
-        axes |= {each.axis for buffers in self.buffers for each in buffers.gathers}  # once, of frozen weights
+        axes |= {each.axis for buffers in self.buffers for each in buffers.gathers}  # frozen weights are gathered once
         kinds = dict(zip(KINDS, meter.kinds, strict=True))
         kinds["activations"] += left - self._lasting
         return StageLedger(
@@ -183,7 +183,7 @@ class StageProgram:
         )
 
     def _walk(self, stage: StageActions) -> tuple[list[Pass], Pass]:
-        """Return what each action of a step is, and what its end is."""
+        """Return the ledger of each action of a step, and that of the step's end."""
         state, passes, known = 0, list[Pass](), self._passes
         for number in stage.order:
             action = stage.distinct[number]
@@ -193,7 +193,6 @@ class StageProgram:
         return passes, self._pass(state, None)[0]
 
     def _begun(self, micro_batches: int) -> Meter:
-        """Return the live bytes before the first action."""
         meter = Meter()
         meter.change(ACTIVATIONS, self._lasting)
         for _ in range(micro_batches):
@@ -202,8 +201,10 @@ class StageProgram:
         return meter
 
     def _ending(self) -> Iterator[Collective]:
-        """Yield the collectives of a step besides those of micro-batches, gathers and reductions: of gradients of which
-        several ranks hold copies, of losses and norms, and of updated weights."""
+        """Yield the once-per-step collectives besides gathers and reductions.
+
+        They sum gradients of which several ranks hold copies, losses and norms, and gather updated weights.
+        """
         config, formats = self.config, self.formats
         sent: list[Collective] = []
         trained = [
@@ -215,15 +216,15 @@ class StageProgram:
             sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
         partial = sum(held.partial for _, held, _ in trained)
         sent += [Collective("all_reduce", "tensor", partial * formats.sums)] * (partial > 0)
-        world = [2 * 8]  # the loss and the norm
+        world = [2 * 8]  # loss and norm
         if config.precision.matmul == "fp8":
             shapes = logical_shapes(config.model).items()
             world.append(3 * 4 * sum(name.startswith("layers.") and len(shape) == 2 for name, shape in shapes))
         if config.model.experts is not None:
             world.append(8 * len(config.model.expert_layers) * (config.model.experts + 3))
         sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]
-        sent.append(Collective("all_reduce", "replicas", 8))  # the number of targets
-        if config.optimizer.name == "lamb":  # squares of directions, weights and updates
+        sent.append(Collective("all_reduce", "replicas", 8))  # number of targets
+        if config.optimizer.name == "lamb":  # squared norms of directions, weights and updates
             counts: Counter[Axis] = Counter(
                 "expert_shard" if entry.expert else "shard" for entry in self.parameters.table
             )
@@ -234,7 +235,7 @@ class StageProgram:
         return iter(sent)
 
     def _update(self) -> tuple[Work, float, int]:
-        """Return the optimizer's step, the bytes that it reads and writes on the host, and those that it works with."""
+        """Return the work of the optimizer step, the bytes it reads and writes on the host, and its working memory."""
         flats = [flat for flat in self.parameters.flats if flat.trained]
         numels = [held.numels for flat, held in zip(self.parameters.flats, self.shards, strict=True) if flat.trained]
         on_host = any("optimizer" in flat.sharding.offload for flat in flats)
@@ -248,7 +249,7 @@ class StageProgram:
         )
 
     def _pass(self, state: int, action: Action | None) -> tuple[Pass, int]:
-        """Return an action in a state of the flat parameters, and the state behind it; None: the end of the step."""
+        """Return the ledger of an action and the state of the flat parameters after it; None: the end of the step."""
         if (state, action) not in self._passes:
             self._expansion.state, begun = self._states[state][0], set(self._states[state][1])
             fold = Fold(self.buffers, self._flat_of, begun, self._hidden)
@@ -275,7 +276,6 @@ class StageProgram:
 
 
 def _fullest(passes: Sequence[Pass]) -> int:
-    """Return the place of the action in which the most bytes are live."""
     level = most = fullest = 0
     for place, one in enumerate(passes):
         if level + one.peak > most:
@@ -287,7 +287,7 @@ def _fullest(passes: Sequence[Pass]) -> int:
 def fold_modules(
     fold: Fold, operations: Iterable[StepOp], modules: Iterable[tuple[str, tuple[str, Span | None]]]
 ) -> None:
-    """Fold the operations of an action on a chunk, among them the computation of its modules, over their spans."""
+    """Fold the operations of an action on a chunk, including the compute of its modules, over their spans."""
     left, last, reductions = deque(operations), "", list[StepOp]()
     for module, (kind, span) in modules:
         at = next((place for place, one in enumerate(left) if module and one.module == module), None)
@@ -297,7 +297,7 @@ def fold_modules(
             last = module
         while left and left[0].kind.endswith("REDUCE"):
             reductions.append(left.popleft())
-        if span is not None:  # a module that begins backward may not end: what it does belongs to the end of all
+        if span is not None:  # a module that begins the backward pass may not end: its work belongs to the end of all
             fold.span(kind, last, span, reductions)
             reductions = []
     fold.operations(reductions)
@@ -305,10 +305,10 @@ def fold_modules(
 
 
 def message_of(kind: Kind, nbytes: int) -> Collective:
-    """Return the message of a tensor between stages."""
+    """Return the point-to-point message of a tensor between stages."""
     return Collective(cast(Any, "send" if kind in SENDS else "receive"), "pipeline", nbytes)
 
 
 def is_message(one: Collective) -> bool:
-    """Return whether it is a message between stages."""
+    """Return whether a collective is a message between stages."""
     return one.axis == "pipeline" and one.kind in ("send", "receive")

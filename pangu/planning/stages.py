@@ -1,4 +1,4 @@
-"""What each pipeline stage would hold, do and send."""
+"""Preview of each pipeline stage: its modules, memory, idle time and messages."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pangu.zero.states import sum_bytes
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage, as one of its tensor ranks sees it."""
+    """Pipeline stage as seen by one of its tensor-parallel ranks."""
 
     chunks: tuple[str, ...]
-    """Layers of each chunk and what stands beside them, e.g. `embedding, layers 0-3`."""
+    """Modules of each chunk: its layers and those next to them, e.g. `embedding, layers 0-3`."""
     idle: float
-    """Share of the step, simulated with times in proportion to FLOPs."""
+    """Share of the step that is idle, simulated with times in proportion to FLOPs."""
     held: float
-    """Most activations that it holds, in micro-batches of all its chunks."""
+    """Peak number of micro-batches whose activations the stage holds, each through all its chunks."""
     sends: dict[int, int]
-    """Stage -> bytes of activations and gradients that it is sent in each micro-batch."""
+    """Mapping from a stage to the bytes of activations and gradients sent to it per micro-batch."""
     shared: dict[str, int]
-    """Tensor that other stages hold too -> bytes of its gradient, which they sum once per step."""
+    """Mapping from a tensor that other stages hold too to the bytes of its gradient, summed with them once per step."""
 
 
 def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[StageView]:
-    """Return every stage of the pipeline, from the model and the schedule that a run would use, without a dry run."""
+    """Return the stages of the pipeline from the model and schedule of a run, without a dry run."""
     idle, held = simulate(stages.schedule, stages.durations).stage_bubbles, stages.schedule.peak_live()
     message, wide, rank = sum(message_bytes(config)), sum_bytes(config), TensorRank(0, layout.tensor, layout.sequence)
     views = []
