@@ -1,0 +1,1 @@
+"""Datasets, tokenizers and preprocessing: from text files to batches of training samples."""

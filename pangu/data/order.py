@@ -1,4 +1,4 @@
-"""The order of the data as pure functions of keys: nothing is stored, so any sample of any epoch costs the same."""
+"""Data order as pure functions of keys: nothing is stored, so looking up any sample of any epoch costs the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 from pangu.topology.random import random_key
 
 ORDER_VERSION = 2
-"""Changes when the same seed, weights and sample number come to stand for another sample."""
+"""Version of the data order; changes when the same seed, weights and sample number select a different sample."""
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
@@ -17,9 +17,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def permuted(index: int, size: int, *keys: object) -> int:
-    """Where a pseudorandom permutation of range(size), chosen by the keys, sends `index`: a balanced Feistel network
-    over the smallest even number of bits that holds `size`, walked until it lands inside (Black & Rogaway 2002,
-    "Ciphers with arbitrary finite domains", section 5). At most four walks on average."""
+    """Return the image of `index` under a pseudorandom permutation of range(size) selected by the keys.
+
+    A balanced Feistel network over the smallest even number of bits that holds `size`, applied until the value is in
+    range (Black & Rogaway 2002, "Ciphers with arbitrary finite domains", section 5): at most four times on average.
+    """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     key = random_key(*keys)
@@ -33,47 +35,45 @@ def permuted(index: int, size: int, *keys: object) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): every bit of the input moves every bit of the output."""
+    """Apply SplitMix64's finalizer (Steele, Lea & Flood 2014): each input bit affects every output bit."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
     return value ^ value >> 31
 
 
 class Blend:
-    """Deals samples to datasets so that of the first n samples each dataset has floor(n w) or ceil(n w), for its share
-    w of the weights and every n.
+    """Assignment of samples to datasets: each has floor(n w) or ceil(n w) of the first n, for its weight share w.
 
-    This is the quota method of apportionment (Balinski & Young 1975, "The quota method of apportionment"): of the
-    datasets that would not come too early, c < n w, the one that must come soonest, at (c + 1) / w, gets the sample,
-    where c counts its samples so far. They prove both bounds for any weights. It is earliest-deadline-first scheduling,
-    with a release and a deadline for every sample of a dataset.
+    This is the quota method of apportionment (Balinski & Young 1975, "The quota method of apportionment"): among the
+    datasets that are not too early, c < n w, the one with the earliest deadline, (c + 1) / w, gets the sample, where c
+    counts its samples so far. They prove both bounds for any weights and every n. It is earliest-deadline-first
+    scheduling, with a release and a deadline for every sample of a dataset.
 
-    No sample is dealt before its release, and one that was released before n - 1/w has its deadline before n. So the
-    counts at n do not depend on how the samples before n - 1/w, for the smallest w, were dealt: to begin there, any
-    counts that add up will do. A lookup from scratch deals that many samples, the next one none.
+    No sample is assigned before its release, and one released before n - 1/w has its deadline before n. So the counts
+    at n do not depend on how the samples before n - 1/w, for the smallest w, were assigned: a lookup can start there
+    from any counts that add up. A lookup from scratch assigns that many samples; the next one assigns none.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """`weights` are finite, above 0 and taken as exactly the numbers that the doubles are."""
+        """Prepare for `weights`, which are finite, positive and used as exact rationals of the doubles."""
         exact = [Fraction(weight) for weight in weights]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._parts = [int(weight * scale) for weight in exact]
         self._total = sum(self._parts)
         self._settles = -(-self._total // min(self._parts))
         self._cursor = (0, tuple(0 for _ in weights))
-        """A cache: a number of samples and each dataset's count of them, replaced as a whole for threads that read
-        it."""
+        # Cache of (number of samples, count per dataset), replaced atomically because other threads read it
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Dataset of a sample and its index within that dataset."""
+        """Return the dataset of a sample and the index of the sample within that dataset."""
         counts = self.counts(sample)
         dataset = self._deal(sample, counts)
         self._cursor = (sample + 1, tuple(counts))
         return dataset, counts[dataset] - 1
 
     def first_sample(self, dataset: int, index: int) -> int:
-        """The inverse of `locate`."""
-        sample = index * self._total // self._parts[dataset]  # it is not dealt before
+        """Return the sample number at `index` within a dataset: the inverse of `locate`."""
+        sample = index * self._total // self._parts[dataset]  # its release
         counts = self.counts(sample)
         while counts[dataset] <= index:
             self._deal(sample, counts)
@@ -81,7 +81,7 @@ class Blend:
         return sample - 1
 
     def counts(self, samples: int) -> list[int]:
-        """Each dataset's count of the first `samples` samples."""
+        """Return how many of the first `samples` samples each dataset has."""
         known, begun = self._cursor
         if known <= samples <= known + self._settles:
             counts = list(begun)
@@ -96,7 +96,6 @@ class Blend:
         return counts
 
     def _deal(self, sample: int, counts: list[int]) -> int:
-        """Add the sample after the first `sample` ones to the counts, and return its dataset."""
         # weights 3, 1, 1: sample 2 goes to dataset 1, since dataset 0 with 2 samples is early, 2 >= 3 * 3/5
         #
         #     sample    0  1  2  3  4  5

@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries' files: Hugging Face's, GPT-2's, tiktoken's; and bytes, which need none."""
+"""Tokenizers for the files of other libraries (Hugging Face, GPT-2, tiktoken), and a byte tokenizer without files."""
 
 from __future__ import annotations
 
@@ -32,25 +32,24 @@ ENCODINGS = {
         199999,
     ),
 }
-"""How each of tiktoken's encodings cuts text into words, and the id that ends a document."""
+"""Pre-tokenization pattern and end-of-document id of each tiktoken encoding."""
+# Pieces of each encoding. Published files of other models (Qwen, Llama 3, Kimi) have other numbers of pieces and split
+# text by other patterns, so that their ids would be silently wrong.
 _PIECES = {"r50k_base": 50256, "p50k_base": 50280, "cl100k_base": 100256, "o200k_base": 199998}
-"""Pieces of each encoding. Published files of other programs (Qwen, Llama 3, Kimi) have other numbers of them, and cut
-text by other patterns, so that their ids would be wrong without an error."""
-_OWN_PIECES = 50000
-"""Pieces up to which a file is taken for a vocabulary of the user's own."""
+_OWN_PIECES = 50000  # largest file that is taken for a vocabulary the user trained
 
 
 class FastTokenizer:
-    """A `tokenizer.json` of Hugging Face, or a folder with GPT-2's `vocab.json` and `merges.txt`. No text spells a
-    special id. Raises UserError for files that are missing or damaged."""
+    """Tokenizer of a Hugging Face `tokenizer.json` or a folder with GPT-2's `vocab.json` and `merges.txt`."""
 
     def __init__(self, path: str | Path) -> None:
+        """Load the files. No text encodes to a special id. Raises UserError for files that are missing or damaged."""
         library = _library("tokenizers")
         self._path = path
         files = [Path(path, name) for name in ("vocab.json", "merges.txt")] if Path(path).is_dir() else [Path(path)]
         if missing := [str(file) for file in files if not file.is_file()]:
             raise UserError(f"the tokenizer's {', '.join(missing)} does not exist")
-        # the library's readers raise any kind of error for a damaged file
+        # the library raises arbitrary errors for a damaged file
         if len(files) == 1:
             check_growth(files[0])
         with library_errors(path, "is no tokenizer that the library tokenizers reads"):
@@ -59,7 +58,7 @@ class FastTokenizer:
             else:
                 self._tokenizer = library.ByteLevelBPETokenizer(*map(str, files))._tokenizer
             facts = tokenizer_facts(path)
-            # special where the folder is loaded too; GPT-2's two files cannot say so of their only one
+            # Special when loaded from the folder as well; GPT-2's two files cannot declare their only special piece
             declared = [piece_of(facts.get(key)) for key in ("eos_token", "bos_token")]
             declared += [_GPT2_END] if len(files) > 1 else []
             self._tokenizer.add_special_tokens(
@@ -75,14 +74,17 @@ class FastTokenizer:
 
     @property
     def special(self) -> dict[str, int]:
+        """Special pieces and their ids."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         return {piece.content: token for token, piece in added if piece.special}
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         with library_errors(self._path, CANNOT_ENCODE):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
+        """Encode a text that may contain special pieces."""
         self._tokenizer.encode_special_tokens = False
         try:
             with library_errors(self._path, CANNOT_ENCODE):
@@ -92,15 +94,16 @@ class FastTokenizer:
         return library_spans(text, encoded.ids, encoded.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; those outside the vocabulary are skipped."""
         with library_errors(self._path, "cannot decode ids"):
             return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
 
 
 class TiktokenTokenizer:
-    """A `.tiktoken` file, of one of `ENCODINGS`. No text spells a special id. Raises UserError for a file that is
-    missing or damaged."""
+    """Tokenizer of a `.tiktoken` file with one of `ENCODINGS`. No text encodes to a special id."""
 
     def __init__(self, encoding: str, path: str | Path) -> None:
+        """Load the file. Raises UserError if it is missing, damaged or of another encoding."""
         library = _library("tiktoken")
         self.bos = None
         pattern, self.eod = ENCODINGS[encoding]
@@ -115,18 +118,20 @@ class TiktokenTokenizer:
         self.vocab_size: int = max(self._pieces) + 1
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         return self._encoding.encode_ordinary(text)
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
+        """Encode a text that may contain special pieces."""
         return text_spans(text, self.special, self.encode, lambda token: len(self._pieces[token]))
 
     def decode(self, ids: Sequence[int]) -> str:
-        # ids need not be without gaps
+        """Return the text of ids; unknown ids are skipped, for a vocabulary may have gaps."""
         return b"".join(self._pieces.get(int(i), b"") for i in ids).decode(errors="replace")
 
 
 def require_encoding(encoding: str, pieces: int) -> None:
-    """Raise ValueError if a file of so many pieces belongs to another encoding."""
+    """Raise ValueError if a file with this number of pieces belongs to another encoding."""
     if pieces > _OWN_PIECES and pieces != _PIECES[encoding]:
         raise ValueError(
             f"it has {pieces:,} pieces, and {encoding} has {_PIECES[encoding]:,}: another program's file cuts text "
@@ -135,7 +140,7 @@ def require_encoding(encoding: str, pieces: int) -> None:
 
 
 def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
-    """Each piece of a `.tiktoken` file with its id. Raises ValueError for what the library would stumble over later."""
+    """Return the id of each piece of a `.tiktoken` file. Raises ValueError for content that would fail later."""
     ranks = {}
     for number, line in enumerate(content.splitlines(), 1):
         piece, _, rank = line.partition(b" ")
@@ -150,7 +155,7 @@ def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as ids, then one that ends a document."""
+    """Tokenizer whose ids are the UTF-8 bytes, and 256 for the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -158,12 +163,15 @@ class ByteTokenizer:
     special: ClassVar[dict[str, int]] = {"<|endoftext|>": 256}
 
     def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
+        """Encode a text that may contain special pieces."""
         return text_spans(text, self.special, self.encode, lambda token: 1)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; those above 255 are skipped."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
 
 

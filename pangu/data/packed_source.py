@@ -1,5 +1,4 @@
-"""One source of text that is read while a model is trained on it: its documents are shuffled as they pass by and
-packed into samples, epoch after epoch."""
+"""Text source read during training: its documents are shuffled in a stream and packed into samples, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -25,90 +24,78 @@ from pangu.topology.random import random_key
 
 log = logging.getLogger("pangu")
 
-_AT_ONCE = 1 << 16
-"""Bytes of text that are encoded at once: few, so that no sample waits for a whole chunk."""
+_AT_ONCE = 1 << 16  # bytes of text encoded at once: few, so that no sample waits for a full chunk
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the samples of a source."""
+    """Settings that determine the samples of a source."""
 
     inputs: tuple[str, ...]
     data: StreamData
     held_out: bool
-    """Which side of `data.holdout` is read."""
+    """True to read the held-out side of `data.holdout`, False to read the training side."""
     tokenizer: TokenizerConfig
     vocab: int
     eod: int
-    """Id after each document."""
+    """Id appended to each document."""
     bos: int | None
-    """Id before each document."""
+    """Id prepended to each document."""
     sequence: int
-    """Tokens of a sample; samples overlap by the one that is a label in one of them and an input in the next."""
+    """Tokens per sample; consecutive samples overlap by one token: last label of one, first input of the next."""
     least: int
-    """Samples that an epoch must have."""
+    """Minimum number of samples per epoch."""
     shuffle: int
-    """Span of the shuffle in tokens; 0: all comes in order."""
+    """Shuffle span in tokens; 0 keeps everything in order."""
     keys: tuple[object, ...]
-    """Of the order."""
+    """Random keys of the order."""
 
 
 class _Start(NamedTuple):
-    """Before a chunk of text."""
+    """Reading position before a chunk of text."""
 
     epoch: int
     place: Place
-    bad: int
-    """Bad lines of the epoch before it."""
+    bad: int  # bad lines of the epoch before the chunk
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """Neighbouring documents of a chunk."""
-
-    start: _Start
-    """Of the chunk."""
+    start: _Start  # of the chunk
     texts: list[str]
 
 
 @dataclass(frozen=True)
 class _Encoded:
     start: _Start
-    digest: int
-    """Of the first text."""
+    digest: int  # of the first text
     documents: list[NDArray[np.int32]]
 
 
 @dataclass
 class _Chunk:
-    """A chunk with documents that are not used up."""
-
     start: _Start
-    num_documents: int
-    """Documents of the epoch before it."""
+    num_documents: int  # of the epoch before the chunk
     num_tokens: int
-    digest: int
-    """Of its first document."""
-    waiting: int = 0
+    digest: int  # of its first document
+    waiting: int = 0  # its documents that are not used up
 
 
 class PackedSource:
-    """Endless samples of a source, one after another. Raises UserError for text that cannot be read, has changed since
-    a position was noted, or is too short."""
+    """Endless samples of a source. Raises UserError for text that is unreadable, too short or changed since a save."""
 
     def __init__(self, recipe: Recipe) -> None:
+        """Prepare the source; `begin` starts reading."""
         self._recipe = recipe
         self._ahead: Generator[_Encoded] | None = None
 
     def begin(self, position: dict[str, Any] | None) -> None:
-        """Go to a position, or to the beginning. Raises KeyError, TypeError or ValueError for what is none."""
+        """Start reading at a position (None: the beginning). Raises KeyError, TypeError or ValueError if invalid."""
         self.close()
         start = _Start(0, Place(0, 0, 0), 0)
         self._num_documents = self._num_tokens = self._left = 0
-        self._expected: int | None = None
-        """Digest of the first document that is read."""
-        self._skipped: Turn | None = None
-        """The turn of the document that samples go on in; those before it were used up."""
+        self._expected: int | None = None  # digest of the first document to be read
+        self._skipped: Turn | None = None  # turn of the document to resume in; those before it were used up
         if position is not None:
             source, offset, line = map(int, position["place"])
             start = _Start(int(position["epoch"]), Place(source, offset, line), int(position["bad"]))
@@ -121,26 +108,24 @@ class PackedSource:
             self._recipe.shuffle, *self._recipe.keys, "documents"
         )
         self._chunks: deque[_Chunk] = deque()
-        self._last: tuple[Turn, _Chunk] | None = None
-        """The document whose tokens end the row."""
-        self._row, self._at = np.empty(0, dtype=np.int32), 0
-        """Tokens that samples are cut from, and how many of them were."""
+        self._last: tuple[Turn, _Chunk] | None = None  # document whose tokens end the row
+        self._row, self._at = np.empty(0, dtype=np.int32), 0  # tokens to cut samples from, and how many are used
         self._ahead = _read(self._recipe, start)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop prefetching."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
 
     @property
     def epoch(self) -> int:
-        """That of the last token that was used."""
+        """Epoch of the last token that was used."""
         return 0 if self._last is None else self._last[0][0]
 
     @property
     def position(self) -> dict[str, Any] | None:
-        """From where the samples go on, as JSON has it; None: from the beginning."""
+        """JSON-compatible position to resume from; None is the beginning."""
         if self._last is None:
             return self._begun
         while not self._chunks[0].waiting:
@@ -158,7 +143,7 @@ class PackedSource:
         }
 
     def take(self) -> NDArray[np.int32]:
-        """The next sample: [sequence + 1] tokens."""
+        """Return the tokens of the next sample, [sequence + 1]."""
         sequence = self._recipe.sequence
         parts = [self._row[self._at :]]
         size = len(parts[0])
@@ -230,7 +215,7 @@ class PackedSource:
 
 
 def _read(recipe: Recipe, start: _Start) -> Generator[_Encoded]:
-    """The documents from a place on, and nothing at the beginning of each later epoch."""
+    """Yield the encoded documents from `start` on, and an empty group at the beginning of each later epoch."""
     encoding = partial(_encode, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
     yield from parallel_map(encoding, _texts(recipe, start), recipe.data.workers)
 
@@ -267,7 +252,6 @@ def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
 
 
 def _in_order(recipe: Recipe, epoch: int) -> list[str]:
-    """The inputs as they come in an epoch."""
     size = len(recipe.inputs)
     if not recipe.shuffle:
         return list(recipe.inputs)

@@ -1,11 +1,10 @@
-"""Packing whole documents into samples.
+"""Packing of documents into samples without needless truncation.
 
-Cutting the corpus every `sequence` tokens tears documents apart, and what stands behind a cut is predicted without what
-it refers to (Ding et al. 2024, "Fewer truncations improve language modeling"). Here a document is cut only where it is
-longer than a sample, into full samples and a remainder; remainders and whole documents are put together so that samples
-are nearly full, and what is left of a sample is padding. Which documents share a sample is found once, and written into
-an index beside the token files, which is mapped into memory: a run of any size starts at once and reads any sample in
-the same time.
+Cutting the corpus every `sequence` tokens splits documents, so that tokens after a cut are predicted without their
+context (Ding et al. 2024, "Fewer truncations improve language modeling"). Here only a document longer than a sample is
+cut, into full samples and a remainder; remainders and uncut documents are combined so that samples are nearly full, and
+the rest of a sample is padding. The assignment is computed once and written to an index next to the token files, which
+is memory-mapped: a run of any size starts immediately and reads any sample in constant time.
 
     documents of 5, 3, 2, 4, 1 and 9 tokens in samples of 6:   6 of 9 | 5 1 | 4 2 | 3 and 3 of 9
 """
@@ -33,34 +32,32 @@ from pangu.topology.random import generator
 
 Method = Literal["best_fit", "single"]
 
-_VERSION = 1
-"""Changes when the same documents come to be packed otherwise."""
+_VERSION = 1  # changes when the same documents are packed differently
 _HEADER = struct.Struct("<8s8Q")
 _MAGIC = b"PGPACK\0\0"
+# Tokens of a document that a sample predicts. The first input is the id that begins or ends a document. With a negative
+# length it is the token before `start`, because the document continues there or begins with `Packing.bos`.
 _PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
-"""Tokens of a document that a sample predicts. A negative length: the token before `start` is the first input, for the
-document goes on there, or begins with `Packing.bos`; otherwise the id that begins or ends a document is."""
-_AT_ONCE = 1 << 18
-"""Documents that are packed together: enough to leave a part in a thousand of padding or less."""
+_AT_ONCE = 1 << 18  # documents packed together: enough to keep padding at or below 0.1%
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a dataset is packed."""
+    """Packing settings of one dataset."""
 
     prefix: str
     sequence: int
     method: Method
     folder: str | None
-    """Where the index is; None: beside the token files."""
+    """Folder of the index; None puts it next to the token files."""
     first_is_input: bool = False
-    """The first token of each document is there for the others and not predicted itself."""
+    """True if the first token of each document is an input only and is not predicted."""
     bos: int | None = None
-    """Id before each text. It is not predicted in documents that hold it, and comes before the others."""
+    """Id before each text: not predicted in documents that begin with it, prepended to the others."""
 
     @property
     def path(self) -> Path:
-        """The index."""
+        """Path of the index."""
         name = f"{Path(self.prefix).name}.{self.method}-{self.sequence}.packing"
         if self.folder is None:
             return Path(self.prefix).with_name(name)
@@ -68,7 +65,7 @@ class Packing:
         return Path(self.folder) / f"{place}-{name}"
 
     def header(self, num_pieces: int, num_samples: int) -> bytes:
-        """Of the index of the files as they are now. Raises OSError."""
+        """Return the header of an index for the current token files. Raises OSError."""
         data, idx = bin_path(self.prefix).stat(), idx_path(self.prefix).stat()
         facts = (data.st_size, idx.st_size, idx.st_mtime_ns, idx.st_ino)
         kind = _VERSION * 2 + self.first_is_input + (0 if self.bos is None else self.bos + 1 << 32)
@@ -76,18 +73,16 @@ class Packing:
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The bin of each piece, [pieces]: pieces are taken from the longest to the shortest, and each goes into the bin
-    with the least room that holds it, or into a new one (Johnson 1974). Lengths are 1 to `capacity`.
+    """Return the bin of each piece, [pieces], by best-fit decreasing (Johnson 1974); lengths are 1 to `capacity`.
 
-    Pieces of one length are placed together, so that the number of operations is that of different lengths, however
-    many pieces there are.
+    Pieces are placed from the longest to the shortest, each in the bin with the least room that fits it, or in a new
+    one. Pieces of one length are placed together, so the number of operations depends on the distinct lengths only.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     each, firsts = np.unique(-lengths[order], return_index=True)
     stops = [*firsts[1:], len(lengths)]
-    rooms: list[int] = []
-    """Those of some bin, in increasing order."""
+    rooms: list[int] = []  # free room of the bins that have any, distinct and in increasing order
     of_room: dict[int, list[NDArray[np.int64]]] = {}
     num_bins = 0
 
@@ -101,7 +96,7 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
         while first < stop:
             place = bisect_left(rooms, length)
             room = rooms.pop(place) if place < len(rooms) else capacity
-            # the bin with the least room still has the least after a piece, as long as it holds another one
+            # after taking a piece, the bin with the least room still has the least, as long as another piece fits
             in_each = room // length
             needed = -(-(stop - first) // in_each)
             if room in of_room:
@@ -121,8 +116,7 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
 
 
 def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: None) -> None:
-    """Write the index of a pair of files, unless it is there and theirs; `note_progress` is called meanwhile. Raises
-    UserError."""
+    """Write the index of a dataset unless it is current; `note_progress` is called meanwhile. Raises UserError."""
     if _is_current(packing):
         return
     reader, path = open_indexed(packing.prefix), packing.path
@@ -143,7 +137,6 @@ def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: 
 
 
 def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing, note_progress: Callable[[], None]) -> None:
-    """The contents of an index. Raises UserError, OSError."""
     file.write(bytes(_HEADER.size))
     counts = []
     for pieces, in_each in _packed(reader, packing):
@@ -159,13 +152,13 @@ def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing, note_progres
 
 
 def _packed(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[np.void], NDArray[np.int64]]]:
-    """Pieces in the order of the samples, and how many each sample has, for some documents after the others."""
+    """Yield the pieces in sample order and the number of pieces per sample, for one group of documents at a time."""
     for number, (starts, lengths) in enumerate(_pieces(reader, packing)):
         sizes = np.abs(lengths).astype(np.int64)
         if packing.method == "single":
             bins, order = np.arange(len(sizes)), np.arange(len(sizes))
         else:
-            # which of several documents of a length go together, and in which order, is left to chance
+            # randomize which documents of equal length share a sample, and their order in it
             source = generator("packing", packing.sequence, number)
             mixed = source.permutation(len(sizes))
             starts, lengths = starts[mixed], lengths[mixed]
@@ -177,7 +170,7 @@ def _packed(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[n
 
 
 def _pieces(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Starts and lengths as in `_PIECE` of the pieces of some documents after the others, in their order."""
+    """Yield starts and lengths (see `_PIECE`) of pieces in document order, for one group of documents at a time."""
     size, begin = packing.sequence, 0
     for first in range(0, len(reader.document_index) - 1, _AT_ONCE):
         sequences = np.asarray(reader.document_index[first : first + _AT_ONCE + 1])
@@ -212,7 +205,7 @@ def _is_current(packing: Packing) -> bool:
 
 
 def _check_size(packing: Packing, header: bytes) -> tuple[int, int]:
-    """Number of pieces and of samples of an index. Raises UserError if it is not that of the files, OSError."""
+    """Return (pieces, samples) of an index. Raises UserError if it is not the index of these files, OSError."""
     path, anew = packing.path, "remove it, and the next run makes it anew"
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise UserError(f"{path}: is no index of packed documents; {anew}")
@@ -226,13 +219,12 @@ def _check_size(packing: Packing, header: bytes) -> tuple[int, int]:
 
 
 class PackedDocuments:
-    """The samples of one packed dataset, in the order of its index."""
+    """Samples of one packed dataset, in index order."""
 
     def __init__(
         self, packing: Packing, vocab: int, ids: PackingConfig, counted: NDArray[np.uint8] | None = None
     ) -> None:
-        """Map an index of `write_packing` into memory, in constant time. `counted`: 1 for each token of the files that
-        counts in the loss; None: all of them. Raises UserError."""
+        """Memory-map an index; `counted` is 1 for tokens that count in the loss, None counts all. Raises UserError."""
         self.reader = open_indexed(packing.prefix)
         self._packing, self._vocab, self._counted = packing, vocab, counted
         known = [token for token in (packing.bos, ids.eod, 0) if token is not None]
@@ -247,7 +239,7 @@ class PackedDocuments:
             self._stops = np.memmap(path, "<i8", "r", stops, (self.num_samples + 1,))
 
     def row(self, number: int) -> Row:
-        """Sample `number` of the index. Raises UserError if the index is damaged or a token outside the vocabulary."""
+        """Return sample `number`. Raises UserError if the index is damaged or a token is outside the vocabulary."""
         size = self._packing.sequence
         tokens, labels = np.full((2, size), self._pad, dtype=np.int64)
         counted, begins = np.zeros((2, size), dtype=bool)
@@ -267,11 +259,11 @@ class PackedDocuments:
         return Row(tokens, labels, counted, begins, padding)
 
     def padding(self, number: int) -> int:
-        """Tokens of padding in a sample."""
+        """Return the number of padding tokens in a sample."""
         return self._packing.sequence - sum(length for _, length, _ in self.pieces(number))
 
     def pieces(self, number: int) -> list[tuple[int, int, bool]]:
-        """First token, length, and whether it goes on in a document, of each piece of a sample. Raises UserError."""
+        """Return (first token, length, continues a document) of each piece of a sample. Raises UserError."""
         size, num_tokens = self._packing.sequence, len(self.reader.tokens)
         begin, stop = map(int, self._stops[number : number + 2])
         if 0 <= begin < stop <= min(len(self._pieces), begin + size):
@@ -283,7 +275,7 @@ class PackedDocuments:
 
 
 def packings(prefixes: Sequence[str], config: PackingConfig, sequence: int) -> list[Packing]:
-    """How each of some prefixes is packed; none where samples are cut from all tokens in a row."""
+    """Return the packing of each prefix; none if samples are cut from the concatenated tokens."""
     if config.method == "concat":
         return []
     assert config.bos != "auto"

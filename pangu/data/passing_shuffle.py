@@ -1,4 +1,4 @@
-"""A shuffle of documents that pass by."""
+"""Streaming shuffle of documents with a bounded buffer."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pangu.topology.random import random_key
 
 Item = TypeVar("Item")
 Turn = tuple[int, int, int]
-"""When the turn of a document comes: epoch, tokens of the epoch that were read before then, number in the epoch."""
+"""Shuffled position of a document: epoch, tokens of the epoch read before it is due, document number in the epoch."""
 
 
 class PassingShuffle(Generic[Item]):
-    """Shuffles documents that are read once, in order: each lets up to `span` tokens of the text after it pass, as many
-    as its keys say. The order is a function of lengths and keys, however far ahead text is read, so that to go on
-    within it only what still waits has to be read anew. At most `span` tokens wait, and one document.
+    """Streaming shuffle that delays each document by a keyed pseudorandom number of tokens, at most `span`.
 
-    With a span of 60 tokens:
+    The order depends only on document lengths and keys, not on how far ahead the text is read, so that resuming has to
+    reread only the buffered documents. The buffer holds at most `span` tokens and one document. With a span of 60:
 
         document    0   1   2   3
         begins at   0  40  50  90
-        lets pass  55   5  35   0
+        delay      55   5  35   0
         turn       55  45  85  90     so the order is 1, 0, 2, 3
     """
 
     def __init__(self, span: int, *keys: object) -> None:
-        """A span of 0 leaves documents in their order."""
+        """Prepare an empty buffer; a span of 0 keeps the documents in order."""
         self._span, self._keys = span, keys
         self._waiting: list[tuple[Turn, Item]] = []
 
     def turn(self, epoch: int, begin: int, number: int) -> Turn:
-        """That of a document that `begin` tokens of its epoch come before."""
+        """Return the turn of document `number` of an epoch, which starts after `begin` tokens of the epoch."""
         passing = random_key(*self._keys, epoch, number) * (self._span + 1) >> 64 if self._span else 0
         return epoch, begin + passing, number
 
     def put(self, turn: Turn, item: Item) -> None:
+        """Add a document to the buffer."""
         heappush(self._waiting, (turn, item))
 
     def take(self, epoch: int, read: int) -> tuple[Turn, Item] | None:
-        """The document whose turn it is when `read` tokens of an epoch were read; None if more has to be read."""
+        """Return the next document once `read` tokens of an epoch have been read; None if more must be read first."""
         if not self._waiting or self._waiting[0][0][:2] > (epoch, read):
             return None
         return heappop(self._waiting)

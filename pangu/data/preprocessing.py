@@ -1,4 +1,4 @@
-"""From text to indexed token files: workers encode chunks, this process writes what they return, in order."""
+"""Conversion of text to indexed token files: workers encode chunks, this process writes their results in order."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ _JOURNAL = "journal.sqlite"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the contents of the files."""
+    """Settings that determine the contents of the output files."""
 
     inputs: tuple[tuple[str, int, int], ...]
-    """Name, bytes and time of change of each file."""
+    """Name, size in bytes and modification time of each input file."""
     text_key: str
     tokenizer: TokenizerConfig
     tokenizer_digest: str
     vocab: int
     eod: int | None
-    """Id that ends each document."""
+    """Id appended to each document."""
     holdout: float
-    """Share of the documents, chosen by a hash of their text, for a pair of files of their own."""
+    """Fraction of the documents, chosen by a hash of their text, that goes to a separate pair of files."""
     exact_duplicates: bool
-    """Documents whose text came before are left out."""
+    """True to drop documents whose text occurred before."""
     near_duplicates: float | None
-    """So are those that share about that much with one before."""
+    """Shingle similarity at which documents are dropped as near duplicates of an earlier one; None keeps them."""
     whole_files: bool = False
-    """Each text file is one document."""
+    """True if each text file is one document."""
     bos: int | None = None
-    """Id before each document."""
+    """Id prepended to each document."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A chunk as a worker returns it."""
+    """Encoded chunk, the result of a worker."""
 
     ids: NDArray[np.int32]
-    """Of all its documents."""
+    """Concatenated ids of all documents of the chunk."""
     lengths: NDArray[np.int32]
     sizes: NDArray[np.int64]
-    """Bytes of text of each document."""
+    """Text size of each document in bytes."""
     validation: NDArray[np.bool_]
     digests: list[bytes]
-    """Of each text, if duplicates are left out."""
+    """Digest of each text, if exact duplicates are dropped."""
     bands: NDArray[np.int64]
-    """Of each text, if near duplicates are, [documents, bands]."""
+    """MinHash bands of each text, [documents, bands], if near duplicates are dropped."""
     bad: list[BadLine]
     after: Place
 
 
 @dataclass
 class Progress:
-    """What is known so far beside the tokens."""
+    """Progress of a preprocessing run, apart from the tokens written."""
 
     place: Sequence[int] = Place(0, 0, 0)
     num_bad: int = 0
@@ -84,11 +84,11 @@ class Progress:
     exact_duplicates: int = 0
     near_duplicates: int = 0
     finished: bool = False
-    """All is read; the files may have their names already."""
+    """True once all input is read; the files may already have their final names."""
 
 
 def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
-    """What a worker does."""
+    """Encode a chunk, in a worker process."""
     texts: list[Document] = []
     bad: list[BadLine] = []
     for document in documents(chunk, recipe.text_key):
@@ -122,11 +122,13 @@ def _bands(recipe: Recipe, texts: Sequence[Document]) -> NDArray[np.int64]:
 
 
 class Preprocessing:
-    """A command that makes the files of one output, from where an earlier one with the same recipe was stopped. A
-    context manager, which keeps what was committed if the block ends with an exception."""
+    """Run that produces the files of one output, resuming an interrupted run with the same recipe.
+
+    A context manager that keeps the committed state if the block ends with an exception.
+    """
 
     def __init__(self, output: str, recipe: Recipe, overwrite: bool) -> None:
-        """Raises UserError if files are in the way or belong to another recipe, OSError if they cannot be written."""
+        """Start or resume. Raises UserError if files exist or belong to another recipe, OSError if not writable."""
         self.recipe = recipe
         self.prefixes = [output, *([f"{output}-validation"] if recipe.holdout else [])]
         self._wanted = json.loads(json.dumps(asdict(recipe)))
@@ -141,7 +143,6 @@ class Preprocessing:
         ]
 
     def _begin(self, overwrite: bool) -> dict[str, Any]:
-        """Open the journal, and return the state to go on from; {} if there is none."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self._folder / _JOURNAL)
         state = self._journal.state
@@ -171,8 +172,10 @@ class Preprocessing:
     def run(
         self, workers: int, max_bad: int, every: float, tell: Callable[[int], object], warn: Callable[[str], object]
     ) -> None:
-        """Encode all that is left, and commit every so many seconds. `tell` hears of each number of documents, `warn`
-        of bad lines. Raises UserError if there are more than `max_bad`."""
+        """Encode the remaining input and commit every `every` seconds. Raises UserError beyond `max_bad` bad lines.
+
+        `tell` is called with the number of documents of each chunk, `warn` with a message for bad lines.
+        """
         if self.progress.finished:
             return
         sources = [source for source, *_ in self.recipe.inputs]
@@ -215,8 +218,7 @@ class Preprocessing:
         self._journal.commit({"recipe": self._wanted, "progress": asdict(self.progress), "written": written})
 
     def publish(self) -> list[dict[str, Any]]:
-        """Give all files their names, and return the statistics of each pair. A kill leaves them to be finished by the
-        same command."""
+        """Rename all files and return the statistics of each pair. After a kill, the same command finishes the job."""
         self.progress.finished = True
         self._commit()
         statistics = []
@@ -229,7 +231,7 @@ class Preprocessing:
             write_atomically(manifest_path(writer.prefix), json.dumps(manifest, indent=2, ensure_ascii=False).encode())
             statistics.append(of_pair)
         self._journal.close()
-        # first: a command that finds it takes the files for unfinished
+        # first: a command that finds the journal considers the files unfinished
         (self._folder / _JOURNAL).unlink()
         remove(self._folder)
         return statistics
@@ -246,7 +248,7 @@ class Preprocessing:
         }
 
     def close(self) -> None:
-        """Let go of the files. What has nothing committed is removed."""
+        """Close the files; remove the folder if nothing was committed."""
         for writer in self.writers:
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 writer.close()
@@ -255,7 +257,9 @@ class Preprocessing:
             remove(self._folder)
 
     def __enter__(self) -> Preprocessing:
+        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the files."""
         self.close()

@@ -1,4 +1,4 @@
-"""The progress of making files: a bar for people, a call for whoever waits."""
+"""Progress of file preparation: a bar for people, a callback for the caller."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ Item = TypeVar("Item")
 
 
 class ProgressBar(Progress):
-    """A bar for each phase, if it is to be shown. `note_progress` is called when the work has got on; what it raises
-    ends the work."""
+    """Progress bar for each phase, if shown. `note_progress` is called on progress; its errors end the work."""
 
     def __init__(self, show: bool, note_progress: Callable[[], None] = lambda: None) -> None:
+        """Prepare the bar; nothing is displayed unless `show`."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=Console(stderr=True), disable=not show)
         self.note_progress = note_progress
 
     def start(self) -> None:
-        """Show it, until the process ends at most, which may leave a thread behind that never comes to the end."""
+        """Show the bar; it is stopped at process exit at the latest, as a thread of it may never finish."""
         atexit.register(self.stop)
         super().start()
 
     def stop(self) -> None:
+        """Stop updating the bar."""
         super().stop()
         atexit.unregister(self.stop)
 
     def through(self, items: Collection[Item], description: str) -> Iterable[Item]:
-        """The items, each of which moves the bar of a phase and is progress."""
+        """Yield the items; each advances the bar of a phase and counts as progress."""
         return self.track(noted(items, self.note_progress), len(items), description=description)
 
 
 def noted(items: Iterable[Item], note_progress: Callable[[], None]) -> Iterator[Item]:
-    """The items; each that is taken is progress."""
+    """Yield the items and call `note_progress` before each."""
     for item in items:
         note_progress()
         yield item

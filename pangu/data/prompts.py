@@ -17,18 +17,18 @@ from pangu.data.tokenizers import Tokenizer
 
 
 class ChatPrompts:
-    """The prompts of a chat template, as the training of its model had them.
+    """Prompts of a chat template, formatted as in the training of its model.
 
     Attributes:
-        stop: ids that end a response.
-        end: text that ends a response where its template spells it, or "".
+        stop: Ids that end a response.
+        end: Text that ends a response if its template spells the end as text, else "".
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, eod: int | None) -> None:
-        """Read a template, given as Jinja. Raises UserError if it is none."""
+        """Parse a Jinja template. Raises UserError if it is invalid."""
         self._tokenizer, special = tokenizer, tokenizer.special
         spelled, self._ids = spelled_end(tokenizer, eod)
-        # as in training, a response that nothing stands before follows the end of a document
+        # as in training, a response without a prompt follows the end of a document
         self._first = [] if eod is None else [eod]
         self._template = ChatTemplate("chat_template.jinja", special, spelled, text=template)
         tail = self._template.end_of_turn()
@@ -37,8 +37,7 @@ class ChatPrompts:
         self.end = tail if first is None else ""
 
     def encode(self, dialogs: Sequence[Dialog]) -> list[list[int]]:
-        """Return the ids of each conversation, up to where its next response begins. Raises UserError if the template
-        fails."""
+        """Return the ids of each conversation up to its next response. Raises UserError if the template fails."""
         prompts = []
         for number, dialog in enumerate(dialogs):
             try:
@@ -52,8 +51,7 @@ class ChatPrompts:
 
 
 def portable_template(data: InstructionsData) -> str:
-    """Return the chat template of fine-tuning data as `ChatTemplate.portable`. Raises UserError if it or the tokenizer
-    cannot be read."""
+    """Return `ChatTemplate.portable` of fine-tuning data. Raises UserError if it or the tokenizer cannot be read."""
     packing = with_ids(data).packing
     assert data.tokenizer is not None
     assert packing.bos != "auto"

@@ -1,5 +1,7 @@
-"""Files behind URLs: whatever fsspec opens, e.g. s3://, gs://, hf://, https://, file:// or memory://. All of it raises
-many kinds of errors, those of the libraries that fsspec opens them by."""
+"""Access to files at URLs through fsspec, e.g. s3://, gs://, hf://, https://, file:// or memory://.
+
+All functions raise arbitrary errors: those of the libraries behind fsspec.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,24 @@ from typing import Any, BinaryIO, cast
 
 
 def is_url(name: str) -> bool:
+    """Return whether a name is a URL."""
     return "://" in name
 
 
 def open_url(url: str) -> BinaryIO:
+    """Open the file at a URL for reading."""
     system, path = _system(url)
     return cast(BinaryIO, system.open(path, "rb"))
 
 
 def size_of(url: str) -> int:
-    """Bytes of a file; 0 if its server does not say."""
+    """Return the size of a file in bytes; 0 if its server does not report it."""
     system, path = _system(url)
     return int(system.info(path).get("size") or 0)
 
 
 def find_urls(pattern: str) -> list[tuple[str, list[str]]]:
-    """The file or folder of a URL, or those of a glob, in order, each with its files: itself, or what a folder holds
-    throughout."""
+    """Return the matches of a URL or glob in order, each with its files: itself, or all files in the folder's tree."""
     system, path = _system(pattern)
     if system.isfile(path):
         return [(pattern, [pattern])]

@@ -1,4 +1,4 @@
-"""Writes indexed token files of any size, which a kill interrupts and a later process goes on with."""
+"""Writer of indexed token files of any size; after a kill, a later process resumes it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from pangu.data.manifest import BLOCK, file_checksums
 
 @dataclass(frozen=True)
 class Written:
-    """What a writer has on disk."""
+    """State of a writer's files on disk."""
 
     num_documents: int = 0
     num_tokens: int = 0
     num_bytes: int = 0
-    """Of text."""
+    """Size of the source text in bytes."""
     checksums: list[str] = field(default_factory=list)
-    """Of the full blocks of tokens."""
+    """Checksums of the full blocks of tokens."""
 
 
 class ResumableWriter:
-    """Tokens and lengths of one pair of files, in a folder beside it until they are all there. Memory does not grow
-    with them. All of it raises OSError."""
+    """Writer of one pair of files, kept in a separate folder until complete. Uses constant memory. Raises OSError."""
 
     def __init__(self, prefix: str, folder: Path, vocab: int, committed: dict[str, Any]) -> None:
-        """`committed`: what `commit` returned; {} to begin anew."""
+        """Open the files; `committed` is the result of the last `commit`, {} to start over."""
         self.prefix = prefix
         state = Written(**committed)
         self._format = token_format(vocab)
@@ -48,7 +47,7 @@ class ResumableWriter:
         self.num_documents, self.num_tokens, self.num_bytes = state.num_documents, state.num_tokens, state.num_bytes
 
     def add(self, tokens: NDArray[np.integer], lengths: NDArray[np.int32], num_bytes: int) -> None:
-        """Append documents, [all their tokens] of the vocabulary's ids, made from so many bytes of text."""
+        """Append documents: their concatenated ids, [tokens], made from `num_bytes` bytes of text."""
         content = tokens.astype(self._format, copy=False).tobytes()
         self._checksums.update(content)
         self._files[0].write(content)
@@ -58,19 +57,18 @@ class ResumableWriter:
         self.num_bytes += num_bytes
 
     def commit(self) -> dict[str, Any]:
-        """Have all on disk; what has to be known to go on from here."""
+        """Flush everything to disk and return the state needed to resume from here."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         return asdict(Written(self.num_documents, self.num_tokens, self.num_bytes, self._checksums.finished))
 
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each document, mapped into memory."""
+        """Return the number of tokens of each document, memory-mapped."""
         return np.memmap(self._lengths, dtype="<i4", mode="r")
 
     def publish(self) -> dict[str, dict[str, Any]]:
-        """Give a committed pair its names, the index last, for it makes the pair readable; the manifest's record of
-        each file."""
+        """Rename a committed pair (index last, as it makes the pair readable); return the manifest's file records."""
         for file in self._files:
             file.close()
         tokens, idx = bin_path(self.prefix), idx_path(self.prefix)
@@ -88,12 +86,13 @@ class ResumableWriter:
         return {path.name: {"bytes": path.stat().st_size, "blake2b": sums} for path, sums in checksums.items()}
 
     def close(self) -> None:
+        """Close the files."""
         for file in self._files:
             file.close()
 
 
 def _reopened(path: Path, size: int) -> Any:
-    """A file to append to, of which only the first `size` bytes are known to be whole."""
+    """Open a file for appending after its first `size` bytes; later ones may be incomplete and are dropped."""
     path.touch()
     file = path.open("r+b")
     if file.seek(0, os.SEEK_END) < size:

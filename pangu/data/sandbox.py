@@ -1,4 +1,4 @@
-"""Jinja's sandbox with bounds of time and memory: chat templates may come from strangers."""
+"""Jinja sandbox with limits on time and memory, because chat templates may come from untrusted sources."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pangu.data.messages import BEGIN, END
 
 SECONDS = 5.0
-"""Processor time that a template has for a chunk of conversations."""
+"""CPU time limit of a template for one chunk of conversations, in seconds."""
 BYTES = 1 << 30
-"""Memory that a template may take beyond what the process has."""
-_LARGEST = 4096
-"""Bits of a number that a template computes."""
-_RENDERING = threading.RLock()
-"""Held while a template runs: the limit on memory is the process's."""
+"""Memory limit of a template, in bytes beyond the memory that the process already has."""
+_LARGEST = 4096  # maximum bits of a number that a template computes
+_RENDERING = threading.RLock()  # held while a template runs, because the memory limit is per process
 
 
 class Allowance:
-    """The time that a template has left, in whatever thread it runs; for use as a context manager."""
+    """Remaining time of a template, in whichever thread it runs; a context manager."""
 
     def __init__(self, seconds: float | None = None) -> None:
+        """Prepare a limit of `seconds` of CPU time; None means `SECONDS`."""
         self._limit = self._left = SECONDS if seconds is None else seconds
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._runs_since: float | None = None
         self._ended = False
         self._thread = threading.get_ident()
-        # Other processes must not use a template's time up; macOS has no clock of a thread
+        # CPU time, so that other processes do not use up a template's time; macOS has no per-thread clock
         self._clock = time.pthread_getcpuclockid(self._thread) if hasattr(time, "pthread_getcpuclockid") else None
         self._watch = threading.Thread(target=self._watch_thread, name="template-time", daemon=True)
 
     def __enter__(self) -> Allowance:
+        """Start the thread that watches the clock."""
         self._watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the watching thread."""
         self._closed.set()
         self._watch.join()
 
     @contextmanager
     def spend(self) -> Iterator[None]:
-        """Raise TimeoutError if the block takes longer than what is left, MemoryError if it takes `BYTES`."""
+        """Raise TimeoutError if the block exceeds the remaining time, MemoryError if it exceeds `BYTES`."""
         with _RENDERING, _bounded_memory():
             try:
                 with self._lock:
@@ -87,8 +88,8 @@ class Allowance:
 
 
 def _raise_in_thread(thread: int, error: type[BaseException] | None) -> None:
-    """Have a thread raise an error at its next bytecode; None takes an error back that it has not raised yet. A signal
-    would reach the main thread only."""
+    """Make a thread raise an error at its next bytecode; None withdraws an error that is still pending."""
+    # a signal would reach the main thread only
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))
 
 
@@ -106,7 +107,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for, as transformers has it."""
+    """Return the Jinja environment that chat templates are written for, equivalent to that of transformers."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, "jinja2.ext.loopcontrols"])
     environment.filters |= {"tojson": _to_json, "round": _rounded}
     environment.globals["raise_exception"] = _refuse
@@ -114,7 +115,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Marked(Extension):
-    """`{% generation %}` and `{% endgeneration %}` around a response, as transformers has them."""
+    """Tags `{% generation %}` and `{% endgeneration %}` around a response, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -128,7 +129,7 @@ class _Marked(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which numbers stay small: no signal stops Python while it computes one."""
+    """Sandbox that limits the size of numbers, because Python cannot be interrupted while it computes one."""
 
     intercepted_binops = frozenset({"*", "**", "/", "//", "%"})
 
@@ -144,7 +145,7 @@ def _check_size(bits: int) -> None:
 
 
 def _rounded(value: Any, precision: int = 0, method: str = "common") -> Any:
-    """Jinja's filter, which raises 10 to that power."""
+    """Apply Jinja's `round` after a size check, because it computes 10 to the power of `precision`."""
     _check_size(4 * abs(precision) + (value.bit_length() if isinstance(value, int) else 0))
     return FILTERS["round"](value, precision, method)
 
@@ -154,6 +155,6 @@ def _refuse(message: object) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Serialize without the escapes of Jinja's own filter, which are for web pages."""
+    """Serialize to JSON without the HTML escapes of Jinja's own filter."""
     allowed = {name: option for name, option in options.items() if name in ("indent", "separators", "sort_keys")}
     return json.dumps(value, ensure_ascii=False, **allowed)

@@ -1,4 +1,4 @@
-"""Folders that the library datasets has saved (`save_to_disk`)."""
+"""Folders saved by the library datasets (`save_to_disk`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pangu.config.files import read_json_object
 
 
 def saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:
-    """The data files of a saved dataset, in order; none for one that has its splits in `folders`; None for any other
-    folder. Files that the library keeps beside them, e.g. results of `map`, are not part of it. Raises UserError for
-    several splits, or for a selection of rows that is stored apart from them."""
+    """Return the data files of a saved dataset in order, [] if its splits are in `folders`, None for other folders.
+
+    Other files of the library, e.g. results of `map`, are excluded. Raises UserError for several splits, or for a
+    selection of rows that is stored separately.
+    """
     if (folder / "dataset_dict.json").is_file():
         if len(folders) > 1:
             raise UserError(f"{folder}: holds the splits {', '.join(folders)}; name one of them, {folder / folders[0]}")

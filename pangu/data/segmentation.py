@@ -1,8 +1,8 @@
-"""jieba's words at several times its speed: its dictionary and hidden Markov model, each searched in one pass.
+"""Word segmentation identical to jieba's, several times faster: one pass over its dictionary and one over its HMM.
 
 jieba cuts a run of Han characters, letters and digits along the likeliest path through the words of its dictionary;
-neighbouring single characters of that path are cut again by a hidden Markov model of characters (the Viterbi algorithm,
-both times). Sums are formed in its order, so that rounding decides near ties as it does there.
+adjacent single characters of that path are cut again by a hidden Markov model (HMM) of characters (the Viterbi
+algorithm in both cases). Sums are computed in jieba's order, so that rounding breaks near ties as it does there.
 """
 
 from __future__ import annotations
@@ -14,43 +14,41 @@ from math import inf, log
 from operator import add
 
 SPACE, NEWLINE = "▂", "▃"
-"""What PanGu-α writes for a space and a newline, which jieba and SentencePiece would lose (U+2582, U+2583)."""
+"""PanGu-α's substitutes for space and newline, which jieba and SentencePiece would lose (U+2582, U+2583)."""
 
-_SHORT = 12
-"""Characters of the runs whose words are remembered: English words, numbers, punctuation, frequent phrases."""
-_REMEMBERED = 1 << 16
-"""Runs that are remembered at most, which takes some 15 MB."""
-_ONE_BY_ONE = re.compile("\r\n|.", re.DOTALL)
-"""What jieba makes of text between the runs that it cuts into words."""
+_SHORT = 12  # maximum length of cached runs: English words, numbers, punctuation, frequent phrases
+_REMEMBERED = 1 << 16  # maximum number of cached runs, some 15 MB
+_ONE_BY_ONE = re.compile("\r\n|.", re.DOTALL)  # jieba's pieces of the text between the runs that it cuts into words
 
-_BEGIN, _END, _INSIDE, _ALONE = range(4)
-"""States of a character, "BEMS" in jieba's tables."""
+_BEGIN, _END, _INSIDE, _ALONE = range(4)  # states of a character, "BEMS" in jieba's tables
 
 
 class Segmenter:
-    """PanGu-α's preparation of text: jieba's words joined by spaces, real spaces and newlines written as signs."""
+    """PanGu-α's text preparation: jieba's words joined by spaces, with `SPACE` and `NEWLINE` for the real ones."""
 
     def __init__(self) -> None:
+        """Load jieba's dictionary and hidden Markov model."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old escapes and of setuptools
             import jieba  # noqa: PLC0415 - optional package
             from jieba import finalseg  # noqa: PLC0415 - optional package
-        # jieba's `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone
-        # may have put another one, and is no faster
+        # jieba's `initialize` would load the dictionary from a cache in the folder for temporary files, where anyone
+        # may have placed another one, and is no faster
         counts, total = jieba.Tokenizer.gen_pfdict(jieba.Tokenizer().get_dict_file())
         self._unknown = log(1) - log(total)
+        # Log probability of each word; -inf for a string that is only a prefix of words
         self._weights = {word: log(count) - log(total) if count else -inf for word, count in counts.items()}
-        """Logarithm of each word's probability; -inf for what only begins words."""
         self._runs: re.Pattern[str] = jieba.re_han_default
         self._characters = _CharacterModel(finalseg)
         self._remembered = lru_cache(_REMEMBERED)(self._cut)
 
     def __call__(self, text: str) -> str:
+        """Return the prepared text."""
         remembered, cut = self._remembered, self._cut
         return " ".join([(remembered if len(run) <= _SHORT else cut)(run) for run in self._runs.split(text) if run])
 
     def _cut(self, run: str) -> str:
-        """What stands for a run of characters that jieba cuts into words, or for one between them."""
+        """Return the prepared form of a run that jieba cuts into words, or of a run between those."""
         if self._runs.match(run):
             return " ".join(self._words(run))
         return " ".join(_ONE_BY_ONE.findall(run.replace(" ", SPACE))).replace("\n", NEWLINE)
@@ -71,7 +69,7 @@ class Segmenter:
         return words
 
     def _likeliest(self, run: str) -> list[int]:
-        """Where the word that begins at each place ends, on the likeliest path from there; of equals the longest."""
+        """Return the end of the word beginning at each position, on the likeliest path from there; ties: longest."""
         size, weight_of = len(run), self._weights.get
         scores, ends = [0.0] * (size + 1), [0] * size
         for begin in range(size - 1, -1, -1):
@@ -91,14 +89,13 @@ class Segmenter:
         return ends
 
     def _singles(self, characters: str) -> list[str]:
-        """The words of neighbouring characters that the dictionary left alone."""
         if len(characters) > 1 and self._weights.get(characters, -inf) == -inf:
             return self._characters.words(characters)
         return list(characters)
 
 
 class _CharacterModel:
-    """jieba's hidden Markov model: each Han character begins, ends or is inside a word, or is one."""
+    """Hidden Markov model of jieba: each Han character begins, ends, is inside, or is itself a word."""
 
     def __init__(self, finalseg: object) -> None:
         self._han: re.Pattern[str] = finalseg.re_han  # type: ignore[attr-defined]
@@ -123,7 +120,7 @@ class _CharacterModel:
         return words
 
     def _han_words(self, part: str) -> list[str]:
-        """A word begins with each character whose likeliest state is a begin or alone."""
+        """Return the words; one begins at each character whose likeliest state is begin or alone."""
         came_from, state = self._likeliest(part)
         words, stop = [], len(part)
         for place in range(len(part) - 1, 0, -1):
@@ -135,8 +132,8 @@ class _CharacterModel:
         return words[::-1]
 
     def _likeliest(self, part: str) -> tuple[list[tuple[int, int, int, int]], int]:
-        """For each character but the first, the state before it that is likeliest for each state of its own; and the
-        last one's state. Of equals, jieba takes the later letter of BEMS."""
+        """Return the likeliest previous state per state of each character but the first, and the last one's state."""
+        # on ties jieba takes the later letter of BEMS
         end_begin, alone_begin, begin_end, inside_end, begin_inside, inside_inside, end_alone, alone_alone = self._steps
         came_from = []
         emissions, rare = self._emissions.get, self._rare

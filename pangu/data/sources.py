@@ -1,4 +1,4 @@
-"""Streams of samples from the configured data source."""
+"""Sample streams of the configured data source."""
 
 from __future__ import annotations
 
@@ -34,20 +34,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sources:
+    """Sample streams and tokenizer of a data source."""
+
     train: Stream
     validation: Stream | None
-    """Samples of the validation split in plain order, if there are any."""
+    """Samples of the validation split in unshuffled order; None without validation data."""
     tokenizer: Tokenizer | None
     of_validation: Mapping[str, Stream] = field(default_factory=dict)
-    """The samples of each part of the validation split by itself, if it has several."""
+    """Stream of each part of the validation split by name, if there are several parts."""
 
 
 def prepare(
     data: DataConfig, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Make the files of a data source that needs it, and check those of the others. May write and take long; one
-    process of each file system calls it, before `open_sources` of any. `note_progress` is called whenever it has got
-    on, from the calling thread, and ends it by raising. Raises UserError."""
+    """Create the files that a data source needs, or check that they exist. May write files and be slow.
+
+    One process per file system calls this before any process calls `open_sources`. `note_progress` is called from the
+    calling thread on progress, and an error it raises ends the work. Raises UserError.
+    """
     data = with_ids(data)
     if isinstance(data, StdlibData):
         fraction = data.validation_fraction
@@ -72,9 +76,11 @@ def open_sources(
     num_validation: int = 0,
     note_progress: Callable[[], None] = lambda: None,
 ) -> Sources:
-    """Open a prepared data source on every process; writes nothing. Of text that is streamed, an epoch must have
-    `global_size` samples, and `num_validation` are held out at most, which are read here: `note_progress` as in
-    `prepare`. Raises UserError."""
+    """Open a prepared data source, on every process; writes nothing. Raises UserError.
+
+    An epoch of streamed text must have `global_size` samples, and at most `num_validation` samples are held out. They
+    are read here; `note_progress` is called as in `prepare`.
+    """
     data = with_ids(data)
     if isinstance(data, SyntheticData):
         avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
@@ -127,7 +133,6 @@ def _open_stream(
 
 
 def _short_names(prefixes: Sequence[str]) -> dict[str, str]:
-    """Each prefix by as much of its end as tells it from the others."""
     different, depth = {Path(prefix).absolute(): prefix for prefix in prefixes}, 1
     while len(names := {"/".join(path.parts[-depth:]): prefix for path, prefix in different.items()}) < len(different):
         depth += 1
@@ -135,8 +140,10 @@ def _short_names(prefixes: Sequence[str]) -> dict[str, str]:
 
 
 def with_ids(data: DataConfig) -> DataConfig:
-    """Return the data source with ids in place of `packing.eod: null` and `packing.bos: auto`, which follow its
-    tokenizer. Raises UserError if that cannot be loaded."""
+    """Return the data with its tokenizer's ids for `packing.eod: null` and `packing.bos: auto`.
+
+    Raises UserError if the tokenizer cannot be loaded.
+    """
     config = None if isinstance(data, (StdlibData, SyntheticData)) else data.tokenizer
     own_end = isinstance(data, (StreamData, InstructionsData))
     if data.packing.bos != "auto" and (data.packing.eod is not None or not own_end):
@@ -146,8 +153,7 @@ def with_ids(data: DataConfig) -> DataConfig:
 
 
 def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
-    """The tokenizer that a data source names; None if it has none. Raises UserError if prepared data has another one
-    than was written."""
+    """Return the tokenizer of a data source, or None. Raises UserError if a prepared tokenizer file has changed."""
     if isinstance(data, StdlibData):
         return _stdlib_tokenizer(data)
     return None if isinstance(data, SyntheticData) else data.tokenizer
@@ -164,7 +170,6 @@ def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
 
 
 def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
-    """The indexed files and the tokenizer that `prepare` made."""
     paths = StdlibPaths(Path(data.folder))
     if not is_prepared(paths, model.vocab, data.validation_fraction):
         raise UserError(
@@ -178,7 +183,6 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
 def _open(
     prefixes: tuple[str, ...], data: IndexedData, model: ModelConfig, seed: int, *, shuffle: bool = False
 ) -> SampleStream:
-    """`shuffle`: the training data, with its weights; validation data comes in plain order."""
     readers = [open_indexed(prefix) for prefix in prefixes]
     weights = (data.weights if shuffle else None) or tuple(float(len(reader.tokens)) for reader in readers)
     later_weights = [(stage.sample, stage.weights) for stage in data.later_weights] if shuffle else []
@@ -193,7 +197,6 @@ def _open(
 
 
 def _check_exist(prefixes: list[str]) -> None:
-    """Raise one UserError for all files that are missing."""
     missing = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if missing:
         near = sorted({str(index.with_suffix("")) for path in missing for index in path.parent.glob("*.idx")})

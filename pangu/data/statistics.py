@@ -1,4 +1,4 @@
-"""Lengths of documents, as numbers and as a picture."""
+"""Statistics and plots of document lengths."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from numpy.typing import NDArray
 
 from pangu.metrics.plots import write_figure
 
-_BINS = 16
-"""Bins of the histogram in a doubling of the length."""
-_QUANTILES = {"median": 50, "p90": 90, "p99": 99}
-"""Percent of the documents that are not longer."""
+_BINS = 16  # histogram bins per doubling of the length
+_QUANTILES = {"median": 50, "p90": 90, "p99": 99}  # percent of the documents that are not longer
 _AT_ONCE = 1 << 22
 
 
 def length_statistics(lengths: NDArray[np.int32]) -> dict[str, Any]:
-    """Summarize the lengths of documents in tokens, [documents], which may be mapped into memory. The median and the
-    other quantiles are lengths of documents; `histogram` counts documents by the sixteenth of a doubling that holds
-    their length."""
+    """Summarize document lengths in tokens, [documents], which may be memory-mapped.
+
+    The median and other quantiles are lengths of actual documents; `histogram` has 16 bins per doubling of the length.
+    """
     counts = np.zeros(32 * _BINS, dtype=np.int64)
     shortest, longest, total = 2**31, 0, 0
     for part in _parts(lengths):
@@ -49,8 +48,8 @@ def _parts(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
 
 
 def _quantiles(lengths: NDArray[np.int32], counts: NDArray[np.int64]) -> dict[str, int]:
-    """Return for each quantile the smallest length of a document that so many percent of them do not exceed. A second
-    pass counts only the lengths in the bins that hold the quantiles, so that memory stays bounded."""
+    """Return for each quantile the smallest document length that this percentage of documents does not exceed."""
+    # a second pass counts only lengths in the bins that hold the quantiles, so that memory stays bounded
     ranks = {name: -(-percent * len(lengths) // 100) for name, percent in _QUANTILES.items()}
     below = np.concatenate([[0], np.cumsum(counts)])
     bins = {name: int(np.searchsorted(below[1:], rank)) for name, rank in ranks.items()}
@@ -73,13 +72,11 @@ def _bin(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _length(number: int) -> int:
-    """Return the smallest length in a bin."""
     return int(np.ceil(2 ** (number / _BINS)))
 
 
 def plot_lengths(statistics: dict[str, Any], path: Path, title: str) -> None:
-    """Draw how many documents, and how many tokens, are in documents of each length. Raises UserError if the picture
-    cannot be written."""
+    """Plot the share of documents and of tokens by document length. Raises UserError if the file cannot be written."""
     lengths = np.array([int(length) for length in statistics["histogram"]])
     counts = np.array(list(statistics["histogram"].values()))
     octaves = np.floor(np.log2(lengths)).astype(int)

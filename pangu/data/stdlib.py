@@ -1,5 +1,4 @@
-"""Real text on every machine: the sources and docstrings of Python's standard library. The first call trains a
-tokenizer and writes indexed files; later calls find a manifest and do nothing."""
+"""Corpus of the standard library's sources and docstrings: built by the first call, found by its manifest later."""
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ from pangu.topology.random import random_key
 
 log = logging.getLogger("pangu")
 
-_FORMAT = 1
-"""Version of the recipe below; raise it when the files it writes change."""
+_FORMAT = 1  # version of the recipe below; raise it when the files it writes change
 
-# Packages installed beside the library, tests, and generated tables.
+# Installed packages, tests, and generated tables.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
 
 _ENCODED_AT_ONCE = 32
@@ -43,10 +41,10 @@ _LEFTOVER_SECONDS = 3600
 
 
 class StdlibPaths:
-    """A prepared folder: the SentencePiece model, the prefixes of the indexed training and validation documents, and
-    the manifest, which is written last."""
+    """Paths in a prepared folder: SentencePiece model, prefixes of the indexed documents, manifest (written last)."""
 
     def __init__(self, folder: Path) -> None:
+        """Set the paths; no file needs to exist."""
         self.folder = folder
         self.tokenizer, self.manifest = folder / "tokenizer.model", folder / "manifest.json"
         self.train, self.validation = folder / "train", folder / "validation"
@@ -54,12 +52,12 @@ class StdlibPaths:
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the library."""
+    """Source file of the standard library."""
 
     name: str
-    """Path below the library's folder, with forward slashes."""
+    """Path relative to the library's folder, with forward slashes."""
     documents: tuple[str, ...]
-    """Its text and, if it has any, its docstrings as a second document."""
+    """Text of the file and, if it has docstrings, those as a second document."""
 
 
 def prepare_stdlib(
@@ -70,10 +68,12 @@ def prepare_stdlib(
     show_progress: bool = False,
     note_progress: Callable[[], None] = lambda: None,
 ) -> StdlibPaths:
-    """Make a tokenizer of `vocab` pieces and the indexed files, unless the folder has them. A folder whose manifest is
-    missing or does not fit the arguments or the files (some 8 MB, whose checksums are compared) is built anew.
-    `note_progress` is called for each file, and each few documents. Raises UserError if the folder cannot be written,
-    the library has no text, or `vocab` does not suit it."""
+    """Create a tokenizer of `vocab` pieces and the indexed files, unless the folder has them.
+
+    A folder whose manifest is missing, or does not match the arguments or the files (some 8 MB, whose checksums are
+    compared), is rebuilt. `note_progress` is called for each file and every few documents. Raises UserError if the
+    folder is not writable, the library has no text, or `vocab` does not suit it.
+    """
     paths = StdlibPaths(Path(folder))
     if packing.eod not in (None, END_OF_TEXT):
         raise UserError(
@@ -90,8 +90,8 @@ def prepare_stdlib(
 
 
 def is_prepared(paths: StdlibPaths, vocab: int, validation_fraction: float) -> bool:
-    """Whether the folder's manifest fits the arguments and the sizes of the files. The Python version is recorded but
-    not compared: a run that is resumed under another one keeps its data."""
+    """Return whether the folder's manifest matches the arguments and the file sizes."""
+    # the Python version is recorded but not compared: a run resumed under another version keeps its data
     try:
         manifest = read_json(paths.manifest, shared=True)
         sizes = {name: record["bytes"] for name, record in manifest["files"].items()}
@@ -105,7 +105,7 @@ def is_prepared(paths: StdlibPaths, vocab: int, validation_fraction: float) -> b
 
 
 def find_damage(paths: StdlibPaths, *names: str) -> list[str]:
-    """Those of the named files (none: all) whose checksums are not those of the manifest; all if it cannot be read."""
+    """Return the named files (default: all) whose checksums differ from the manifest; all if it is unreadable."""
     chosen = names or sorted(_names(paths))
     try:
         written = read_json(paths.manifest, shared=True)["files"]
@@ -120,7 +120,7 @@ def _names(paths: StdlibPaths) -> set[str]:
 
 
 def read_library(root: Path, progress: ProgressBar) -> list[Source]:
-    """The library's files below `root`, in order of their names. Raises UserError unless there are at least two."""
+    """Return the library's files below `root`, sorted by name. Raises UserError unless there are at least two."""
     names = sorted(
         relative.as_posix()
         for relative in (path.relative_to(root) for path in root.rglob("*.py"))
@@ -144,9 +144,9 @@ def read_library(root: Path, progress: ProgressBar) -> list[Source]:
 
 
 def docstrings(source: str) -> str:
-    """The docstrings of a module, its classes and its functions, separated by blank lines."""
+    """Return the docstrings of a module, its classes and its functions, separated by blank lines."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes in other people's strings
+        warnings.simplefilter("ignore")  # about invalid escapes in other people's strings
         try:
             nodes = ast.walk(ast.parse(source))
         except (SyntaxError, ValueError):
@@ -156,22 +156,21 @@ def docstrings(source: str) -> str:
 
 
 def validation_split(sources: list[Source], fraction: float) -> set[str]:
-    """Names of the validation files: those whose hash is below `fraction`, but at least one and never all."""
+    """Return the names of the validation files: hash below `fraction`, but at least one and never all."""
     hashes = sorted((random_key("held out", source.name) / 2**64, source.name) for source in sources)
     count = sum(value < fraction for value, _ in hashes)
     return {name for _, name in hashes[: min(max(count, 1), len(hashes) - 1)]}
 
 
 def _recipe(vocab: int, validation_fraction: float) -> dict[str, Any]:
-    """What decides the contents of the files, the library apart."""
     return {"format": _FORMAT, "vocab": vocab, "validation_fraction": validation_fraction}
 
 
 def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress: ProgressBar) -> None:
-    """Make everything in a temporary folder inside, move it into place, and write the manifest last."""
+    """Build everything in a temporary subfolder, move it into place, and write the manifest last."""
     paths.folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(paths.folder)
-    # it goes with the process too, which may end while a thread of it still trains the tokenizer
+    # the folder is also removed if the process ends while one of its threads still trains the tokenizer
     with tempfile.TemporaryDirectory(prefix=".building-", dir=paths.folder, ignore_cleanup_errors=True) as folder:
         temporary = StdlibPaths(Path(folder))
         sources = read_library(Path(sysconfig.get_paths()["stdlib"]), progress)
@@ -223,7 +222,7 @@ def _record(path: Path) -> dict[str, int | str]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove folders of killed builds. Younger ones may belong to another run that is building at this moment."""
+    """Remove the folders of killed builds; recent ones may belong to another run that is building now."""
     for leftover in folder.glob(".building-*"):
         if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)

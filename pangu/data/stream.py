@@ -21,64 +21,65 @@ if TYPE_CHECKING:
     from pangu.data.packing import PackedDocuments
 
 RAREST = 10_000
-"""A dataset has at least one of this many samples: finding a position in a blend takes as many steps (see Blend)."""
+"""Inverse of the smallest weight share of a dataset; locating a sample in a blend takes as many steps (see `Blend`)."""
 
-_SCANNED = 1 << 24
-"""Tokens of each dataset whose ids are checked when it is opened."""
+_SCANNED = 1 << 24  # tokens of each dataset whose ids are checked on opening
 
 
 class Stream(Protocol):
-    """An endless stream of samples by number."""
+    """Endless stream of samples, accessed by number."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples before any text comes again; None if none ever does, or if that is not known."""
+        """Number of samples before any text repeats; None if it never does or if that is unknown."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample `index` >= 0."""
+        """Return sample `index` >= 0."""
 
     def padding(self, index: int) -> int:
-        """Tokens of padding in a sample."""
+        """Return the number of padding tokens in a sample."""
         return 0
 
     @property
     def position(self) -> dict[str, Any] | None:
-        """What, beside the number of the next sample, makes going on from there cheap, as JSON has it; None: nothing
-        is needed."""
+        """JSON-compatible state that, with the next sample's number, makes resuming cheap; None if none is needed."""
         return None
 
     def resume(self, position: Mapping[str, Any] | None) -> None:
-        """Go on from a position of an earlier process. Raises UserError if it belongs to other data."""
+        """Resume from a position of an earlier process. Raises UserError if it belongs to other data."""
         return
 
     def close(self) -> None:
-        """Let go of what reads ahead; the next sample takes it up."""
+        """Stop prefetching; the next access to a sample restarts it."""
         return
 
 
 class Dataset(Protocol):
-    """A part of a stream, over and over: samples by epoch and place in it."""
+    """Repeatable part of a stream, whose samples are accessed by epoch and place in the epoch."""
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch."""
+        """Number of samples per epoch."""
 
-    def sample(self, epoch: int, place: int) -> Sample: ...
+    def sample(self, epoch: int, place: int) -> Sample:
+        """Return a sample."""
 
     def origin(self, epoch: int, place: int) -> str:
-        """Where a sample comes from, in words."""
+        """Return a description of where a sample comes from."""
 
     def padding(self, epoch: int, place: int) -> int:
-        """Tokens of padding in a sample."""
+        """Return the number of padding tokens in a sample."""
 
 
 class Windows:
-    """Documents in one long row, cut into windows of `sequence` tokens that overlap by the one token that is a label in
-    one window and an input in the next. The remainder of an epoch is dropped. With `shuffle` each epoch has a different
-    permutation of the windows and starts at a different offset; without it the windows come in order."""
+    """Windows of `sequence` + 1 tokens over the concatenated documents; consecutive windows overlap by one token.
+
+    That token is a label in one window and an input in the next. The remainder of an epoch is dropped. With `shuffle`
+    each epoch has a different permutation of the windows and a different offset; without it they stay in order.
+    """
 
     def __init__(self, reader: IndexedTokens, sequence: int, vocab: int, seed: int, shuffle: bool, number: int) -> None:
-        """`number`: of the dataset in its stream."""
+        """Prepare dataset `number` of a stream. Raises UserError if it is shorter than one sample."""
         if len(reader.tokens) < sequence + 1:
             raise UserError(
                 f"{reader.prefix} has {len(reader.tokens)} tokens, but one sample of model.sequence = {sequence}"
@@ -92,15 +93,18 @@ class Windows:
         )
 
     def sample(self, epoch: int, place: int) -> Sample:
+        """Return a window."""
         start = self._start(epoch, place)
         tokens = self._reader.tokens[start : start + self._sequence + 1].astype(np.int64)
         check_ids(self._reader.prefix, tokens, self._vocab)
         return tokens
 
     def origin(self, epoch: int, place: int) -> str:
+        """Return the prefix and first token of a window."""
         return f"{self._reader.prefix} from token {self._start(epoch, place):,}"
 
     def padding(self, epoch: int, place: int) -> int:
+        """Return 0: windows have no padding."""
         return 0
 
     def _start(self, epoch: int, place: int) -> int:
@@ -113,22 +117,25 @@ class Windows:
 
 
 class Rows:
-    """Packed documents; with `shuffle` each epoch has a different permutation of the samples."""
+    """Rows of packed documents; with `shuffle` each epoch has a different permutation of the rows."""
 
     def __init__(self, documents: PackedDocuments, seed: int, shuffle: bool, number: int) -> None:
-        """`number`: of the dataset in its stream."""
+        """Prepare dataset `number` of a stream."""
         self._documents, self._seed, self._shuffle, self._number = documents, seed, shuffle, number
         self.num_samples = documents.num_samples
 
     def sample(self, epoch: int, place: int) -> Sample:
+        """Return a packed row."""
         return self._documents.row(self._row(epoch, place))
 
     def origin(self, epoch: int, place: int) -> str:
+        """Return the prefix, number and piece count of a row."""
         row = self._row(epoch, place)
         pieces = self._documents.pieces(row)
         return f"{self._documents.reader.prefix}, row {row:,}, packed from {len(pieces)}"
 
     def padding(self, epoch: int, place: int) -> int:
+        """Return the number of padding tokens in a row."""
         return self._documents.padding(self._row(epoch, place))
 
     def _row(self, epoch: int, place: int) -> int:
@@ -139,21 +146,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Samples that are drawn by the same weights."""
-
     first: int
-    datasets: list[int]
-    """Those of a weight above 0."""
+    datasets: list[int]  # those with a positive weight
     blend: Blend
-    before: list[int]
-    """Samples of each dataset, drawn or not in this stage, that come before it."""
+    before: list[int]  # samples of each dataset (also of those without weight) that precede this stage
 
 
 class SampleStream(Stream):
-    """Samples of one or several datasets, drawn in proportion to their weights, each dataset's in its own order.
+    """Stream of samples of one or several datasets in proportion to their weights, each dataset in its own order.
 
-    Raises UserError, naming the prefix, for a dataset that is too short, has too small a weight, or holds an id outside
-    the vocabulary (of the first 16 million tokens at once, of the others when their sample is read).
+    Raises UserError, naming the prefix, for a dataset that is too short, has too small a weight, or has an id outside
+    the vocabulary (checked on opening for the first 16 million tokens, for the others when their sample is read).
     """
 
     def __init__(
@@ -166,8 +169,7 @@ class SampleStream(Stream):
         later_weights: Sequence[tuple[int, Sequence[float]]] = (),
         packed: Sequence[PackedDocuments] = (),
     ) -> None:
-        """`later_weights`: from which sample on which weights hold; each dataset goes on where it was. `packed`: the
-        same datasets, where documents are packed."""
+        """Open the stream; `later_weights`: (first sample, weights) of later stages, `packed`: the datasets, packed."""
         readers = [reader for reader, _ in readers_and_weights]
         self._datasets: list[Dataset] = []
         for number, reader in enumerate(readers):
@@ -189,6 +191,7 @@ class SampleStream(Stream):
 
     @property
     def num_samples(self) -> int:
+        """Number of samples before any dataset repeats."""
         ends = []
         for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
             for place, dataset in enumerate(stage.datasets):
@@ -198,21 +201,21 @@ class SampleStream(Stream):
         return min(ends)
 
     def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`."""
         dataset, epoch, place = self._locate(index)
         return dataset.sample(epoch, place)
 
     def origin(self, index: int) -> str:
-        """Where a sample comes from, in words."""
+        """Return a description of where a sample comes from."""
         dataset, epoch, place = self._locate(index)
         return dataset.origin(epoch, place)
 
     def padding(self, index: int) -> int:
-        """Tokens of padding in a sample."""
+        """Return the number of padding tokens in a sample."""
         dataset, epoch, place = self._locate(index)
         return dataset.padding(epoch, place)
 
     def _locate(self, index: int) -> tuple[Dataset, int, int]:
-        """Dataset, epoch and place in it."""
         stage = self._stages[bisect_right(self._stages, index, key=attrgetter("first")) - 1]
         chosen, place = stage.blend.locate(index - stage.first)
         dataset = stage.datasets[chosen]
@@ -220,7 +223,7 @@ class SampleStream(Stream):
 
     def _add_stage(self, first: int, weights: Sequence[float]) -> None:
         before = [0] * len(weights)
-        if self._stages:
+        if self._stages:  # each dataset continues where it was
             last = self._stages[-1]
             before = list(last.before)
             for dataset, count in zip(last.datasets, last.blend.counts(first - last.first), strict=True):
@@ -230,15 +233,17 @@ class SampleStream(Stream):
 
 
 class SyntheticStream(Stream):
-    """Tokens of a counter-based generator, without the ids in `avoid`: for measuring speed."""
+    """Stream of tokens from a counter-based generator, without the ids in `avoid`, for measuring speed."""
 
     num_samples = None
 
     def __init__(self, sequence: int, vocab: int, seed: int, avoid: set[int]) -> None:
+        """Prepare the ids to draw from."""
         self._sequence, self._seed = sequence, seed
         self._ids = np.setdiff1d(np.arange(vocab), list(avoid))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return the tokens of sample `index`, [sequence + 1]."""
         draws = generator(self._seed, "synthetic", index)
         return self._ids[draws.integers(len(self._ids), size=self._sequence + 1)]
 

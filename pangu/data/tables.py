@@ -1,4 +1,4 @@
-"""Columns of tables: Parquet, Arrow, and what the `datasets` library streams."""
+"""Columns of Parquet and Arrow tables, and records streamed by the `datasets` library."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pangu.config.errors import UserError
 from pangu.data.remote import is_url, open_url
 
 DATASET = "hf:"
-"""Begins the name of what the `datasets` library streams: hf:NAME[:CONFIGURATION[:SPLIT]]."""
+"""Name prefix of a dataset streamed by the `datasets` library: hf:NAME[:CONFIGURATION[:SPLIT]]."""
 CHUNK = 1 << 20
-"""Bytes of text of a chunk, unless one document has more."""
+"""Bytes of text per chunk, unless a single document has more."""
 MOST_ROWS = 4096
-"""Rows of a chunk."""
+"""Maximum number of rows per chunk."""
 MOST_EXPANDED = 256 << 20
-"""Bytes that a part of a table may unpack to if it is stored in less than a hundredth of them."""
+"""Maximum decompressed bytes of a part of a table whose compression ratio exceeds 100."""
 
 
 def is_dataset(source: str) -> bool:
-    """Whether the `datasets` library streams it; hf://PATH is a URL."""
+    """Return whether the `datasets` library streams a source; hf://PATH is a URL instead."""
     return source.startswith(DATASET) and not is_url(source)
 
 
 def parquet_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
-    """Parts of a column, after so many rows. Only pages of it are in memory, not whole groups of rows."""
+    """Yield parts of a Parquet column after `skipped` rows; only pages of it are in memory, not full row groups."""
     from pyarrow import parquet  # noqa: PLC0415 - optional package
 
     content: Any = open_url(source) if is_url(source) else source
@@ -36,7 +36,7 @@ def parquet_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
     columns = [metadata.schema.column(place) for place in range(metadata.num_columns)]
     places = [place for place, column in enumerate(columns) if column.path.partition(".")[0] == key]
     _require(source, key, metadata.schema.to_arrow_schema().names)
-    # A dictionary is kept as it is: a few bytes may repeat a long value in every row.
+    # Dictionaries stay encoded: a few bytes may repeat a long value in every row.
     kept = [key for column in columns if (column.path, column.physical_type) == (key, "BYTE_ARRAY")]
     options: dict[str, Any] = {"metadata": metadata, "read_dictionary": kept, "pre_buffer": False}
     with parquet.ParquetFile(content, buffer_size=CHUNK, **options) as file:
@@ -55,7 +55,7 @@ def parquet_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
 
 
 def arrow_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
-    """Parts of a column of a file of Arrow's, streamed or not, after so many rows."""
+    """Yield parts of a column of an Arrow file, in the file or stream format, after `skipped` rows."""
     import pyarrow  # noqa: PLC0415 - optional package
 
     remote = is_url(source)
@@ -75,13 +75,13 @@ def arrow_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
         _require(source, key, names)
         for batch in batches:
             column = batch.column(key)
-            column.validate(full=True)  # offsets of a damaged file would lead anywhere
+            column.validate(full=True)  # a damaged file may have offsets out of bounds
             yield from _column_parts(column, skipped)
             skipped -= min(skipped, len(column))
 
 
 def _column_parts(column: Any, skipped: int) -> Iterator[Any]:
-    """Yield copies of parts of an array of about `CHUNK` bytes, after so many rows, with dictionaries decoded."""
+    """Yield copies of parts of an array, about `CHUNK` bytes each, after `skipped` rows, with dictionaries decoded."""
     import pyarrow  # noqa: PLC0415 - optional package
     from pyarrow import compute  # noqa: PLC0415 - optional package
 
@@ -99,13 +99,12 @@ def _column_parts(column: Any, skipped: int) -> Iterator[Any]:
             read = ends[begin - 1] if begin else 0
             stop = max(begin + 1, min(begin + MOST_ROWS, int(np.searchsorted(ends, read + CHUNK, "right"))))
         part = column[begin:stop]
-        # a slice would be sent with all that it is a slice of
+        # a copy, because pickling a slice would send the full array
         yield part.dictionary_decode() if is_dictionary else pyarrow.concat_arrays([part])
         begin = stop
 
 
 def _check_expansion(where: str, stored: int, expanded: int) -> None:
-    """Refuse what a small file unpacks to. Raises UserError."""
     if expanded > MOST_EXPANDED and expanded > 100 * stored:
         limit = f"more than {MOST_EXPANDED >> 20} MiB and 100 times the stored size"
         rule = f"{stored:,} bytes unpack to {expanded:,}, {limit}"
@@ -113,10 +112,7 @@ def _check_expansion(where: str, stored: int, expanded: int) -> None:
 
 
 def _check_messages(source: str, messages: Iterable[Any]) -> None:
-    """Refuse Arrow record batches that unpack to too much: each packed buffer begins with its size.
-
-    Raises UserError.
-    """
+    """Raise UserError for Arrow record batches that decompress to too much; each packed buffer begins with its size."""
     for number, message in enumerate(messages):
         if message.type == "schema" or message.body is None:
             continue
@@ -137,7 +133,6 @@ def _packed_buffers(header: memoryview) -> list[int]:
         return int(struct.unpack_from(f"<{kind}", header, place)[0])
 
     def field(table: int, index: int) -> int:
-        """Return where the field of a table lies that refers to another place; 0 if it is not there."""
         entries = table - unpack("i", table)
         offset = unpack("H", entries + 4 + 2 * index) if 4 + 2 * index < unpack("H", entries) else 0
         return table + offset if offset else 0
@@ -157,12 +152,11 @@ def _packed_buffers(header: memoryview) -> list[int]:
 
 
 def _rows(size: int, rows: int) -> int:
-    """Return how many rows make a chunk."""
     return min(max(CHUNK * rows // max(size, 1), 1), MOST_ROWS)
 
 
 def streamed_records(source: str, key: str, skipped: int) -> Iterator[object]:
-    """The text of records that the `datasets` library streams, of its own or of a table, after so many."""
+    """Yield the texts of records streamed by the `datasets` library, from a dataset or CSV, after `skipped` records."""
     import datasets  # noqa: PLC0415 - optional package
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -170,7 +164,7 @@ def streamed_records(source: str, key: str, skipped: int) -> Iterator[object]:
         name, configuration, split, *_ = [*source.removeprefix(DATASET).split(":"), "", ""]
         records = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
     else:
-        # what stands in a table of text is text: 007, NA and nothing at all
+        # every cell of a text table is text: 007, NA and an empty cell
         options: dict[str, Any] = {"keep_default_na": False, "converters": {key: str}}
         path = glob.escape(source)
         records = datasets.load_dataset("csv", data_files=path, split="train", streaming=True, **options)

@@ -1,4 +1,4 @@
-"""Chat templates that are built in, as published by those who trained such models; `plain` is this package's own."""
+"""Built-in chat templates as published by the models' authors; `plain` is specific to this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QWEN3_RESPONSE = (
     "{% set thought = said.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
     "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ '<|im_start|>assistant\n' }}{% generation %}"
-    # Thoughts are left out of responses before the user's last question.
+    # Thoughts are omitted from responses before the user's last question.
     "{% if loop.index0 > last.question and (loop.last or thought) %}"
     "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + said.lstrip('\n') }}{% else %}{{ said }}{% endif %}"
     "{% for call in m.tool_calls or [] %}{{ '\n' if said or not loop.first else '' }}"

@@ -1,7 +1,7 @@
-"""Samples of text that is read, encoded, shuffled and packed while a model is trained on it.
+"""Samples of text that is read, encoded, shuffled and packed during training.
 
-A sample is a function of the text, the configuration and the sample's number. A position only saves the reading of all
-that comes before it, so one from before the sample that is asked for will do, and any rank's serves all.
+A sample is a function of the text, the configuration and the sample's number. A position only avoids reading the text
+before it, so any position before the requested sample works, and the position of any rank works for all ranks.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ from pangu.data.tables import is_dataset
 
 
 class TextStream(Stream):
-    """Samples of one or several sources, dealt to them in proportion to their weights (see `Blend`). All of it raises
-    UserError: for text that cannot be read or has changed, and for a source that is too short."""
+    """Sample stream of weighted text sources (see `Blend`). Raises UserError for unreadable, changed or short text."""
 
     num_samples = None
 
     def __init__(self, recipes: Sequence[Recipe], weights: Sequence[float], facts: Mapping[str, Any]) -> None:
-        """`facts`: what decides the samples beside seed and sequence, as JSON has it."""
+        """Prepare the sources; JSON-compatible `facts` and seed and sequence length determine the samples."""
         self._sources = [PackedSource(recipe) for recipe in recipes]
         self._blend, self._facts = Blend(weights), facts
         self._lock = Lock()
-        self._known: tuple[int, list[Any]] = (0, [None] * len(recipes))
-        """A number of samples, and the position of each source after them."""
-        self._next: int | None = None
-        """Number of the sample that the sources are at; None: they have to begin anew."""
+        self._known: tuple[int, list[Any]] = (0, [None] * len(recipes))  # sample number, position of each source there
+        self._next: int | None = None  # number of the sources' next sample; None: they must restart from `_known`
 
     @property
     def position(self) -> dict[str, Any]:
+        """JSON-compatible position to resume from."""
         with self._lock:
             samples, sources = self._known
             if self._next is not None:
@@ -56,6 +54,7 @@ class TextStream(Stream):
             return {"facts": self._facts, "samples": samples, "sources": sources}
 
     def resume(self, position: Mapping[str, Any] | None) -> None:
+        """Resume from a position of an earlier process. Raises UserError if it belongs to other data."""
         if position is None:
             return
         with _of_checkpoint():
@@ -65,18 +64,19 @@ class TextStream(Stream):
                 self._next = None
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return the tokens of sample `index`, [sequence + 1]."""
         with self._lock:
             if self._next is None or index < self._next:
                 self._go_back(index)
             assert self._next is not None
-            number, self._next = self._next, None  # if this fails, all begins anew
+            number, self._next = self._next, None  # on failure, everything restarts
             for sample in range(number, index + 1):
                 tokens = self._sources[self._blend.locate(sample)[0]].take()
             self._next = index + 1
             return tokens.astype(np.int64)
 
     def first(self, most: int, note_progress: Callable[[], None]) -> list[NDArray[np.int64]]:
-        """The first samples, before any text comes again. `note_progress` is called for each."""
+        """Return the first samples, at most `most`, before any text repeats; `note_progress` is called for each."""
         samples: list[NDArray[np.int64]] = []
         try:
             for index in range(most):
@@ -90,6 +90,7 @@ class TextStream(Stream):
         return samples
 
     def close(self) -> None:
+        """Stop prefetching; the next access to a sample restarts it."""
         with self._lock:
             self._next = None
             for source in self._sources:
@@ -106,21 +107,24 @@ class TextStream(Stream):
 
 
 class HeldOut(Stream):
-    """Samples in memory."""
+    """Finite stream of samples held in memory."""
 
     def __init__(self, samples: Sequence[NDArray[np.int64]]) -> None:
+        """Wrap samples, each [sequence + 1]."""
         self._samples = samples
 
     @property
     def num_samples(self) -> int:
+        """Number of samples."""
         return len(self._samples)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return the tokens of sample `index`."""
         return self._samples[index]
 
 
 def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
-    """Raise UserError unless there are files for all that is configured. `note_progress` is called for each."""
+    """Raise UserError unless all configured files exist; `note_progress` is called for each file."""
     for key, patterns in (("data.train", data.train), ("data.validation", data.validation)):
         for source in noted(find_inputs(patterns, key), note_progress):
             input_record(source)
@@ -136,17 +140,17 @@ def open_text(
     global_size: int,
     note_progress: Callable[[], None],
 ) -> tuple[TextStream, list[Recipe]]:
-    """Return the training samples, and what its sources are read by.
+    """Return the stream of training samples and the recipes of its sources.
 
     Args:
-        data: the source, with ids as of `packing_with_ids`.
-        model: the model.
-        seed: of the order.
-        global_size: samples of a batch, which an epoch must have.
-        note_progress: is called for each file.
+        data: Data source, with ids resolved by `packing_with_ids`.
+        model: Model, for its sequence length and vocabulary size.
+        seed: Random seed of the order.
+        global_size: Samples per batch, the minimum per epoch.
+        note_progress: Callback, called for each file.
 
     Raises:
-        UserError: if a file is missing, no id ends a document, or a weight is too small.
+        UserError: If a file is missing, no id ends a document, or a weight is too small.
     """
     assert data.tokenizer is not None
     assert data.packing.bos != "auto"
@@ -182,7 +186,7 @@ def open_text(
         "tokenizer": [data.tokenizer.kind, tokenizer_digest(data.tokenizer.path)],
         "packing.eod": eod,
         **({"whole_files": True} if data.whole_files else {}),  # checkpoints before this key lack it
-        **({} if bos is None else {"packing.bos": bos}),  # the same
+        **({} if bos is None else {"packing.bos": bos}),  # likewise
     }
     return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
 
@@ -190,9 +194,11 @@ def open_text(
 def open_held_out(
     data: StreamData, recipes: Sequence[Recipe], most: int, note_progress: Callable[[], None]
 ) -> tuple[HeldOut, dict[str, HeldOut]]:
-    """The first samples of the validation split, at most so many, and of each of its sources, if it has several.
-    `recipes`: of the training samples; `note_progress` is called for each sample. Raises UserError if there is not
-    enough text for one."""
+    """Return the first samples of the validation split and, if it has several sources, of each source by name.
+
+    Each stream has at most `most` samples. `recipes` are those of the training samples; `note_progress` is called for
+    each sample. Raises UserError if there is too little text for one sample.
+    """
 
     def first(recipes: Sequence[Recipe], weights: Sequence[float]) -> HeldOut:
         return HeldOut(TextStream(recipes, weights, {}).first(most, note_progress))
@@ -217,7 +223,6 @@ def _require_weights(entries: Sequence[tuple[str, ...]], weights: Sequence[float
 
 
 def _record(source: str) -> tuple[str, int]:
-    """Name and bytes of an input, wherever its folder is."""
     name, size, _ = input_record(source)
     return PurePosixPath(name).name, size
 
@@ -229,7 +234,6 @@ def _of_checkpoint() -> AbstractContextManager[None]:
 
 
 def _require_same(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise UserError unless a checkpoint was written with the same text and options."""
     wrong = [
         f"  data.{key} = {shown(current.get(key))}: the checkpoint has {shown(saved.get(key))}"
         for key in {**saved, **current}

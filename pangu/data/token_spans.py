@@ -1,4 +1,4 @@
-"""Token ids with the characters they stand for, so that a text is encoded as a whole and cut into parts afterward."""
+"""Token ids with their character ranges, so that a text can be encoded as a unit and split into parts afterward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 APART = "\ufdd2"
-"""Noncharacter that keeps its neighbors from becoming one token. It has no token of its own in the result."""
+"""Noncharacter that prevents its neighbors from merging into one token; it produces no token in the result."""
 
 
 class TokenSpan(NamedTuple):
-    """A token id and the half-open range of characters that it stands for."""
+    """Token id and the half-open range of characters that it covers."""
 
     token: int
     begin: int
@@ -21,17 +21,17 @@ class TokenSpan(NamedTuple):
 
 
 class SpanTokenizer(Protocol):
-    """Tokenizer that can say which characters a token stands for."""
+    """Tokenizer that reports which characters a token covers."""
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
-        """Encode a text in which special pieces are spelled, in order; `APART` gives no token."""
+        """Encode a text that may contain special pieces, in order; `APART` produces no token."""
 
 
 def encode_parts(tokenizer: SpanTokenizer, parts: Sequence[str]) -> list[list[int]]:
-    """Encode a text as a whole and return the ids of each of its parts.
+    """Encode the concatenation of `parts` as one text and return the ids of each part.
 
-    The ids are those of the whole text, except that no token reaches across a border of two parts: where one would,
-    the text is encoded with `APART` at that border.
+    The ids are those of the full text, except that no token crosses the border of two parts: where one would, the text
+    is encoded with `APART` at that border.
     """
     borders = list(accumulate(map(len, parts)))
     spans = tokenizer.encode_spans("".join(parts))
@@ -54,8 +54,8 @@ def _crossed(spans: Sequence[TokenSpan], borders: Sequence[int]) -> Iterator[int
 
 
 def without_apart(text: str, spans: Iterable[TokenSpan], unknown: int | None = None) -> list[TokenSpan]:
-    """Remove what stands for `APART`. SentencePiece makes one `unknown` piece of several unknown characters, of which
-    each run beside `APART` becomes one."""
+    """Remove `APART` from spans."""
+    # SentencePiece merges adjacent unknown characters into one `unknown` piece; split it at `APART`
     kept = []
     for token, begin, end in spans:
         covered = text[begin : max(end, begin + 1)]
@@ -69,7 +69,7 @@ def without_apart(text: str, spans: Iterable[TokenSpan], unknown: int | None = N
 
 
 def split_special(text: str, special: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield the stretches of a text, alternately ordinary text and a special piece, each with its first character."""
+    """Yield the segments of a text, alternately ordinary text and a special piece, each with its start offset."""
     place = 0
     pieces = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     for part in re.split(f"({pieces})", text) if pieces else [text]:
@@ -80,13 +80,13 @@ def split_special(text: str, special: Mapping[str, int]) -> Iterator[tuple[str, 
 def text_spans(
     text: str, special: Mapping[str, int], encode: Callable[[str], list[int]], size: Callable[[int], int]
 ) -> list[TokenSpan]:
-    """Encode a text by a tokenizer whose tokens are bytes of it, `size` many each; `encode` knows no special piece."""
+    """Encode with a byte-level tokenizer: a token covers `size(token)` bytes; `encode` knows no special pieces."""
     spans = []
     for part, start in split_special(text, {**special, APART: -1}):
         if part in special:
             spans.append(TokenSpan(special[part], start, start + len(part)))
         elif part != APART:
-            # Number of the character that each byte belongs to
+            # Index of the character that each byte belongs to
             places = [start + n for n, character in enumerate(part) for _ in character.encode()]
             ids = encode(part)
             stops = list(accumulate(map(size, ids)))
@@ -98,7 +98,7 @@ def text_spans(
 
 
 def library_spans(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[TokenSpan]:
-    """Spans from the offsets of the library tokenizers, which may leave out the space that a token begins with."""
+    """Return spans from the offsets of the library tokenizers, which may omit the leading space of a token."""
     spans, stop = [], 0
     for token, (begin, end) in zip(ids, offsets, strict=True):
         spans.append(TokenSpan(token, min(begin, stop), end))

@@ -1,4 +1,4 @@
-"""Checks of tokenizer files, which may come from strangers, and one message for what a library raises about them."""
+"""Checks of tokenizer files from untrusted sources, and conversion of tokenizer library errors to UserError."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pangu.config.errors import UserError, shown
 from pangu.config.files import read_json_object
 
 MOST_GROWTH = 100
-"""Characters that a tokenizer may put in place of one. The longest that Unicode's normalization writes is 18."""
+"""Maximum number of characters that a tokenizer may substitute for one; Unicode normalization produces at most 18."""
 CANNOT_ENCODE = "cannot encode a text"
 _STEPS = ("normalizers", "decoders", "pretokenizers")
 
 
 @contextmanager
 def library_errors(path: object, rule: str) -> Iterator[None]:
-    """Turn whatever a tokenizer library raises into a UserError. What its Rust code panics about is no Exception."""
+    """Convert any error of a tokenizer library to UserError, including Rust panics, which are no `Exception`."""
     try:
         yield
     except UserError:
@@ -32,7 +32,7 @@ def library_errors(path: object, rule: str) -> Iterator[None]:
 
 
 def largest_id(ids: Iterable[int]) -> int:
-    """The largest of a vocabulary's ids. Raises ValueError if there is none, or it is no 32-bit integer."""
+    """Return the largest id of a vocabulary. Raises ValueError if there is none or it does not fit in 32 bits."""
     largest = max(ids, default=-1)
     if not 0 <= largest < 2**31 - 1:
         raise ValueError("it has no pieces" if largest < 0 else f"it has the id {largest}; ids are less than 2^31 - 1")
@@ -40,8 +40,8 @@ def largest_id(ids: Iterable[int]) -> int:
 
 
 def check_growth(path: Path) -> None:
-    """Raise UserError for a tokenizer.json, if there is one, that writes very long texts for short ones: three steps
-    that replace a letter by a thousand fill gigabytes with a line."""
+    """Raise UserError for a tokenizer.json, if present, that expands short texts to very long ones."""
+    # three steps that each replace a letter by a thousand turn a line into gigabytes
     config = {}
     with suppress(UserError):  # the library says what is wrong with the file
         config = read_json_object(path)
@@ -55,7 +55,7 @@ def check_growth(path: Path) -> None:
 
 
 def _growth(step: Any) -> float:
-    """Characters that a step of a tokenizer.json writes for one, at most."""
+    """Return the maximum number of characters that a step of a tokenizer.json substitutes for one."""
     if not isinstance(step, dict):
         return 1.0
     if step.get("type") == "Replace":
@@ -68,7 +68,7 @@ def _growth(step: Any) -> float:
 
 
 def charsmap_growth(charsmap: bytes) -> float:
-    """Bytes that SentencePiece's normalization writes for a character, at most: its map is the size of a search tree,
-    the tree, and the replacements, each with a zero behind it."""
+    """Return the maximum number of bytes that SentencePiece's normalization substitutes for a character."""
+    # layout: size of a search trie (4 bytes), the trie, the zero-terminated replacements
     replacements = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return float(max(map(len, replacements.split(b"\0"))))

@@ -1,4 +1,4 @@
-"""From text to ids and back: SentencePiece, PanGu-α's jieba and SentencePiece, Hugging Face; see `other_tokenizers`."""
+"""Tokenizers of SentencePiece, PanGu-α (jieba, then SentencePiece) and Hugging Face; see also `other_tokenizers`."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ from pangu.data.tokenizer_checks import (
     library_errors,
 )
 
+# Pieces of PanGu-α's vocabulary and of those with the same first ids. Documents end with <eot> and begin without an id,
+# whatever SentencePiece's own ids say.
 _PANGU_PIECES = {"<eod>": 8, "<eot>": 9}
-"""Pieces of PanGu-α's vocabulary and of those with its first ids. It ends documents with <eot> and begins them with
-nothing, whatever SentencePiece's own ids say."""
 
 
 class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
+    """Interface of all tokenizers."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
+        """Vocabulary size."""
 
     @property
     def eod(self) -> int | None:
-        """Id that ends a document, or None if the vocabulary has none."""
+        """Id that ends a document; None if the vocabulary has none."""
 
     @property
     def bos(self) -> int | None:
-        """Id that belongs before a text, or None."""
+        """Id that begins a text; None if the model does not expect one."""
 
     @property
     def special(self) -> dict[str, int]:
-        """Pieces that stand for an id of their own but do not stand for text: no text that is encoded spells them."""
+        """Special pieces and their ids; `encode` never produces these ids, whatever the text spells."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, without begin or end."""
+        """Return the ids of a text, without ids that begin or end it."""
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
-        """Encode a text in which special pieces are spelled; see `token_spans.SpanTokenizer`."""
+        """Encode a text that may contain special pieces; see `token_spans.SpanTokenizer`."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids. Ids beyond the vocabulary (padding rows of an embedding) give nothing."""
+        """Return the text of ids; those outside the vocabulary (padding rows of an embedding) are skipped."""
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. Raises UserError for a file that is missing, damaged or no such model."""
+    """Tokenizer of a SentencePiece model."""
 
     def __init__(self, path: str | Path) -> None:
+        """Load the model file. Raises UserError if it is missing, damaged or not a SentencePiece model."""
         if not Path(path).is_file():
             raise UserError(f"the tokenizer model {path} does not exist")
         rule = "is not a SentencePiece model (or only a pointer to one that Git LFS keeps), or a damaged one"
@@ -72,9 +73,8 @@ class SentencePieceTokenizer:
         self.eod, self.bos = self._boundaries(path)
 
     def _boundaries(self, path: str | Path) -> tuple[int | None, int | None]:
-        """Return the ids that end a document and begin a text. The file declares a piece before a text, but not whether
-        its model wants it: tokenizer_config.json beside it says so, and without that a declared piece is used, as the
-        models of this format do."""
+        # The file declares a begin piece, but not whether its model expects it: tokenizer_config.json next to it does.
+        # Without that file a declared piece is used, as models of this format do.
         if all(self.processor.piece_to_id(piece) == token for piece, token in _PANGU_PIECES.items()):
             return _PANGU_PIECES["<eot>"], None
         declared = self.processor.eos_id(), self.processor.bos_id()
@@ -83,16 +83,18 @@ class SentencePieceTokenizer:
 
     @property
     def special(self) -> dict[str, int]:
+        """Special pieces and their ids."""
         control = [token for token in range(self.vocab_size) if self.processor.is_control(token)]
         ends = [] if self.eod is None else [self.eod]
         return {self.processor.id_to_piece(token): token for token in (*control, *ends)}
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         return self.processor.encode(text)
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
-        # `APART` stands in for special pieces, so that the text begins once, with one dummy prefix. It begins behind
-        # leading special pieces: the model has seen <s>, then a prefix.
+        """Encode a text that may contain special pieces."""
+        # `APART` replaces special pieces: the text gets one dummy prefix, after leading special pieces, as in training
         special = self.special
         parts = list(split_special(text, special))
         found = [TokenSpan(special[part], start, start + len(part)) for part, start in parts if part in special]
@@ -103,33 +105,33 @@ class SentencePieceTokenizer:
         return sorted([*found, *kept], key=lambda span: span.begin)
 
     def _spans(self, text: str) -> list[TokenSpan]:
-        """Encode an ordinary text as a whole."""
         places = [n for n, character in enumerate(text) for _ in character.encode()] + [len(text)]
         pieces = _pieces(self.processor.encode(text, out_type="serialized_proto"))
         return [TokenSpan(token, places[begin], places[end]) for token, begin, end in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; those outside the vocabulary are skipped."""
         return self.processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
 
 def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Open the contents of a model's file. Raises RuntimeError or ValueError unless every id has a text."""
+    """Load a model from the contents of its file. Raises RuntimeError or ValueError unless every id decodes to text."""
     if not model:
         raise ValueError("an empty file, which the library takes for none")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    # Of several specifications of the normalization, field 3, protobuf merges the fields; field 2 is the map
+    # Protobuf merges repeated normalization specs (field 3), so check the character map (field 2) of each
     specs = [value for key, value in _fields(model) if key == 3 and isinstance(value, bytes)]
     for charsmap in (value for spec in specs for key, value in _fields(spec) if key == 2 and isinstance(value, bytes)):
         if charsmap_growth(charsmap) > MOST_GROWTH:
             raise ValueError(f"its normalization writes more than {MOST_GROWTH} bytes for a character")
-    # damaged pieces are not UTF-8, which the library finds when it decodes the first of them
+    # damaged pieces are not UTF-8, which the library detects only when it decodes them
     processor.decode([[token] for token in range(processor.vocab_size())])
     return processor
 
 
 def _pieces(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield id, begin and end (in bytes of the text) of each piece of a serialized SentencePieceText: field 2 of it is
-    a piece with the fields id = 2, begin = 4 and end = 5."""
+    """Yield id, begin and end (byte offsets in the text) of each piece of a serialized SentencePieceText."""
+    # field 2 is a piece with the fields id = 2, begin = 4 and end = 5
     for field, value in _fields(message):
         if field == 2 and isinstance(value, bytes):
             piece = dict(_fields(value))
@@ -137,7 +139,7 @@ def _pieces(message: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a protobuf message: an integer, or the bytes of anything else."""
+    """Yield the number and value of each field of a protobuf message: an integer, or bytes for other types."""
     place = 0
 
     def integer() -> int:
@@ -163,32 +165,37 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 class PanguTokenizer(SentencePieceTokenizer):
-    """jieba, then SentencePiece, exactly as PanGu-α's corpus was made. Lossy: its model maps full-width punctuation to
-    half-width, drops tabs and knows no character outside its pieces."""
+    """PanGu-α's tokenizer: jieba, then SentencePiece, exactly as its corpus was made.
+
+    Lossy: its model maps full-width punctuation to half-width, drops tabs and knows no character outside its pieces.
+    """
 
     def __init__(self, path: str | Path) -> None:
+        """Load the model file and jieba. Raises UserError like `SentencePieceTokenizer`."""
         super().__init__(path)
         self.bos = None
         self._segment = jieba_segmenter()
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         return super().encode(self._segment(text))
 
     def _spans(self, text: str) -> list[TokenSpan]:
         segmented = self._segment(text)
-        # Spaces of the segmented text are jieba's; every other character is one of the text.
+        # Spaces in the segmented text come from jieba; every other character belongs to the text.
         places = [0, *accumulate(character != " " for character in segmented)]
         return [TokenSpan(token, places[begin], places[end]) for token, begin, end in super()._spans(segmented)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        # The spaces that are left are those between jieba's words.
+        """Return the text of ids; the spaces between jieba's words are removed."""
         return super().decode(ids).replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
 
 
 class HuggingFaceTokenizer:
-    """A local folder that transformers' AutoTokenizer loads; nothing is downloaded and no code of the folder is run."""
+    """Tokenizer of a local folder, loaded by transformers' AutoTokenizer; downloads nothing, runs no code of it."""
 
     def __init__(self, path: str | Path) -> None:
+        """Load the folder. Raises UserError if it is missing or damaged, or if transformers is not installed."""
         try:
             from transformers import AutoTokenizer  # noqa: PLC0415 - optional package
         except ImportError as error:
@@ -197,7 +204,7 @@ class HuggingFaceTokenizer:
             ) from error
         if not Path(path).is_dir():
             raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
-        # the library's readers raise any kind of error for a damaged file
+        # the library raises arbitrary errors for a damaged file
         self._path = path
         check_growth(Path(path, "tokenizer.json"))
         with library_errors(path, "transformers cannot load a tokenizer from there"):
@@ -212,13 +219,16 @@ class HuggingFaceTokenizer:
 
     @property
     def special(self) -> dict[str, int]:
+        """Special pieces and their ids."""
         return {piece.content: token for token, piece in self._tokenizer.added_tokens_decoder.items() if piece.special}
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         with library_errors(self._path, CANNOT_ENCODE):
             return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
+        """Encode a text that may contain special pieces. Raises UserError for a tokenizer without offsets."""
         if not self._tokenizer.is_fast:
             raise UserError(
                 f"{self._tokenizer.name_or_path}: this tokenizer does not say which characters its tokens stand for;"
@@ -229,11 +239,12 @@ class HuggingFaceTokenizer:
         return library_spans(text, encoded["input_ids"], encoded["offset_mapping"])
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; those outside the vocabulary are skipped."""
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Open the tokenizer of a configuration. Raises UserError if its files are missing or of another kind."""
+    """Load the configured tokenizer. Raises UserError if its files are missing or of another kind."""
     if config.kind == "sentencepiece":
         return SentencePieceTokenizer(config.path)
     if config.kind == "pangu":
@@ -248,7 +259,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def fitting_tokenizer(config: TokenizerConfig, vocab: int) -> Tokenizer:
-    """As `load_tokenizer`. Raises UserError, too, for one with more ids than the model has."""
+    """Load the configured tokenizer like `load_tokenizer`. Raises UserError also if it has more than `vocab` ids."""
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > vocab:
         raise UserError(f"model.vocab = {vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
@@ -257,5 +268,5 @@ def fitting_tokenizer(config: TokenizerConfig, vocab: int) -> Tokenizer:
 
 @cache
 def jieba_segmenter() -> Segmenter:
-    """The one of this process, whose dictionary takes a second to read."""
+    """Return the segmenter of this process, cached because reading its dictionary takes a second."""
     return Segmenter()

@@ -1,4 +1,4 @@
-"""Training a SentencePiece vocabulary whose first ten ids are those of PanGu-α."""
+"""Training of SentencePiece vocabularies whose first ten ids are those of PanGu-α."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pangu.data.segmentation import NEWLINE, SPACE
 from pangu.data.tokenizers import jieba_segmenter
 
 END_OF_TEXT = 9
-"""Id of <eot>, with which PanGu-α ends a document."""
+"""Id of <eot>, which ends a document in PanGu-α."""
 
 Item = TypeVar("Item")
 
-# SentencePiece itself gives ids 0-2 to <unk>, <s> and </s>.
+# SentencePiece itself assigns ids 0-2 to <unk>, <s> and </s>.
 _SPECIAL = [NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>"]
 
-# Decoding gives back the text exactly (but for U+2581, SentencePiece's own space): nothing is normalised, newlines and
-# runs of spaces become parts of pieces, rare characters become bytes. Special ids are control symbols, which no text
-# can spell, so a document that mentions "<eot>" does not end there.
+# Decoding restores the text exactly (except U+2581, SentencePiece's own space): no normalization, newlines and runs
+# of spaces become parts of pieces, rare characters become bytes. Special ids are control symbols, which no text can
+# produce, so a document that mentions "<eot>" does not end there.
 _EXACT = {
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,
@@ -38,7 +38,7 @@ _EXACT = {
     "pad_piece": "<pad>",
 }
 
-# As PanGu-α's own model: words come from jieba, and text may spell ▂ and ▃, for that is how spaces and newlines arrive.
+# Options of PanGu-α's own model: jieba segments the text, which may contain ▂ and ▃ for spaces and newlines.
 _PANGU = {"normalization_rule_name": "nmt_nfkc", "user_defined_symbols": _SPECIAL, "pad_id": -1}
 
 
@@ -50,10 +50,12 @@ def train_sentencepiece(
     jieba: bool = False,
     max_sentences: int = 200_000,
 ) -> bytes:
-    """Train a model of exactly `vocab` pieces and return the contents of its file. `coverage`: share of the characters
-    that get a piece. With `jieba` the model is of the `pangu` kind, otherwise `sentencepiece`. It is trained on at most
-    `max_sentences` evenly drawn stretches of about a thousand characters; the same texts give the same model. Raises
-    UserError if the texts are too few or too varied for `vocab` pieces."""
+    """Train a model of exactly `vocab` pieces and return the contents of its file.
+
+    `coverage` is the fraction of characters that get a piece. With `jieba` the model is of kind `pangu`, otherwise
+    `sentencepiece`. Training uses at most `max_sentences` uniformly sampled segments of about a thousand characters;
+    the same texts give the same model. Raises UserError if the texts are too few or too varied for `vocab` pieces.
+    """
     segment = jieba_segmenter() if jieba else str
     model = io.BytesIO()
     options: dict[str, Any] = _PANGU if jieba else _EXACT
@@ -79,8 +81,8 @@ def train_sentencepiece(
 
 
 def training_sentences(text: str, limit: int = 1000) -> Iterator[str]:
-    """Stretches of at most `limit` characters, cut before a newline where there is one: SentencePiece silently skips
-    sentences that exceed its limit of bytes or hold a tab."""
+    """Yield segments of a text of at most `limit` characters, without tabs, split before a newline where possible."""
+    # SentencePiece silently skips sentences that exceed its byte limit or contain a tab
     for part in text.split("\t"):
         start = 0
         while start < len(part):
@@ -91,8 +93,8 @@ def training_sentences(text: str, limit: int = 1000) -> Iterator[str]:
 
 
 def sampled(items: Iterable[Item], size: int) -> list[Item]:
-    """At most `size` of the items, each equally likely, the same at every call (Vitter 1985, Algorithm R).
-    SentencePiece's sampling differs between processes."""
+    """Return a uniform, reproducible sample of at most `size` items (Vitter 1985, Algorithm R)."""
+    # SentencePiece's own sampling differs between processes
     draw = random.Random(0)
     sample: list[Item] = []
     for number, item in enumerate(items):
@@ -104,7 +106,6 @@ def sampled(items: Iterable[Item], size: int) -> list[Item]:
 
 
 def _plain_words(error: str, vocab: int) -> str:
-    """Meaning of one of SentencePiece's internal errors."""
     if most := re.search(r"Please set it to a value <= (\d+)", error):
         return f"a vocabulary of {vocab} pieces needs more text than there is; at most {most[1]} pieces work"
     if least := re.search(r"required_chars\. \d+ vs (\d+)", error):

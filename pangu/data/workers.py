@@ -1,4 +1,4 @@
-"""Passing items through several processes."""
+"""Ordered parallel map over worker processes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ Result = TypeVar("Result")
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map` over several processes, in order, with only a few items in memory; one worker means this process. The
-    workers end with this process, however it ends. Raises the errors of `function`, and UserError if a worker was
-    killed."""
+    """Map `function` over items in worker processes, in order, with few items in memory; 1 worker is this process.
+
+    The workers end with this process, however it ends. Raises the errors of `function`, and UserError if a worker was
+    killed.
+    """
     if workers == 1:
         yield from map(function, items)
         return
-    with _signals_wait():  # this starts the tracker of semaphores
-        # Forking is unsafe beside the threads of progress bars and tokenizers.
+    with _signals_wait():  # this starts the semaphore tracker
+        # Forking is unsafe while threads of progress bars and tokenizers run.
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            with _signals_wait():  # the first times, each starts a process
+            with _signals_wait():  # each of the first calls starts a process
                 pending.append(pool.submit(function, item))
             if len(pending) >= 4 * workers:
                 yield pending.popleft().result()
@@ -45,13 +47,13 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
             "a worker process was killed, most likely for lack of memory; use fewer --workers, or data.workers"
         ) from error
     finally:
-        # one that still starts would not find the pool's semaphores any more, and say so
+        # wait: a worker that is still starting would report that the pool's semaphores are gone
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """A process that is started in the block begins without signals; this one gets them at its end."""
+    """Block signals: processes started in the block inherit the mask, this one gets pending signals at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -60,13 +62,13 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, also by a kill, or sends SIGTERM. Ctrl-C, the SIGHUP of a terminal that is
-    closed, and SIGTERM and SIGUSR1 of a scheduler go to all processes of a job: only the parent answers them."""
+    """End this process when its parent ends, even by a kill, or sends SIGTERM."""
+    # Ctrl-C, a terminal's SIGHUP and a scheduler's SIGTERM and SIGUSR1 reach all processes: only the parent answers
     parent = parent_process()
     assert parent is not None
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})  # of all threads that begin from here on
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})  # inherited by all threads started from here on
 
     def wait() -> None:
         parent.join()
@@ -76,7 +78,7 @@ def _end_with_parent() -> None:
         if hasattr(signal, "sigwaitinfo"):
             while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
                 pass
-        else:  # macOS does not say who sent it
+        else:  # macOS does not report the sender
             signal.sigwait({signal.SIGTERM})
         os._exit(1)
 
