@@ -1,4 +1,4 @@
-"""From samples to a model's inputs: tokens, labels, loss weights, positions, documents."""
+"""Micro-batches: tokens, labels, loss weights, positions and document numbers, built from samples."""
 
 from __future__ import annotations
 
@@ -20,32 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. All tensors but `bounds` are [batch, sequence], or parts of that."""
+    """Micro-batch of model inputs. All tensors but `bounds` are [batch, sequence], or a rank's part of that."""
 
     tokens: Tensor
-    """int64."""
+    """Token ids, int64."""
     labels: Tensor
-    """The token after each input, int64."""
+    """Next token after each input, int64."""
     weights: Tensor
-    """1 where the loss counts, 0 at padding, fp32."""
+    """Loss weights, fp32: 1 where the loss counts, 0 elsewhere and at padding."""
     positions: Tensor
-    """Row of the position table, int64."""
+    """Row of the position table for each token, int64."""
     documents: Tensor | None
-    """Number of each token's document, from 0 in each row, int64. None if tokens attend across documents. [batch,
-    cached tokens + these] where a KV cache holds the tokens before them."""
+    """Document number of each token, from 0 in each row, int64; None: not separated. KV cache: [batch, cached+new]."""
     samples: tuple[int, ...]
     """Global sample indices of the rows."""
     bounds: Tensor | None = None
-    """Where each of `documents` begins in the flattened micro-batch, then where the last one ends, over and over: int32
-    [2^n + 1]. None: not known."""
+    """Start of each document in the flattened micro-batch, then the last end, repeated, int32 [2^n + 1]; or None."""
     part: ContextRank | None = None
-    """Which part of the sequence tokens, labels, weights and positions are, where ranks share it; documents are always
-    those of all tokens. None: all of it."""
+    """Context-parallel part that tokens, labels, weights and positions (not `documents`) hold. None: full sequence."""
     padding: Tensor | None = None
-    """Whether a place of the sequence, or of the part, is behind all documents, bool; None: none is."""
+    """Mask of the padding after all documents, within the sequence or the part, bool; None: no padding."""
 
     def cut(self, part: ContextRank | None) -> Batch:
-        """A part of the sequence; None: all of it."""
+        """Return the batch with only `part` of the sequence; None: all of it."""
         if part is None:
             return self
         names = ("tokens", "labels", "weights", "positions", *(() if self.padding is None else ("padding",)))
@@ -53,15 +50,14 @@ class Batch:
         return replace(self, **cut, part=part)
 
     def to(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]] | None = None) -> Batch:
-        """The same on a device. The host does not wait for the copies, which are queued within what `beside` returns,
-        if it is given: their memory belongs to the stream that is the current one outside of it."""
+        """Copy the batch to a device without a host sync; copies are queued in the context that `beside` returns."""
         if self.tokens.device.type == device.type:
             return self
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         pinned = {name: torch.empty_like(tensor, pin_memory=True).copy_(tensor) for name, tensor in tensors.items()}
         moved: dict[str, Any] = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
-        # Only now: the memory may be what another thread has just freed, which its stream has not done with. The copies
-        # must wait for all that was queued before.
+        # Allocate outside of `beside`, so that the memory belongs to the current stream, and only then copy: another
+        # thread may just have freed this memory while its stream still uses it, so the copies wait for all queued work.
         with nullcontext() if beside is None else beside():
             for name, tensor in pinned.items():
                 moved[name].copy_(tensor, non_blocking=True)
@@ -70,28 +66,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class Row:
-    """A sample of whole documents, each by itself, and padding behind them; or several of them. [sequence] or [batch,
-    sequence]."""
+    """Sample of whole, independent documents and padding after them, [sequence]; or several, [batch, sequence]."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     counted: NDArray[np.bool_]
-    """Whether the loss counts there."""
+    """Mask of the tokens that count in the loss."""
     begins: NDArray[np.bool_]
-    """Whether a document begins there, or the padding."""
+    """Mask of the tokens that begin a document or the padding."""
     padding: NDArray[np.bool_]
 
     def cut(self, length: int) -> Row:
-        """The first tokens."""
+        """Return the first `length` tokens."""
         return Row(*(getattr(self, field.name)[..., :length] for field in fields(self)))
 
 
 Sample = NDArray[np.int64] | Row
-"""Of a stream: tokens cut from a row of documents, [sequence + 1], the last of which is only a label; or a row."""
+"""Sample of a stream: [sequence + 1] tokens of concatenated documents, the last one only a label; or a `Row`."""
 
 
 def batch_of(samples: Sequence[Sample], indices: Sequence[int], packing: PackingConfig) -> Batch:
-    """A micro-batch of samples of one stream, with their global indices."""
+    """Return the micro-batch of samples of one stream, given their global indices."""
     rows = [sample for sample in samples if isinstance(sample, Row)]
     if not rows:
         return make_batch(np.stack([sample for sample in samples if not isinstance(sample, Row)]), indices, packing)
@@ -100,11 +95,11 @@ def batch_of(samples: Sequence[Sample], indices: Sequence[int], packing: Packing
 
 
 def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: PackingConfig) -> Batch:
-    """Cut samples [batch, sequence + 1] with the given global indices into inputs and labels. The id `packing.eod` ends
-    a document and belongs to it. Only ends among the inputs count, as in PanGu-α's pipeline."""
+    """Cut samples [batch, sequence + 1] with the given global indices into inputs and labels."""
     tokens = np.ascontiguousarray(samples[:, :-1])
     labels = np.ascontiguousarray(samples[:, 1:])
     begins = np.ones(tokens.shape, dtype=bool)
+    # `eod` ends a document and belongs to it. Only ends among the inputs count, as in PanGu-α's pipeline.
     begins[:, 1:] = _equal(tokens[:, :-1], packing.eod)
     counted = np.ones(tokens.shape, dtype=bool)
     return _batch(Row(tokens, labels, counted, begins, padding=~counted), indices, packing)
@@ -128,13 +123,12 @@ def _equal(tokens: NDArray[np.int64], token: int | None) -> NDArray[np.bool_]:
 
 
 def _positions(begins: NDArray[np.bool_], reset: bool) -> NDArray[np.int64]:
-    """Distance of each token from the beginning of its document, or of all, [batch, sequence]."""
     places = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
     return places - np.maximum.accumulate(np.where(begins & reset, places, 0), axis=1)
 
 
 def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """`Batch.bounds`, filled up with empty documents: a kernel meets few shapes, and no host waits for their number."""
+    """Return `Batch.bounds`, padded by empty documents: kernels see few shapes, and the count needs no host sync."""
     starts = np.flatnonzero(begins)
     bounds = np.full(2 ** (len(starts) - 1).bit_length() + 1, begins.size, dtype=np.int32)
     bounds[: len(starts)] = starts

@@ -1,4 +1,4 @@
-"""The ids around a document: what ends it and what begins a text, as the files of a tokenizer tell."""
+"""Special ids around a document: its end and the beginning of a text, as a tokenizer's files declare them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _END_NAMES = (
     re.compile(r"<[|｜]?(end[_▁]of[_▁](sentence|document|text)|endofdocument|eod)[|｜]?>", re.IGNORECASE),
     re.compile(r"</s>|[<\[]\|?eos(_token)?\|?[>\]]", re.IGNORECASE),
 )
-"""Names of special pieces that end a document, the likeliest first. An end of a turn (`<|im_end|>`, `<|eot_id|>`,
-`<|return|>`, `<end_of_turn>`) is none of them."""
+"""Patterns of special pieces that end a document, the likeliest first. None matches the end of a turn (`<|im_end|>`,
+`<|eot_id|>`, `<|return|>`, `<end_of_turn>`)."""
 
 _TURN_NAMES = re.compile(r"turn|im_end|eo[tm]_id|<\|(eot|eom|call|user|assistant)\|>|unused", re.IGNORECASE)
 
@@ -30,7 +30,7 @@ def end_of_document(special: Mapping[str, int], declared: str | None) -> int | N
 
     Args:
         special: special pieces and their ids. An ordinary piece, such as the HTML tag `</s>`, never ends a document.
-        declared: `eos_token`. Chat models declare the end of a turn there, which is taken for nothing else.
+        declared: `eos_token`. Chat models declare the end of a turn there, which does not end a document.
     """
     named = [piece for name in _END_NAMES for piece in special if name.fullmatch(piece)]
     if (
@@ -47,8 +47,8 @@ def beginning_of_text(special: Mapping[str, int], facts: Mapping[str, Any], proc
 
     Args:
         special: special pieces and their ids.
-        facts: the contents of tokenizer_config.json.
-        processor: post-processor of the library `tokenizers`, or None.
+        facts: contents of tokenizer_config.json.
+        processor: post-processor of the `tokenizers` library, or None.
     """
     declared = piece_of(facts.get("bos_token"))
     if facts.get("add_bos_token") is True and declared is not None and declared in special:
@@ -57,7 +57,6 @@ def beginning_of_text(special: Mapping[str, int], facts: Mapping[str, Any], proc
 
 
 def _first_special(processor: Mapping[str, Any]) -> int | None:
-    """Return the special id that a post-processor puts before a text."""
     if processor["type"] == "Sequence":
         found = [_first_special(each) for each in processor["processors"]]
         return next((token for token in found if token is not None), None)
@@ -68,39 +67,39 @@ def _first_special(processor: Mapping[str, Any]) -> int | None:
 
 
 def tokenizer_facts(path: str | Path) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a folder, or the one beside a file; {} if there is none."""
+    """Return the tokenizer_config.json of a folder, or the one next to a file; {} if there is none."""
     file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "tokenizer_config.json"
     return read_json_object(file) if file.is_file() else {}
 
 
 def piece_of(value: Any) -> str | None:
-    """Return the text of a piece in tokenizer_config.json, which may be an object with it."""
+    """Return the text of a piece in tokenizer_config.json, which is a string or an object with `content`."""
     piece = value.get("content") if isinstance(value, Mapping) else value
     return piece if isinstance(piece, str) else None
 
 
 def packing_with_ids(packing: PackingConfig, tokenizer: Tokenizer | None, *, own_end: bool) -> PackingConfig:
-    """Return the packing with ids in place of what follows the tokenizer.
+    """Return the packing with the tokenizer's ids filled in.
 
     Args:
-        packing: the configured one.
-        tokenizer: that of the data.
-        own_end: whether `eod: null` stands for the tokenizer's own.
+        packing: configured packing.
+        tokenizer: tokenizer of the data.
+        own_end: whether `eod: null` means the tokenizer's own end of document.
     """
     eod = tokenizer.eod if packing.eod is None and own_end and tokenizer is not None else packing.eod
     return PackingConfig(**{**vars(packing), "eod": eod, "bos": begin_id(packing.bos, tokenizer)})
 
 
 def begin_id(bos: int | Literal["auto"] | None, tokenizer: Tokenizer | None) -> int | None:
-    """Return the id before a text, with that of the tokenizer for `auto`."""
+    """Return the beginning-of-text id; `auto` means the tokenizer's."""
     if bos == "auto":
         return None if tokenizer is None else tokenizer.bos
     return bos
 
 
 def spelled_end(tokenizer: Tokenizer, eod: int | None) -> tuple[int | None, dict[int, int]]:
-    """Return the id whose piece a chat template writes for `eod`, and what is put in place of it: an ordinary piece
-    that ends documents cannot be spelled, and is written as the tokenizer's own end."""
+    """Return the id whose piece a chat template writes for `eod`, and a map from written ids to replacements."""
+    # An ordinary piece that ends documents cannot be spelled: the tokenizer's own end is written in its place.
     own = tokenizer.eod
     if eod is None or own is None or eod in tokenizer.special.values():
         return eod, {}
@@ -108,7 +107,7 @@ def spelled_end(tokenizer: Tokenizer, eod: int | None) -> tuple[int | None, dict
 
 
 def describe_ids(tokenizer: Tokenizer | None, eod: int | None, bos: int | None) -> str:
-    """Return a text with the pieces and ids that were taken."""
+    """Return a text with the pieces and ids in use."""
     names = {token: piece for piece, token in tokenizer.special.items()} if tokenizer else {}
 
     def shown(token: int | None) -> str:

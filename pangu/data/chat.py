@@ -1,6 +1,6 @@
-"""Conversations as text: chat templates, and which part of what they write is a response.
+"""Conversations rendered by chat templates, and the parts of the rendered text that are responses.
 
-A template is written in Jinja, as transformers has it, and may come from strangers; `sandbox` says what it may do.
+Templates are written in Jinja, as in transformers, and may be untrusted; `sandbox` limits what they may do.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from pangu.data.templates import TEMPLATES
 from pangu.data.token_spans import APART
 
 FINE_TUNED = "{# Chat template of the conversations that this model was fine-tuned on #}\n"
-"""First line of `ChatTemplate.portable`. Jinja removes it with its end of line."""
+"""First line of `ChatTemplate.portable`. Jinja removes it together with its newline."""
 
 
 class ChatTemplate:
-    """A template, by the name of one of `TEMPLATES` or the path of a file: a tokenizer_config.json or a folder with
-    one, or Jinja. Raises UserError for a file that is missing or holds no template."""
+    """Chat template, by its name in `TEMPLATES` or by path: Jinja, tokenizer_config.json or a folder with one."""
 
     def __init__(
         self,
@@ -36,14 +35,14 @@ class ChatTemplate:
         bos: int | None = None,
         text: str | None = None,
     ) -> None:
-        """Read a template.
+        """Read a template. Raises UserError for a file that is missing or holds no template.
 
         Args:
-            name: one of `TEMPLATES`, or a path.
-            special: pieces that stand for an id and that no text spells.
-            eod: the id of the one that ends a document.
-            bos: the id of the one before a text.
-            text: the template itself, of which `name` is only a name then.
+            name: name in `TEMPLATES`, or a path.
+            special: special pieces and their ids; no text spells them.
+            eod: end-of-document id.
+            bos: beginning-of-text id.
+            text: the template itself, for which `name` is then only a label.
         """
         text, tokens = read_template(name) if text is None else (text, {})
         self._name, self._special = name, sorted(special, key=len, reverse=True)
@@ -56,20 +55,22 @@ class ChatTemplate:
                 f"data.template = {name}: needs a tokenizer with an end of a document, which ends responses"
             )
         self.portable = self._portable(text, beginning)
-        """The same template for any program: it spells the pieces of this tokenizer, and what begins a text."""
+        """Template text for any program: it spells the pieces of this tokenizer, and what begins a text."""
         environment = template_environment()
         try:
             with Allowance() as allowance, allowance.spend():
                 self._template = environment.from_string(text)
         except TemplateSyntaxError as error:
             raise UserError(f"{name}: the chat template, line {error.lineno}: {shown(str(error.message))}") from error
-        except Exception as error:  # what is constant is computed at once
+        except Exception as error:  # constant expressions are evaluated here
             raise UserError(f"{name}: the chat template cannot be read ({shown(_reason(error))})") from error
 
     def parts(self, dialog: Dialog, allowance: Allowance) -> list[tuple[str, bool]]:
-        """Render a conversation, cut into parts that the loss counts or not. Pieces of the tokenizer that stand in a
-        message are held apart by `APART`. Raises ValueError, with the reason, if the template fails, has no room for
-        the tools of a conversation, or writes a turn in a way that hides where its response is."""
+        """Render a conversation as (text, whether the loss counts it) parts.
+
+        `APART` splits the tokenizer's special pieces that occur in a message. Raises ValueError, with the reason, if
+        the template fails, writes no tools of a conversation, or writes a turn so that its response is not located.
+        """
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
         tools = map_text(dialog.tools, self._hold_apart)
         try:
@@ -86,19 +87,17 @@ class ChatTemplate:
         return self._count(parts, dialog.counted)
 
     def _portable(self, text: str, beginning: str) -> str:
-        # a built-in template leaves the beginning to the encoder; one of a file writes it where its model wants it
+        # Built-in templates leave the beginning to the encoder; a template file writes it where its model needs it
         writes_beginning = text.startswith(f"{{{{ '{beginning}' }}}}") or self._name not in TEMPLATES
         if beginning and not writes_beginning:
             text = "{{ bos_token }}" + text
         used = {name: piece for name, piece in self._tokens.items() if name.isidentifier() and name in text}
-        # json.dumps writes what Jinja reads as a text. A block at the end of its line leaves the template's first line
-        # as it is.
+        # json.dumps writes valid Jinja strings. A block at the end of its line leaves the template's first line as is.
         pieces = [f"{{% set {name} = {json.dumps(piece, ensure_ascii=False)} %}}\n" for name, piece in used.items()]
         return "".join([FINE_TUNED, *pieces, text])
 
     def prompt(self, dialog: Dialog, allowance: Allowance) -> str:
-        """Render a conversation up to where its next response begins. Raises ValueError, with the reason, if the
-        template fails."""
+        """Render a conversation up to its next response. Raises ValueError, with the reason, if the template fails."""
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
         try:
             with allowance.spend():
@@ -108,7 +107,7 @@ class ChatTemplate:
         return text.replace(BEGIN, "").replace(END, "")
 
     def end_of_turn(self) -> str:
-        """Return what the template writes behind a response, without space after it; "" if it writes nothing."""
+        """Return what the template writes after a response, without trailing space; "" if it writes nothing."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{APART}"}]
         try:
             with Allowance() as allowance, allowance.spend():
@@ -121,11 +120,11 @@ class ChatTemplate:
     def _by_turns(
         self, messages: Sequence[Message], tools: list[Any], whole: str, counted: Sequence[bool]
     ) -> list[tuple[str, bool]]:
-        """The responses of a template that does not mark them."""
+        """Return the parts of a conversation whose template does not mark the responses."""
         parts, place = [], 0
         places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         for number, counts in zip(places, counted, strict=True):
-            # A response that does not count need not be found
+            # A response that does not count need not be located
             begin, end = self._response(messages, number, tools, whole, place) if counts else (place, place)
             parts += [(whole[place:begin], False), (whole[begin:end], True)]
             place = end
@@ -134,15 +133,14 @@ class ChatTemplate:
     def _response(
         self, messages: Sequence[Message], number: int, tools: list[Any], whole: str, place: int
     ) -> tuple[int, int]:
-        """Begin and end of a response, which lies behind `place`: what follows the prompt for it, up to where the next
-        turn begins. Raises TemplateError if that cannot be told."""
+        """Return the span of a response after `place`, up to the next turn. Raises TemplateError if it is unclear."""
         turns = messages[: number + 1]
         asked = self._render(turns[:-1], tools, more=True)
         answered = self._render(turns, tools, more=False)
         if whole.startswith(answered) and answered.startswith(asked):
             return len(asked), len(answered)
         # Some templates write a turn differently once others follow, e.g. without its reasoning. A mark in its text
-        # shows where the text lies, and how much of the turn is written after it.
+        # shows where the text is, and how much of the turn is written after it.
         marked = _mark_end(messages[number])
         _, _, tail = self._render([*turns[:-1], marked], tools, more=False).partition(END)
         before, _, after = self._render([*turns[:-1], marked, *messages[number + 1 :]], tools, more=False).partition(
@@ -159,7 +157,7 @@ class ChatTemplate:
         return begin, len(before) + len(tail)
 
     def _count(self, parts: list[tuple[str, bool]], counted: Sequence[bool]) -> list[tuple[str, bool]]:
-        """The same parts, where the loss counts only the responses that are to be `counted`."""
+        """Return the parts with only the responses selected by `counted` in the loss."""
         if all(counted):
             return parts
         if sum(is_response for _, is_response in parts) != len(counted):
@@ -178,7 +176,7 @@ class ChatTemplate:
 
 
 def _mark_end(message: Message) -> Message:
-    """The same message with `END` behind its text, or behind the name of the first function that it calls."""
+    """Return the message with `END` after its text, or after the name of the first function that it calls."""
     text = message["content"].rstrip()
     if text or "tool_calls" not in message:
         return {**message, "content": f"{text}{END}{message['content'][len(text) :]}"}
@@ -188,7 +186,6 @@ def _mark_end(message: Message) -> Message:
 
 
 def _marked(whole: str) -> list[tuple[str, bool]]:
-    """The parts of a text with marks around responses."""
     parts = []
     for piece in whole.split(BEGIN):
         response, end, rest = piece.partition(END)
@@ -197,8 +194,7 @@ def _marked(whole: str) -> list[tuple[str, bool]]:
 
 
 def read_template(name: str) -> tuple[str, dict[str, str]]:
-    """A template as in `ChatTemplate`, and the pieces that stand beside it in a tokenizer_config.json. Raises
-    UserError."""
+    """Return a template as in `ChatTemplate`, and the pieces that its tokenizer_config.json names. Raises UserError."""
     if name in TEMPLATES:
         return TEMPLATES[name], {}
     path = Path(name)
@@ -214,7 +210,7 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
         return _read_text(path), {}
     config = read_json_object(path)
     template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates by name
         named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
     if not isinstance(template, str):
@@ -228,7 +224,7 @@ def _read_text(path: Path) -> str:
 
 
 def _pieces(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and others, which are texts or objects with a `content`."""
+    """Return bos_token, eos_token and others, which are strings or objects with a `content`."""
     pieces = {}
     for key, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

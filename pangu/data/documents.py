@@ -1,4 +1,4 @@
-"""From chunks of text files and tables to documents; what is none is named by its place."""
+"""Documents parsed from chunks of text files and tables; lines without one are reported with their place."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from pangu.config.files import parse_json
 from pangu.data.inputs import MOST_VALUES, Chunk, has_too_many_values, read_chunks
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
-_NAMED = 100
-"""Bad lines of which `leave_out` warns."""
+_NAMED = 100  # bad lines that `leave_out` warns about
 
 
 class Document(NamedTuple):
+    """Text of one document."""
+
     text: str
     size: int
-    """Bytes of UTF-8."""
+    """Size in bytes of UTF-8."""
 
 
 class BadLine(NamedTuple):
-    """A line or record that holds no document."""
+    """Line or record that holds no document."""
 
     source: str
     line: int
-    """From 1."""
+    """Line or record number, from 1."""
     reason: str
 
     def __str__(self) -> str:
+        """Return the place and the reason."""
         return f"{self.source}, line {self.line}: {self.reason}"
 
 
 def read_documents(inputs: Sequence[str], text_key: str, *, whole_files: bool = False) -> Iterator[str]:
-    """The documents of inputs, without blank ones. Raises UserError, naming the input, if one cannot be read or has a
-    line that is none."""
+    """Yield the nonblank documents of inputs. Raises UserError, naming the input, for unreadable ones and bad lines."""
     for chunk in read_chunks(inputs, text_key, whole_files=whole_files):
         for document in documents(chunk, text_key):
             if isinstance(document, BadLine):
@@ -44,8 +45,10 @@ def read_documents(inputs: Sequence[str], text_key: str, *, whole_files: bool = 
 
 
 def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[str], object]) -> bool:
-    """Leave out a bad line, the `count`-th (from 1), with a message to `warn` for the first hundred; returns whether
-    there was one. Raises UserError, which names the `limit` in words, for more than `most`."""
+    """Leave out a bad line, the `count`-th (from 1), and return whether `warn` was called: only for the first hundred.
+
+    Raises UserError, which quotes the `limit` text, for more than `most`.
+    """
     if count > most:
         raise UserError(f"{line}; more than {limit} are not left out")
     if count <= _NAMED:
@@ -54,7 +57,7 @@ def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[
 
 
 def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
-    """What a chunk holds, without blank documents."""
+    """Yield the documents of a chunk, without blank ones, and its bad lines."""
     read = {"lines": _in_lines, "records": _in_records, "bad": _in_lines}.get(chunk.kind, _in_text)
     for line, text in read(chunk, text_key):
         if isinstance(text, BadLine):
@@ -85,7 +88,7 @@ def _paragraphs(text: str, kind: str) -> list[str]:
 
 
 def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
-    """The documents of a text that is not UTF-8 throughout."""
+    """Yield the documents of a text that is not UTF-8 throughout."""
     content: bytes = chunk.content
     begin, line = 0, chunk.first
     stops = [match.end() for match in re.finditer(rb"\n\s*\n", content) if chunk.kind == "text"]
@@ -102,7 +105,7 @@ def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
 
 
 def json_lines(chunk: Chunk) -> Iterator[tuple[int, Any]]:
-    """Number and value of each line of a chunk that is not blank; a BadLine for one that is no JSON."""
+    """Yield number and value of each nonblank line of a chunk; the value is a BadLine where it is not JSON."""
     if chunk.kind == "bad":
         yield chunk.first, BadLine(chunk.source, chunk.first, chunk.content)
         return
@@ -152,7 +155,7 @@ def _values(column: Any) -> list[object]:
         return column
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:  # a library wrote something else there, or the file is damaged
+    except UnicodeDecodeError:  # a library wrote another encoding, or the file is damaged
         return [_decoded(value) for value in column.cast("large_binary").to_pylist()]
 
 

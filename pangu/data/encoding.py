@@ -1,4 +1,4 @@
-"""From documents to ids, in whatever process, and which of them are held out."""
+"""Tokenization of documents in any process, and selection of held-out documents."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _LARGEST_VOCABULARY = 128 << 20
 def encode(
     texts: Sequence[str], tokenizer: TokenizerConfig, vocab: int, eod: int | None, bos: int | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the ids of all texts, each between `bos` and `eod` as far as they are given, and how many ids each text
-    has. Raises UserError if an id is outside of the vocabulary."""
+    """Return all ids, with `bos` and `eod` if given, and ids per text. Raises UserError for ids outside `vocab`."""
     encoder = cached_tokenizer(tokenizer)
     ids: list[int] = []
     stops = [0]
@@ -40,16 +39,16 @@ def encode(
 
 
 cached_tokenizer = cache(load_tokenizer)
-"""`load_tokenizer`, once in each process."""
+"""Cached `load_tokenizer`: each process loads a tokenizer once."""
 
 
 def held_out(text: str, share: float) -> bool:
-    """Whether a document is one of that share of all, which a hash of its text decides."""
+    """Return whether a document belongs to the held-out share of all documents, chosen by a hash of its text."""
     return share > 0 and random_key("held out", text) < share * 2**64
 
 
 def tokenizer_digest(path: str) -> str:
-    """Of a tokenizer's file, or of the files of its folder, if it has any. Raises UserError if they cannot be read."""
+    """Return the digest of a tokenizer's file or folder; "" without a path. Raises UserError if it cannot be read."""
     digest = blake2b(digest_size=16)
     if not path:
         return ""
@@ -58,6 +57,6 @@ def tokenizer_digest(path: str) -> str:
         for file in sorted(file for file in whole.rglob("*") if file.is_file()) if whole.is_dir() else [whole]:
             size = file.stat().st_size
             digest.update(f"{file.relative_to(whole)}\n{size}\n".encode())
-            if size <= _LARGEST_VOCABULARY:  # such a folder may hold a model's weights too
+            if size <= _LARGEST_VOCABULARY:  # the folder may also hold a model's weights
                 digest.update(file.read_bytes())
     return digest.hexdigest()

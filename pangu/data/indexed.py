@@ -1,4 +1,4 @@
-"""Indexed token files: `PREFIX.bin` (tokens back to back) and `PREFIX.idx` (where they begin), as Megatron has them.
+"""Indexed token files in Megatron's format: `PREFIX.bin` (concatenated tokens) and `PREFIX.idx` (their offsets).
 
 Layout of `.idx`, little-endian: magic (9 bytes), version (u64), number format (u8), number of sequences n (u64), length
 m of the document index (u64), n lengths (i32), n byte offsets (i64), m cumulative sequence counts (i64).
@@ -22,35 +22,38 @@ FORMATS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def token_format(vocab: int) -> np.dtype[np.integer]:
-    """Number format of a vocabulary's ids; the bound is Megatron's."""
+    """Return the number format for a vocabulary's ids; the threshold is Megatron's."""
     return np.dtype("<u2" if vocab < 65500 else "<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The tokens of a prefix. Not `with_suffix`, for a prefix may hold a dot."""
+    """Return the token file of a prefix. Not `with_suffix`, because a prefix may contain a dot."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
+    """Return the index file of a prefix."""
     return Path(f"{prefix}.idx")
 
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """The memory-mapped contents of one pair of files."""
+    """Memory-mapped contents of a token file and its index."""
 
     prefix: str
     tokens: NDArray[np.integer]
-    """All documents back to back, [tokens]."""
+    """Concatenated tokens of all documents, [tokens]."""
     sequence_lengths: NDArray[np.int32]
-    """Tokens of each sequence, [sequences]."""
+    """Number of tokens in each sequence, [sequences]."""
     document_index: NDArray[np.int64]
     """Number of sequences before each document and at the end, [documents + 1]."""
 
 
 def open_indexed(prefix: str | Path) -> IndexedTokens:
-    """Map a pair of files into memory, in constant time. Raises UserError, naming the file, if one is missing, cannot
-    be read, is truncated, holds no tokens, is of another format, or does not belong to the other."""
+    """Map a pair of files into memory, in constant time.
+
+    Raises UserError, naming the file: missing, unreadable, truncated, without tokens, of another format, or not a pair.
+    """
     idx, data = idx_path(prefix), bin_path(prefix)
     with reading(prefix):
         size = data.stat().st_size
@@ -63,7 +66,7 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         lengths = index[HEADER.size : lengths_stop].view("<i4")
         offsets = index[lengths_stop:offsets_stop].view("<i8")
         documents = index[offsets_stop:].view("<i8")
-        # The last sequence stands for all: adding up a billion lengths would take every process seconds.
+        # Check the last sequence only: adding up a billion lengths would take every process seconds.
         expected = int(offsets[-1]) + int(lengths[-1]) * number_format.itemsize if num_sequences else 0
         if size != expected:
             raise UserError(
@@ -79,7 +82,6 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
 
 
 def _parse_header(idx: Path, header: bytes, size: int) -> tuple[np.dtype[np.integer], int, int]:
-    """Number format, number of sequences and length of the document index."""
     if header.startswith(_OLD_MAGIC):
         raise UserError(f"{idx} is of Megatron's old 'cached' or 'lazy' kind; write it again with --dataset-impl mmap")
     if header[: len(MAGIC)] != MAGIC[: len(header)]:

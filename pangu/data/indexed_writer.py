@@ -1,4 +1,4 @@
-"""Writes indexed token files, see `indexed`."""
+"""Writer of indexed token files; see `indexed`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from pangu.config.files import NewFile
 from pangu.data.indexed import FORMATS, HEADER, MAGIC, bin_path, idx_path, token_format
 
-_AT_ONCE = 1 << 20
-"""Lengths that are in memory at once while an index is written."""
+_AT_ONCE = 1 << 20  # lengths held in memory at once while an index is written
 
 
 def write_index(file: BinaryIO, number_format: np.dtype[np.integer], lengths: NDArray[np.int32]) -> None:
-    """The contents of an `.idx` file for documents of these lengths, each one sequence."""
+    """Write an `.idx` file for documents of these lengths, each one sequence."""
     code = next(code for code, name in FORMATS.items() if np.dtype(name) == number_format)
     file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
     parts = range(0, len(lengths), _AT_ONCE)
@@ -35,10 +34,10 @@ def write_index(file: BinaryIO, number_format: np.dtype[np.integer], lengths: ND
 
 
 class IndexedWriter:
-    """Writes one pair of files, one sequence per document. A context manager: the files get their names when the block
-    ends without an exception, otherwise nothing of them is left. Opening, adding and closing raise OSError."""
+    """Context manager that writes a pair of files, one sequence per document, and names them only on success."""
 
     def __init__(self, prefix: str | Path, vocab: int) -> None:
+        """Open the token file under a temporary name. Opening, adding and closing raise OSError."""
         self.num_tokens = 0
         self._vocab = vocab
         self._format = token_format(vocab)
@@ -49,6 +48,7 @@ class IndexedWriter:
 
     @property
     def num_documents(self) -> int:
+        """Return the number of documents added."""
         return len(self._lengths)
 
     def add(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
@@ -61,7 +61,7 @@ class IndexedWriter:
         self.num_tokens += ids.size
 
     def close(self) -> None:
-        """Flush both files to disk and give them their names, the index last, for it makes the pair readable."""
+        """Flush both files to disk and give them their names, the index last, because it makes the pair readable."""
         try:
             self._new.append(NewFile(self._idx))
             write_index(self._new[1].file, self._format, np.array(self._lengths, dtype="<i4"))
@@ -75,14 +75,16 @@ class IndexedWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what has no name yet."""
+        """Remove the files that are not published yet."""
         for new in self._new:
             new.discard()
 
     def __enter__(self) -> Self:
+        """Return the writer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Publish the files, or leave nothing of them after an exception."""
         if kind is None:
             self.close()
         else:

@@ -1,6 +1,6 @@
-"""Finding the text that people have, and reading it in chunks from any place on.
+"""Input files: finding them, and reading them in chunks from any position.
 
-A chunk holds neighbouring documents as they were read; what it costs to parse them is left to whom it is given to.
+A chunk holds neighboring documents as they were read; its receiver bears the cost of parsing them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pangu.data.tables import (
 )
 
 LONGEST = 64 << 20
-"""Bytes of a line, or of a document of a text file, at most: a chunk holds at least one."""
+"""Maximum bytes of a line, or of a document of a text file: a chunk holds at least one."""
 
 MOST_VALUES = 1_000_000
-"""Values of one JSON record: an empty list of three bytes takes over 60 in memory."""
+"""Maximum number of values in one JSON record: an empty list of three bytes takes over 60 in memory."""
 
 _TEXT = (".txt", ".jsonl", ".json")
 _KNOWN = (*_TEXT, ".parquet", ".arrow", ".csv")
@@ -49,26 +49,26 @@ _ENDS = {"lines": re.compile(rb"\n"), "text": re.compile(rb"\n[^\S\n]*\n"), "fil
 
 
 class Place(NamedTuple):
-    """Where the next chunk begins."""
+    """Position where the next chunk begins."""
 
     source: int
-    """Number of the input."""
+    """Index of the input."""
     offset: int
-    """Bytes of it, unpacked, or records."""
+    """Offset in uncompressed bytes, or in records."""
     line: int
-    """Lines, or records, of it before that place."""
+    """Number of lines or records before this position."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Neighbouring documents of one input."""
+    """Neighboring documents of one input."""
 
     source: str
     content: Any
-    """bytes of whole lines, or a sequence of records' texts: strings, or what stands there instead."""
+    """Bytes of whole lines, or a sequence of records' values: strings, or what a record has instead."""
     kind: Literal["text", "file", "lines", "records", "bad"]
-    """Documents between blank lines; one document; a JSON object in each line; records; no document, for the reason in
-    `content`."""
+    """Format of the content: documents between blank lines; one document; a JSON object in each line; records; or no
+    document, for the reason in `content`."""
     first: int
     """Number of the first line or record, from 1."""
     after: Place
@@ -90,8 +90,10 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
-    """The files of names, folders (searched throughout), globs and URLs of these, in order and without repeats. Raises
-    UserError, which says that they were given as `key`, for one without files or for a file of an unknown kind."""
+    """Return the files of names, folders (searched recursively), globs and URLs of these, in order, without repeats.
+
+    Raises UserError, naming `key` as their origin, for a pattern without files or a file of an unknown kind.
+    """
     inputs: dict[str, None] = {}
     for pattern in patterns:
         if is_dataset(pattern):
@@ -111,11 +113,11 @@ def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
 
 
 def _matches(pattern: str, key: str) -> list[tuple[str, list[str]]]:
-    """The file or folder of a name, or those of a glob, each with its files: itself, or what the folder holds."""
+    """Return the matches of a name or glob, each with its files: itself, or what the folder holds."""
     if is_url(pattern):
         with reading(f"{key} {pattern}", Exception, rule="cannot be found"):
             return find_urls(pattern)
-    if not pattern:  # as of a variable of the shell that is not set
+    if not pattern:  # e.g. from an unset shell variable
         raise UserError(f"{key}: an empty name")
     path = Path(pattern)
     # pathlib's own glob takes no absolute patterns
@@ -126,8 +128,7 @@ def _matches(pattern: str, key: str) -> list[tuple[str, list[str]]]:
 
 
 def _files_below(folder: Path) -> list[str]:
-    """In order. Links are followed, and a folder that several of them lead to comes once. Raises OSError if one cannot
-    be read."""
+    """Return the files below a folder, sorted. Follows links, and visits each folder once. Raises OSError."""
     files: list[Path] = []
     seen = set()
 
@@ -147,7 +148,7 @@ def _files_below(folder: Path) -> list[str]:
 
 
 def input_record(source: str) -> tuple[str, int, int]:
-    """Name, bytes and time of change of an input, as far as it has them. Raises UserError if it cannot be found."""
+    """Return name, bytes and mtime in ns of an input, 0 if it has none. Raises UserError if it cannot be found."""
     if is_dataset(source):
         return source, 0, 0
     with reading(source, Exception, rule="cannot be found"):
@@ -163,7 +164,7 @@ def _is_known(name: str) -> bool:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """What a name says of the content, and how it is packed, or an empty text."""
+    """Return the suffixes of the content and of the compression, each "" if missing."""
     path = PurePosixPath(name.partition("?")[0] if is_url(name) else name)
     packed = path.suffix if path.suffix in _PACKED else ""
     return PurePosixPath(path.name.removesuffix(packed)).suffix, packed
@@ -176,8 +177,7 @@ def read_chunks(
     *,
     whole_files: bool = False,
 ) -> Iterator[Chunk]:
-    """Read the chunks of the inputs from a place on; with `whole_files` a text file is one document. Raises UserError,
-    naming the input, if one cannot be read."""
+    """Read chunks from a place on; `whole_files`: one document per text file. Raises UserError, naming a bad input."""
     for number, source in enumerate(inputs[start.source :], start.source):
         place = start if number == start.source else Place(number, 0, 0)
         # the libraries' readers raise many kinds of errors
@@ -219,7 +219,7 @@ def _open(source: str, packed: str) -> BinaryIO:
 
 
 def _is_array(source: str, packed: str) -> bool:
-    """Whether a JSON file is one array rather than an object in each line, as a pipe is, which is read once."""
+    """Return whether a JSON file is one array. A pipe, which can be read only once, has an object in each line."""
     if not (is_url(source) or Path(source).is_file()):
         return False
     with _open(source, packed) as file:
@@ -227,7 +227,7 @@ def _is_array(source: str, packed: str) -> bool:
 
 
 def _array(file: BinaryIO) -> Iterator[object]:
-    """The values of a JSON array, of which only a part is in memory. Raises ValueError, RecursionError."""
+    """Yield the values of a JSON array, with only a part of it in memory. Raises ValueError, RecursionError."""
     decoder, stream = json.JSONDecoder(), io.TextIOWrapper(file, encoding="utf-8-sig")
     text, place, number = "", 0, 0
     while True:
@@ -237,7 +237,7 @@ def _array(file: BinaryIO) -> Iterator[object]:
                 break
             value, end = decoder.raw_decode(text, before.end() if before else len(text))
             if end == len(text):
-                raise json.JSONDecodeError("no comma or bracket behind it", text, end)  # or the rest of a number
+                raise json.JSONDecodeError("no comma or bracket behind it", text, end)  # a number may go on
         except json.JSONDecodeError as error:
             if has_too_many_values(text[place:].encode(errors="replace")):
                 raise ValueError(f"value {number + 1} of its array holds more than {MOST_VALUES:,} values") from error
@@ -253,14 +253,14 @@ def _array(file: BinaryIO) -> Iterator[object]:
 
 
 def has_too_many_values(content: bytes) -> bool:
-    """Whether a JSON text has more than `MOST_VALUES` values, by its commas outside of strings."""
+    """Return whether a JSON text has more than `MOST_VALUES` values, judging by its commas outside of strings."""
     if content.count(b",") < MOST_VALUES:
         return False
     return re.sub(rb'"(?:[^"\\]|\\.)*+(?:"|\Z)', b"", content).count(b",") >= MOST_VALUES
 
 
 def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lines"], place: Place) -> Iterator[Chunk]:
-    """Chunks that end with a line, or with a document. One that is too long is a chunk without a document."""
+    """Yield chunks that end with a line or a document. One that is too long becomes a chunk without a document."""
     _, offset, line = place
     held = b""
     while block := file.read(CHUNK):
@@ -286,13 +286,12 @@ def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lin
 
 
 def _first_size(text: bytes, kind: str) -> int:
-    """Bytes of the first line, or document, with its end."""
     end = _ENDS[kind].search(text)
     return len(text) if end is None else end.end()
 
 
 def _pass_over(file: BinaryIO, held: bytes, kind: str) -> tuple[int, int, bytes]:
-    """Bytes and lines of the first line, or document, of which `held` has been read, and what was read after it."""
+    """Skip the first line or document, begun in `held`; return its bytes, its lines and what was read after it."""
     size = lines = overlap = 0
     while True:
         end = _ENDS[kind].search(held)
@@ -308,7 +307,6 @@ def _pass_over(file: BinaryIO, held: bytes, kind: str) -> tuple[int, int, bytes]
 
 
 def _skip(file: BinaryIO, size: int) -> None:
-    """Go on by so many bytes, of what is unpacked or a pipe."""
     while size and (block := file.read(min(size, CHUNK))):
         size -= len(block)
 
@@ -318,7 +316,7 @@ def _end_of_lines(text: bytes, _: int) -> int:
 
 
 def _end_of_documents(text: bytes, known: int) -> int:
-    """Where the last blank line ends; 0 if there is none, as in the first `known` bytes but for their last line."""
+    """Return where the last blank line ends; 0 if none does after the last line of the first `known` bytes begins."""
     end = text.rfind(b"\n")
     least = text.rfind(b"\n", 0, known)
     while end > least:
@@ -338,7 +336,7 @@ def _record_chunks(source: str, columns: Iterable[Sequence[object]], place: Plac
 
 
 def _parts(texts: Iterable[object]) -> Iterator[list[object]]:
-    """The texts of records, as many at once as make a chunk."""
+    """Group the texts of records into lists of the size of a chunk."""
     size, chunk = 0, []
     for text in texts:
         chunk.append(text)

@@ -1,4 +1,4 @@
-"""Conversations for fine-tuning, as tokens and where the loss counts; made once, and kept in a folder."""
+"""Conversations for fine-tuning, encoded once into a folder as tokens and loss masks."""
 
 from __future__ import annotations
 
@@ -38,17 +38,15 @@ from pangu.data.workers import parallel_map
 
 log = logging.getLogger("pangu")
 
-_FORMAT = 2
-"""Version of the recipe; raise it when the files it writes change."""
+_FORMAT = 2  # version of the recipe; raise it when the files it writes change
 _FOLDER = "instructions"
-_SECONDS_PER_LINE = 2e-3
-"""Time that a template has at least for each line of a chunk."""
+_SECONDS_PER_LINE = 2e-3  # minimum time that a template has for each line of a chunk
 _LINES = re.compile(r"\.jsonl(\.(gz|zst|xz|bz2))?$")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the tokens of a conversation."""
+    """Settings that determine the tokens of a conversation."""
 
     tokenizer: TokenizerConfig
     tokenizer_digest: str
@@ -60,25 +58,26 @@ class Recipe:
     too_long: str
     sequence: int
     eod: int | None = None
-    """Id that ends a document; None: the tokenizer's."""
+    """End-of-document id; None: the tokenizer's."""
     bos: int | None = None
     turns: str = "all"
 
 
 @dataclass
 class Counts:
-    """Of the conversations of some files."""
+    """Conversation counts of some files."""
 
     conversations: int = 0
-    """Those that are used."""
+    """Number of conversations used."""
     truncated: int = 0
-    """Of these."""
+    """Number of used conversations that are truncated."""
     too_long: int = 0
-    """Left out."""
+    """Number of conversations left out as too long."""
     bad_lines: int = 0
-    """The same, for they hold none."""
+    """Number of lines left out because they hold no conversation."""
 
     def __str__(self) -> str:
+        """Return the counts as text for the log."""
         return (
             f"{self.conversations:,} conversations, {self.truncated:,} of them truncated; left out: {self.too_long:,}"
             f" longer than model.sequence, {self.bad_lines:,} lines without one"
@@ -86,17 +85,17 @@ class Counts:
 
 
 class Conversation(NamedTuple):
-    """One that fits into a sample."""
+    """Encoded conversation that fits into a sample."""
 
     ids: NDArray[np.int32]
     counted: NDArray[np.uint8]
-    """1 for each id whose prediction counts in the loss, [tokens]."""
+    """Loss mask: 1 for each id whose prediction counts in the loss, [tokens]."""
     truncated: bool
 
 
 @dataclass
 class Encoded:
-    """What a worker makes of a chunk."""
+    """Encoded conversations of a chunk, returned by a worker."""
 
     conversations: list[Conversation] = field(default_factory=list)
     too_long: int = 0
@@ -104,24 +103,27 @@ class Encoded:
 
 
 class TooLongError(ValueError):
-    """A conversation that does not fit into a sample."""
+    """Conversation that does not fit into a sample."""
 
 
 class Encoder:
-    """Turns conversations into tokens. Raises UserError if tokenizer or template cannot be read."""
+    """Encoder of conversations as tokens."""
 
     def __init__(self, recipe: Recipe) -> None:
+        """Load the tokenizer and the template. Raises UserError if one cannot be read."""
         self._recipe = recipe
         self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
         self._eod = self._tokenizer.eod if recipe.eod is None else recipe.eod
         spelled, self._end = spelled_end(self._tokenizer, self._eod)
         self._template = ChatTemplate(recipe.template, self._tokenizer.special, spelled, recipe.bos)
-        # A template of a file writes it where its model wants it
+        # A template file writes the beginning of a text where its model needs it
         self._before = [recipe.bos] if recipe.bos is not None and recipe.template in TEMPLATES else []
 
     def encode(self, record: Any, allowance: Allowance | None = None) -> Conversation:
-        """Raises ValueError, with the reason, if a record holds no conversation; TooLongError for one that is too
-        long. `allowance`: the time that the template has left."""
+        """Encode the conversation of a record; `allowance` is the time that the template has left.
+
+        Raises ValueError, with the reason, if the record holds none; TooLongError if it is too long.
+        """
         if allowance is None:
             with Allowance() as allowance:
                 return self.encode(record, allowance)
@@ -135,7 +137,7 @@ class Encoder:
             counted += [int(counts)] * len(some)
         if ids[:1] != self._before:
             ids, counted = [*self._before, *ids], [0] * len(self._before) + counted
-        if any(counted[:1]):  # nothing stands before the response
+        if any(counted[:1]):  # no token precedes the response
             first = self._eod if recipe.bos is None else recipe.bos
             if first is None:
                 raise ValueError("has nothing before its response, and the tokenizer has no end of a document")
@@ -148,12 +150,11 @@ class Encoder:
         return Conversation(np.array(ids[:most], np.int32), np.array(counted[:most], np.uint8), len(ids) > most)
 
 
-_encoder = cache(Encoder)  # each process has one
+_encoder = cache(Encoder)  # one per process
 
 
 def encode_chunk(recipe: Recipe, max_bad: int, chunk: Chunk) -> Encoded:
-    """Encode a chunk in a worker; stop at the bad line that is one too many. Raises UserError for conversations that
-    are too long, if those are refused."""
+    """Encode a chunk, up to one bad line over `max_bad`. Raises UserError for one too long if that is refused."""
     encoder, encoded = _encoder(recipe), Encoded()
     lines = list(json_lines(chunk))
     with Allowance(max(sandbox.SECONDS, _SECONDS_PER_LINE * len(lines))) as allowance:
@@ -179,9 +180,11 @@ def encode_chunk(recipe: Recipe, max_bad: int, chunk: Chunk) -> Encoded:
 def prepare_instructions(
     data: InstructionsData, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None]
 ) -> None:
-    """Encode and pack the conversations, unless the folder has them. `note_progress` is called for each file and each
-    chunk of one. Raises UserError if a file cannot be read or has more lines without a conversation than are left out,
-    or if the folder cannot be written."""
+    """Encode and pack the conversations, unless the folder has them.
+
+    `note_progress` is called for each file and each chunk of one. Raises UserError if a file cannot be read or has more
+    lines without a conversation than `data.max_bad`, or if the folder cannot be written.
+    """
     recipe, inputs = _recipe(data, model), _inputs(data, note_progress)
     wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
     folder = Path(data.folder) / _FOLDER
@@ -222,7 +225,7 @@ def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
 
 
 def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[str, list[tuple[str, int, int]]]:
-    """The files of each dataset, by the name that its tokens have in the folder. Raises UserError."""
+    """Return the files of each dataset by the dataset's name in the folder. Raises UserError."""
     inputs = {}
     for split, patterns in (("train", data.train), ("validation", data.validation)):
         for number, pattern in enumerate(patterns):
@@ -234,7 +237,7 @@ def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[s
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """What the folder holds, if all of it is there."""
+    """Return the manifest of the folder; None if it is incomplete."""
     try:
         manifest = read_json_object(folder / "manifest.json")
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
@@ -252,7 +255,6 @@ def _write_all(
     vocab: int,
     progress: ProgressBar,
 ) -> dict[str, Any]:
-    """The tokens of all datasets; what the manifest says of them."""
     counts = {}
     for name, records in progress.through(inputs.items(), "Encoding conversations"):
         sources = [source for source, *_ in records]
@@ -268,7 +270,7 @@ def _write(
     vocab: int,
     note_progress: Callable[[], None],
 ) -> Counts:
-    """The tokens of one dataset, and beside them where the loss counts."""
+    """Write the tokens and the loss mask of one dataset, and return its counts."""
     counts, limit = Counts(), f"data.max_bad = {data.max_bad} such lines"
     chunks = read_chunks(sources, data.messages_key)
     with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
@@ -289,12 +291,12 @@ def _write(
 
 
 def counted_path(prefix: str | Path) -> Path:
-    """A byte for each token of a prefix."""
+    """Return the loss mask of a prefix, a file with a byte for each token."""
     return Path(f"{prefix}.counted")
 
 
 def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocuments:
-    """Conversations that are packed, with where the loss counts. Raises UserError."""
+    """Open packed conversations with their loss mask. Raises UserError."""
     path = counted_path(packing.prefix)
     with reading(path, ValueError):  # an empty file cannot be mapped
         counted = np.memmap(path, np.uint8, "r")
@@ -305,7 +307,7 @@ def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocu
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of prepared conversations. Raises UserError if it holds none, or not all of them."""
+    """Return the manifest of a folder of prepared conversations. Raises UserError if it is missing or incomplete."""
     manifest = _manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: holds no prepared conversations, or not all of them")
@@ -319,8 +321,7 @@ def _packing(data: InstructionsData, model: ModelConfig, name: str) -> Packing:
 
 
 def open_split(data: InstructionsData, model: ModelConfig, seed: int, names: Sequence[str]) -> SampleStream:
-    """The samples of prepared datasets: shuffled ones of `train-0` and the following, otherwise in plain order. Raises
-    UserError."""
+    """Open samples of prepared datasets: shuffled for `train-0` and following, else in order. Raises UserError."""
     shuffle = names[0].startswith("train")
     datasets = [open_dataset(_packing(data, model, name), model.vocab, data.packing) for name in names]
     weights = data.weights if shuffle else None

@@ -1,4 +1,4 @@
-"""The samples of a data-parallel rank in a step, and a loader that reads them ahead."""
+"""Samples of a data-parallel rank in a step, and a loader that prefetches them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from pangu.topology.copy_stream import CopyStream
 
 
 class _Loaded(NamedTuple):
-    """What was read for a step."""
+    """Prefetched micro-batches of a step."""
 
     batches: list[Batch]
-    arrival: torch.Event | None
-    """When they are on the device."""
-    position: dict[str, Any] | None
-    """Where the stream is after them."""
+    arrival: torch.Event | None  # of the micro-batches on the device
+    position: dict[str, Any] | None  # of the stream, after these micro-batches
     padding: float | None
 
 
 def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
-    """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step: the
-    `global_size` samples after the `consumed` ones, whose micro-batches are dealt to the ranks in turn, so neither
-    `size` nor `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide
-    `global_size`."""
+    """Return the global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step.
+
+    The `global_size` samples after the `consumed` ones go to the ranks in turn, by micro-batches, so neither `size` nor
+    `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide `global_size`.
+    """
     if global_size % (micro_size * size):
         raise ValueError(
             f"a global batch of {global_size} cannot be dealt to {size} ranks in micro-batches of {micro_size}"
@@ -41,8 +40,7 @@ def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, si
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank. One thread reads those of the next step ahead and copies them to the
-    device, beside its computation; `close` ends it."""
+    """Loader of a data-parallel rank's micro-batches; a thread prefetches the next step during computation."""
 
     def __init__(
         self,
@@ -54,24 +52,24 @@ class Loader:
         size: int,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where the micro-batches are to be; None: in the memory of the host."""
+        """Create a loader that copies micro-batches to `device`; None: they stay in host memory."""
         self._stream, self._packing = stream, packing
         self._sizes = (global_size, micro_size, rank, size)
         self._device = device or torch.device("cpu")
         self._copies = CopyStream(self._device)
-        # a new thread would work with the first device
+        # A new thread would use the first device
         start = None if self._device.type == "cpu" else partial(torch.accelerator.set_device_index, self._device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader", initializer=start)
         self.waited_s = 0.0
-        """Seconds that `micro_batches` took the last time: what reading ahead did not hide."""
+        """Seconds that the last `micro_batches` took: the exposed time, which prefetching did not hide."""
         self.position: dict[str, Any] | None = None
-        """From where the stream goes on after the micro-batches that were returned last; see `Stream.position`."""
+        """Position from which the stream resumes after the micro-batches returned last; see `Stream.position`."""
         self.padding: float | None = None
-        """Share of the places of that global batch that hold no token, on the first rank, if documents are packed."""
+        """Padding share of the tokens of that global batch, on the first rank, if documents are packed."""
         self._ahead: tuple[int, Future[_Loaded]] | None = None
 
     def micro_batches(self, consumed: int) -> list[Batch]:
-        """The micro-batches of the step after `consumed` samples. Raises what reading them raised."""
+        """Return the micro-batches of the step after `consumed` samples. Raises what reading them raised."""
         began = time.perf_counter()
         if self._ahead is None or self._ahead[0] != consumed:
             self._abandon()
@@ -84,12 +82,13 @@ class Loader:
         return batches
 
     def close(self) -> None:
+        """End the thread and close the stream."""
         self._thread.shutdown(cancel_futures=True)
         self._abandon()
         self._stream.close()
 
     def _abandon(self) -> None:
-        """Let computation wait for copies that nobody asked for: it may be given their memory."""
+        """Make computation wait for copies that nobody asked for: it may be given their memory."""
         reading, self._ahead = None if self._ahead is None else self._ahead[1], None
         if reading is not None and not reading.cancel() and reading.exception() is None:
             self._copies.wait(reading.result().arrival)
@@ -113,7 +112,9 @@ class Loader:
         return sum(map(self._stream.padding, range(consumed, consumed + size))) / (size * sequence)
 
     def __enter__(self) -> Self:
+        """Return the loader."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Close the loader."""
         self.close()

@@ -1,4 +1,4 @@
-"""What belongs to a pair of indexed files: how they were made, their statistics, and checksums of every 64 MiB."""
+"""Manifest of a pair of indexed files: their origin, their statistics, and checksums of every 64 MiB."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pangu.config.errors import UserError
 from pangu.config.files import read_json_object
 
 FORMAT = 1
-BLOCK = 64 << 20
-"""Bytes under one checksum: files of terabytes can be checked in parts, and while they are written."""
+BLOCK = 64 << 20  # bytes per checksum: files of terabytes can be checked in parts, and while they are written
 
 
 class Checksums:
-    """BLAKE2b of each 64 MiB of what is written."""
+    """BLAKE2b checksums of each 64 MiB of what is written."""
 
     def __init__(self, finished: list[str] | None = None) -> None:
-        self.finished = list(finished or [])
-        """Of the blocks that are full."""
+        """Start after the blocks with the checksums `finished`."""
+        self.finished = list(finished or [])  # checksums of the full blocks
         self._size = 0
         self._block = _new()
 
     def update(self, content: bytes | memoryview) -> None:
+        """Add written content."""
         view = memoryview(content).cast("B")
         while len(view):
             part = view[: BLOCK - self._size]
@@ -35,7 +35,7 @@ class Checksums:
                 self._size, self._block = 0, _new()
 
     def all(self) -> list[str]:
-        """Of every block, the last one not full."""
+        """Return the checksums of all blocks, the last one partial."""
         return [*self.finished, *([self._block.hexdigest()] if self._size else [])]
 
 
@@ -44,11 +44,12 @@ def _new() -> hashlib.blake2b:
 
 
 def manifest_path(prefix: str | Path) -> Path:
+    """Return the manifest file of a prefix."""
     return Path(f"{prefix}.json")
 
 
 def file_checksums(path: Path, start: int = 0, finished: list[str] | None = None) -> Checksums:
-    """Of a file, from a full block on. Raises OSError."""
+    """Return the checksums of a file, after `finished` full blocks up to byte `start`. Raises OSError."""
     checksums = Checksums(finished)
     with path.open("rb") as file:
         file.seek(start)
@@ -58,7 +59,7 @@ def file_checksums(path: Path, start: int = 0, finished: list[str] | None = None
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """The manifest of a pair of files, if it has one. Raises UserError for a damaged one."""
+    """Return the manifest of a pair of files; None if it has none. Raises UserError for a damaged one."""
     path = manifest_path(prefix)
     if not path.exists():
         return None
@@ -74,7 +75,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def find_damage(prefix: str | Path, manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with the files that a manifest describes, one line each. Raises OSError."""
+    """Return the problems of the files that a manifest describes, one line each. Raises OSError."""
     problems = []
     for name, record in manifest["files"].items():
         path = Path(prefix).parent / Path(name).name

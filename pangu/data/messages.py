@@ -1,4 +1,4 @@
-"""Conversations of a record: messages as OpenAI, ShareGPT and prompt-and-response files write them, in one form."""
+"""Conversations of a record, converted to one form from OpenAI, ShareGPT and prompt-and-response files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pangu.data.token_spans import APART
 
 ROLES = ("system", "user", "assistant", "tool")
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around what a template declares to be a response. Unicode reserves them, and `APART`, for uses like this one:
-no text holds them."""
+"""Marks around what a template declares to be a response. Unicode reserves them, and `APART`, for such internal uses:
+no text contains them."""
 
 Message = Mapping[str, Any]
 
@@ -26,26 +26,26 @@ _OTHER_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-"""Names that other programs have for `ROLES`."""
+"""Role names of other programs, mapped to `ROLES`."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Dialog(NamedTuple):
-    """A conversation to train on."""
+    """Conversation to train on."""
 
     messages: list[dict[str, Any]]
-    """Each has a `role` of `ROLES` and a text as its `content`; an assistant's may have `tool_calls`."""
+    """Messages with a `role` of `ROLES` and a text as `content`; an assistant's may have `tool_calls`."""
     tools: list[Any]
     """Definitions of the functions that the assistant may call."""
     counted: list[bool]
-    """Whether the loss counts each assistant message."""
+    """Flags of the assistant messages: whether the loss counts each of them."""
 
 
 def read_dialog(record: Any, messages_key: str, prompt_key: str, response_key: str, turns: str) -> Dialog:
     """Read the conversation of a record. Raises ValueError, with the reason, if there is none.
 
-    `turns`: `all` counts every response, `last` those after the last message of the user that one follows. A message
-    with a `weight` of 0, as OpenAI writes it, is not counted.
+    `turns`: `all` counts every response, `last` those after the last user message that has a response after it. A
+    message with a `weight` of 0, as in OpenAI's format, is not counted.
     """
     messages = messages_of(record, messages_key, prompt_key, response_key)
     responses = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -58,7 +58,7 @@ def read_dialog(record: Any, messages_key: str, prompt_key: str, response_key: s
 
 
 def messages_of(record: Any, messages_key: str, prompt_key: str, response_key: str) -> list[dict[str, Any]]:
-    """The messages of a record, or its prompt and response as messages. Raises ValueError, with the reason."""
+    """Return the messages of a record, or its prompt and response as messages. Raises ValueError, with the reason."""
     if not isinstance(record, dict):
         raise ValueError("is no JSON object")
     key = messages_key if messages_key in record or "conversations" not in record else "conversations"
@@ -79,8 +79,7 @@ def messages_of(record: Any, messages_key: str, prompt_key: str, response_key: s
 
 
 def read_prompt(record: Any) -> Dialog:
-    """Read the conversation that a response is asked for, or the text of `prompt` as a message of the user. Raises
-    ValueError, with the reason, if there is none."""
+    """Read a conversation to respond to, or `prompt` as a user message. Raises ValueError, with the reason, if none."""
     if not isinstance(record, dict):
         raise ValueError("is no JSON object")
     key = next((key for key in ("messages", "conversations") if key in record), "prompt")
@@ -91,18 +90,17 @@ def read_prompt(record: Any) -> Dialog:
 
 
 def _listed(record: Mapping[str, Any], key: str, messages: Any) -> list[dict[str, Any]]:
-    """Return the messages that a record has as `key`, behind a system prompt of its own."""
+    """Return the messages of a record under `key`, after its own system prompt if it has one."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"its {key!r} is no list of messages")
     messages = [_message(message, f"message {number}") for number, message in enumerate(messages)]
-    system = record.get("system")  # beside the messages, as ShareGPT has it
+    system = record.get("system")  # next to the messages, as in ShareGPT
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": map_text(system, _check_text)}, *messages]
     return messages
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
-    """A message in this package's form."""
     if not isinstance(message, dict):
         raise ValueError(f"{place} is no JSON object with 'role' and 'content'")
     given = message.get("role", message.get("from"))
@@ -130,7 +128,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 
 def _text(content: Any, place: str, *, empty: bool) -> str:
-    """The text of a message, which may be a list of parts. There need be none if it may be `empty`."""
+    """Return the text of a message, which may be a list of parts; None is allowed if `empty`."""
     if content is None and empty:
         return ""
     if isinstance(content, list):
@@ -148,7 +146,7 @@ def _text(content: Any, place: str, *, empty: bool) -> str:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object, as templates want them."""
+    """Return a tool call with its arguments as an object, as templates expect."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{place} has a tool call without the name of a function: {shown(call)}")
@@ -168,7 +166,6 @@ def _tools(tools: Any) -> list[Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """A value, or that of the JSON text it is given as."""
     if not isinstance(value, str):
         return value
     try:
@@ -188,7 +185,7 @@ def _check_text(text: str) -> str:
 
 
 def map_text(value: Any, function: Callable[[str], str]) -> Any:
-    """The same value with every text in it replaced."""
+    """Return the value with `function` applied to every text in it."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, dict):
@@ -197,7 +194,7 @@ def map_text(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def unwritten(dialog: Dialog, text: str) -> str | None:
-    """The first name of a called or defined function that is not in what a template has written."""
+    """Return the first called or defined function whose name is missing in a template's output, or None."""
     calls = [call for message in dialog.messages for call in message.get("tool_calls", ())]
     names = [one.get("function", one).get("name") for one in (*calls, *dialog.tools)]
     return next((name for name in names if isinstance(name, str) and name not in text), None)
