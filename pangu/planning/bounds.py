@@ -1,7 +1,7 @@
 """Lower bounds of the step time and peak memory of a layout, cheap enough for thousands of layouts per second.
 
-The bounds use the same measured spans and buffers as the ledger of a step, but leave out communication inside layers:
-they count compute, model states with their communication, and the activations of micro-batches in flight.
+The bounds use the same measured spans and buffers as the ledger of a step, each module at its least: they leave out
+what depends on its neighbors, the bubbles inside a schedule, and messages between stages.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ class Program:
         return self._sketches[self._sketched(plan)]
 
     def _sketched(self, plan: Plan) -> Any:
-        return WorkKey.of(plan)._replace(micro_size=0, recompute="", recomputed=False, on_host=False)
+        work, others = self._way(plan)
+        return work._replace(micro_size=0, recompute="", recomputed=False, on_host=False), others
 
     def _sketch_requests(self, plan: Plan) -> tuple[TraceRequest, ...]:
         model = self.config.model

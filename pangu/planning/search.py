@@ -1,7 +1,7 @@
 """Search for the fastest layouts of a model on a cluster that fit into device memory.
 
 All layouts are enumerated; those ruled out by memory or by the configuration's own checks are counted by reason. The
-rest are costed in the order of a lower bound of their time (compute alone), until no bound is below the worst of the
+rest are measured and costed in the order of a lower bound of their time, until no bound is below the worst of the
 wanted layouts: branch and bound, so the result is optimal over all layouts. The fastest few are then carried out in a
 dry run, which decides whether they fit.
 """
@@ -140,10 +140,8 @@ def space_of(
 def search(space: Space, top: int = 10) -> SearchResult:
     """Return the `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
-    bounds, alone = (
-        LayoutBounds(space.program, space.cluster),
-        space.cluster.alone,
-    )  # bounds assume that no core is shared
+    bounds = LayoutBounds(space.program, space.cluster)
+    alone = space.cluster.alone  # bounds assume that no core is shared
     plans = list(enumerate_plans(space, refused))
     space.program.sketch(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
@@ -179,17 +177,18 @@ def search(space: Space, top: int = 10) -> SearchResult:
 
 
 def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str]) -> list[Candidate]:
-    """Return the layouts with the first `CONFIRMED` of them dry-run, without those that did not fit."""
-    waiting, kept = list(costed), list[Candidate]()
-    while waiting and len(kept) < CONFIRMED:
-        count = CONFIRMED - len(kept)
-        tried, waiting = waiting[:count], waiting[count:]
+    """Return the layouts, fastest first; the first `CONFIRMED` of them fit in a dry run, which measured them."""
+    known = list(costed)
+    while tried := [one for one in known[:CONFIRMED] if one.measured is None]:
+        known = [one for one in known if one not in tried]
         for one in carried_out(space, tried):
             if one.fullest <= space.cluster.memory.gib:
-                kept.append(one)
+                known.append(one)
             else:
                 refused[TOO_LARGE] += 1
-    return [*kept, *waiting]
+                known += filter(None, (_candidate(space, other) for other in smaller(space, one.plan)))
+        known.sort(key=_preference)
+    return known
 
 
 def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -225,7 +224,7 @@ def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequen
 
 def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield variants of a layout that does not fit with less on the device, never faster, each reached only once."""
-    if "recompute" not in space.fixed and not (plan.recomputes or plan.offload):
+    if "recompute" not in space.fixed and not plan.recomputes and plan.offload == space.fixed.get("offload", ()):
         most = max(plan.layers)
         yield from (plan._replace(recompute=recompute) for recompute in ("selective", "full"))
         yield from (plan._replace(recomputed=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
@@ -341,7 +340,7 @@ def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan
             if isinstance(scheduled, str):
                 refused[scheduled] += 1
             else:
-                yield from _saving(space, scheduled)
+                yield from _sharded(space, scheduled)
 
 
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
@@ -358,7 +357,7 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
     return tuple(len(part.layers) for part in cut(model, chunks))
 
 
-def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
+def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield a layout with each way to shard model states."""
     layout = plan.layout
     shared = max(layout.replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,12 +14,14 @@ import pytest
 
 from pangu.config.errors import ConfigError, UserError
 from pangu.config.layout_checks import layout_problems
+from pangu.planning import search as search_module
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
 from pangu.planning.plan import Plan
 from pangu.planning.search import (
     LONG,
+    Candidate,
     Space,
     enumerate_plans,
     problem_of,
@@ -64,6 +67,33 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
             plans += smaller(where, plan)
     found = search(where, top=5)
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
+
+
+def test_what_saves_memory_is_never_faster() -> None:
+    """So it is tried where a layout does not fit only, also with parts in host memory that are given."""
+    where = space(8, *SMALL)
+    for plan in Random(1).sample(list(enumerate_plans(where, Counter())), 25):
+        others = list(smaller(where, plan))
+        assert {other.recompute for other in others} == {"none", "selective", "full"}
+        assert all(time_of(where, other).total >= time_of(where, plan).total for other in others), plan
+    given = where._replace(fixed={"offload": ("optimizer",)})
+    plan = next(enumerate_plans(given, Counter()))
+    assert {other.recompute for other in smaller(given, plan)} == {"none", "selective", "full"}
+    assert {other.offload for other in smaller(given, plan)} == {("optimizer",)}
+
+
+def test_a_layout_that_a_dry_run_refuses_is_tried_with_less_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = space(8, *SHORT)
+
+    def carried_out(_: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
+        for one in tried:
+            yield one._replace(measured=70.0 if one.plan.recompute == "full" else 80.0)
+
+    monkeypatch.setattr(search_module, "carried_out", carried_out)
+    given = where._replace(fixed={"tensor": 1, "pipeline": 1, "micro_size": 1, "offload": ()})
+    found = search(given, top=2)
+    assert [one.plan.recompute for one in found.best] == ["full", "full"]
+    assert all(one.measured == 70.0 for one in found.best)
 
 
 def test_ranks_share_long_sequences() -> None:
