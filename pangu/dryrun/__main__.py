@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from queue import SimpleQueue
@@ -18,16 +19,19 @@ def read_jobs(jobs: SimpleQueue[str]) -> None:
 
 
 def main() -> None:
-    """Load the fake device, then answer jobs."""
+    """Load the fake device, then answer jobs [configuration, rank, options]; without the device, on the CPU."""
     jobs: SimpleQueue[str] = SimpleQueue()
     Thread(target=read_jobs, args=(jobs,), daemon=True).start()
     fake = load_device()
     if isinstance(fake, str):
         pretend_devices(0)
     # imports torch, which looks for devices during its import: the fake one must exist by then
-    from pangu.dryrun.server import serve  # noqa: PLC0415
+    from pangu.dryrun.measure import answer  # noqa: PLC0415
 
-    serve(jobs, fake)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keep library output out of the answers
+    while True:
+        print(json.dumps(answer(fake, *json.loads(jobs.get()))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

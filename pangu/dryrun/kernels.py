@@ -14,6 +14,23 @@ from pangu.layers.attention_blocks import Lengths
 from pangu.layers.dropping_attention import Masked
 from pangu.layers.kernels import QKV
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+"""Kernel of queries, keys, values [batch, heads, sequence, size], dropout and causality; output, log-sum-exp first."""
+
+
+def _flash_backward(
+    grad: Tensor, qkv: Sequence[Tensor], output: Tensor, log_sum: Tensor, causal: bool, dropout: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    state, lengths = grad.new_empty(2, dtype=torch.int64), (qkv[0].shape[2], qkv[1].shape[2])
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, *qkv, output, log_sum, state[0], state[0], *lengths, dropout, causal, state, state
+    )
+
+
+def _rows(part: Tensor, length: int) -> Tensor:
+    """Return packed rows as [batch, heads, sequence, size]."""
+    return part.reshape(-1, length, *part.shape[-2:]).transpose(1, 2)
+
 
 def attention(
     query: Tensor,
@@ -31,9 +48,7 @@ def attention(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
     if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+        return _flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -51,14 +66,8 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
 ) -> Tensor:
     """Return attention over full rows: an upper bound on the cost, since document lengths are unknown."""
-    rows = (part.view(-1, longest, *part.shape[-2:]).transpose(1, 2) for part in (query, key, value))
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    return attend(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
-
-
-def _rows(part: Tensor, length: int) -> Tensor:
-    """Return packed rows as [batch, heads, sequence, size]."""
-    return part.reshape(-1, length, *part.shape[-2:]).transpose(1, 2)
+    rows = (_rows(part, longest) for part in (query, key, value))
+    return _flash(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
 
 
 def flash_forward(
@@ -66,8 +75,7 @@ def flash_forward(
 ) -> tuple[Tensor, ...]:
     """Return the forward pass of `flash_attention`; scores outside of a sliding window are counted as well."""
     rows = [_rows(part, length) for part, length in zip(qkv, (lengths[2], *[lengths[3]] * 2), strict=True)]
-    causal = options["is_causal"] or "window_size_left" in options
-    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, dropout, causal)
+    output, log_sum, *_ = _flash(*rows, dropout, options["is_causal"] or "window_size_left" in options)
     if lengths.queries is not None:
         log_sum = log_sum.transpose(0, 1).flatten(1)
     state = qkv[0].new_empty(2, dtype=torch.int64)
@@ -79,19 +87,16 @@ def flash_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of `flash_forward`."""
     sizes = (lengths[2], lengths[2], lengths[3], lengths[3], lengths[2])
-    grad, query, key, value, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
-    log_sum = tensors[5].view(query.shape[1], -1, lengths[2]).transpose(0, 1)
+    grad, *qkv, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
+    log_sum = tensors[5].view(qkv[0].shape[1], -1, lengths[2]).transpose(0, 1)
     causal = options["is_causal"] or "window_size_left" in options
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, output, log_sum, state[0], state[0], lengths[2], lengths[3], dropout, causal, *state
-    )
+    gradients = _flash_backward(grad, qkv, output, log_sum, causal, dropout)
     return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(gradients, tensors[1:4], strict=True))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of `flash_attention` for sequences split over ranks."""
-    causal = masked.key_at + key.shape[2] > masked.query_at
-    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    output, log_sum, *_ = _flash(query, key, value, 0.0, masked.key_at + key.shape[2] > masked.query_at)
     return output, log_sum
 
 
@@ -99,36 +104,29 @@ def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients; both backward kernels recompute the scores and the gradients of the probabilities."""
-    causal, lengths = masked.key_at + key.shape[2] > masked.query_at, (query.shape[2], key.shape[2])
     attend(query, key, value, masked)
-    state = query.new_empty(2, dtype=torch.int64)
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, output, log_sum, state[0], state[0], *lengths, 0.0, causal, state, state
-    )
+    causal = masked.key_at + key.shape[2] > masked.query_at
+    return _flash_backward(grad, (query, key, value), output, log_sum, causal)
 
 
 class _Sums(Function):
     """Log-sum-exp of the softmax for FlexAttention: attends to few value columns and keeps the result."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        sums = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[1]
-        ctx.save_for_backward(query, key, value, query.new_empty(*query.shape[:-1], value.shape[-1]), sums)
-        return sums.to(query.dtype)
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        sums = _flash(*qkv, 0.0, True)[1]
+        ctx.save_for_backward(*qkv, qkv[0].new_empty(*qkv[0].shape[:-1], qkv[2].shape[-1]), sums)
+        return sums.to(qkv[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, sums = ctx.saved_tensors
-        state, length = query.new_empty(2, dtype=torch.int64), query.shape[2]
-        of_query, of_key, _ = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            output, query, key, value, output, sums, state, state, length, length, 0.0, True, state, state
-        )
-        return of_query, of_key, None
+        *qkv, output, sums = ctx.saved_tensors
+        return (*_flash_backward(output, qkv, output, sums, True)[:2], None)
 
 
 def flex(qkv: QKV, score_mod: object, blocks: object, rows: Tensor | None, dropout: float) -> Tensor:
     """Return FlexAttention's output with the same memory and matmuls; the audit knows how many blocks are computed."""
-    output = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
+    output = _flash(*qkv, 0.0, True)[0]
     if rows is None:
         return output
     return output * _Sums.apply(qkv.query, qkv.key, qkv.value[..., : gpu_kernels.FEWEST_COLUMNS].detach())[..., None]

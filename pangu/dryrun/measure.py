@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from pangu.collectives.point_to_point import Channels
+from pangu.config.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.dryrun.audit import Audit
@@ -16,17 +17,33 @@ from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.ownership import label_states
 from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, SpanRecorder, joined, spans_in
-from pangu.dryrun.run import as_carried_out, audited, carry_out, micro_batches, on_fake_tensors, with_kernel
+from pangu.dryrun.run import as_carried_out, audited, carry_out, dry_run, micro_batches, on_fake_tensors, with_kernel
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
-from pangu.pipeline.layouts import Chosen
+from pangu.pipeline.layouts import Chosen, choose_layout
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.spans import END, START, Span, SpanKey, UpdateTrace, keys_of, module_kinds
 from pangu.pipeline.stages import Stages
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, TensorRank
 from pangu.training.step import Trainer
+
+
+def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the traces of a job that names `chunks`, or the report of a rank; or the `error`."""
+    place = (torch.device("cpu"), None) if isinstance(fake, str) else (torch.device("cuda", 0), fake)
+    try:
+        chosen = choose_layout(values, 1)
+        if "chunks" in options:
+            report = {"traces": measure(chosen, *place, **options)}
+        else:
+            report = asdict(dry_run(chosen, rank, *place, **options))
+    except UserError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {**report, "device": fake if isinstance(fake, str) else None}
 
 
 class _Picked(tuple[int, ...]):

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import product
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from pangu.config.cluster import DeviceMemoryConfig
@@ -39,69 +37,65 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
     return sorted({layout.rank(place) for place in places})
 
 
-def run_jobs(jobs: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield `Worker.report` of each (configuration, rank[, options]) job in order; `options` apply to all jobs.
+def run_jobs(jobs: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Yield `Worker.report` of each (configuration, rank[, options]) job in order; raise DryRunError like it."""
+    count = min(available_cores(), len(jobs))
+    with kept_workers() as idle, ThreadPoolExecutor(count) as pool:
+        workers = [idle.pop() if idle else Worker() for _ in range(count)]
+        free = workers.copy()
 
-    Raises:
-        DryRunError: if a rank cannot be carried out.
-    """
-    waiting: SimpleQueue[Worker] = SimpleQueue()
-    workers = [_kept.pop() if _kept else Worker() for _ in range(min(available_cores(), len(jobs)))]
-    for worker in workers:
-        waiting.put(worker)
+        def report(job: tuple[Any, ...]) -> dict[str, Any]:
+            worker, (values, rank, *options) = free.pop(), job
+            try:
+                return worker.report(values, rank, **dict(*options))
+            finally:
+                free.append(worker)
 
-    def report(job: tuple[Any, ...]) -> dict[str, Any]:
-        worker, (values, rank, *own) = waiting.get(), job
-        try:
-            return worker.report(values, rank, **options, **dict(*own))
-        finally:
-            waiting.put(worker)
-
-    with ThreadPoolExecutor(len(workers)) as pool:
         try:
             yield from pool.map(report, jobs)
-            if _kept is not None:
-                _kept.extend(workers)
-                workers = []
+            idle += workers
+            workers = []
         finally:  # before the pool waits for running jobs
             for worker in workers:
                 worker.end()
 
 
 _kept: list[Worker] | None = None
-"""Idle processes for the next jobs; None: processes end with their jobs."""
+"""Idle processes for the next jobs; None outside of `kept_workers`."""
 
 
 @contextmanager
-def kept_workers() -> Iterator[None]:
-    """Let all jobs within the block share processes, since each takes seconds to start."""
+def kept_workers() -> Iterator[list[Worker]]:
+    """Let all jobs within the block share processes, since each takes seconds to start; yield the idle ones."""
     global _kept
-    outer, _kept = _kept, []
+    if _kept is not None:
+        yield _kept
+        return
+    idle = _kept = list[Worker]()
     try:
-        yield
+        yield idle
     finally:
-        for worker in _kept:
+        _kept = None
+        for worker in idle:
             worker.end()
-        _kept = outer
-
-
-def require_device(report: Mapping[str, Any]) -> None:
-    """Raise DryRunError for a report from a CPU, whose counts and memory differ from a device's."""
-    if report["device"] is not None:
-        raise DryRunError(f"the dry run is unavailable: {report['device']}")
 
 
 def with_progress(
     reports: Iterable[dict[str, Any]], total: int, note_progress: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the reports of `total` jobs, and show their progress; raise DryRunError like `require_device`."""
+    """Yield the reports of `total` jobs, and show their progress.
+
+    Raises:
+        DryRunError: for a report from a CPU, whose counts and memory differ from a device's.
+    """
     description = f"{'counting':<12} what layers do, in {total} dry runs"
     with ProgressBar(show=True, note_progress=note_progress) as bar:
         if not bar.console.is_terminal:
             bar.console.print(description)
         task, said = bar.add_task(description, total=total), time.monotonic()
         for count, report in enumerate(reports, 1):
-            require_device(report)
+            if report["device"] is not None:
+                raise DryRunError(f"the dry run is unavailable: {report['device']}")
             bar.note_progress()
             bar.advance(task)
             if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
@@ -139,19 +133,15 @@ class Worker:
 
     def __init__(self) -> None:
         """Start the process."""
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # a full pipe would block it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pangu.dryrun"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
-            errors="replace",
             env=environment(),
         )
-        self._said: deque[str] = deque(maxlen=20)
-        """Last lines of its standard error, read continuously: a full pipe would block it."""
-        self._listener = Thread(target=self._said.extend, args=(self._process.stderr,), daemon=True)
-        self._listener.start()
 
     def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
         """Return the `run.RankReport` of a rank; `device` tells why there is no fake device, if so.
@@ -172,10 +162,10 @@ class Worker:
     def end(self) -> None:
         """End the process."""
         self._process.kill()
-        self._last_words()
+        self._process.wait()
 
     def _last_words(self) -> str:
         status = self._process.wait()
-        self._listener.join(1.0)  # a child of the process may still hold the pipe open
-        said = [line.strip() for line in self._said if line.strip()]
+        self._errors.seek(0)
+        said = [line.strip() for line in self._errors if line.strip()]
         return said[-1] if said else f"its process ended with status {status}"
