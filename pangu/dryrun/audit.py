@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -31,7 +31,7 @@ from pangu.dryrun.operators import (
     size_of,
     tensors_in,
 )
-from pangu.dryrun.races import HOST, Begun, Clock, OnItsWay, RaceDetector, Stream
+from pangu.dryrun.races import HOST, Clock, RaceDetector, Started, Stream
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -44,17 +44,6 @@ _DEVICE = torch.ops.prim.device.default
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
 
 
-class Scope(NamedTuple):
-    """Scope that operations and memory are attributed to."""
-
-    action: Any = None
-    """Action of the schedule; None while the step begins or ends."""
-    part: int = 0
-    """Index in the log of a recorder (see `spans`)."""
-    owner: str = ""
-    """Kind of memory (see `memory.KINDS`) of the current owner, such as `gathered`; "" while the model computes."""
-
-
 class Audit(TorchDispatchMode):
     """Dispatch mode that counts the operations on the tensors of one device within the block."""
 
@@ -65,6 +54,7 @@ class Audit(TorchDispatchMode):
         fake: FakeDevice | None = None,
         vocab: int = 0,
         share: float = 1.0,
+        thorough: bool = True,
     ) -> None:
         """Create an audit.
 
@@ -74,26 +64,34 @@ class Audit(TorchDispatchMode):
             fake: device that tells streams apart; None: there is one stream.
             vocab: vocabulary entries for which this rank has logits.
             share: fraction of the scores on and below the diagonal computed by a kernel that skips those above it.
+            thorough: look for races and record where memory is allocated.
         """
         super().__init__()
-        self.counts: dict[Scope, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-        """Mapping from a scope to its counters: what was counted -> how often, or how much of it."""
-        self.scope = Scope()
+        self.by_action: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+        """Counters of each action of the schedule (None: while the step begins or ends): what -> how often or much."""
+        self.counts = self.by_action[None]
+        """Counter of what is done now."""
+        self.owner_counts: Counter[tuple[Any, ...]] | None = None
+        """Counter of what owners of memory do; None: it counts with the action's."""
+        self.action: Any = None
+        self.owner = ""
+        """Kind of memory (see `memory.KINDS`) of the current owner, such as `gathered`; "" while the model computes."""
         self.staying: Counter[str] = Counter()
         """Bytes by kind that the second micro-batch keeps until the step ends."""
         self.findings: Counter[str] = Counter()
         """Errors found: operations across devices, and host tensors in collectives of the device."""
         self.used_groups: set[str] = set()
         """Names of the process groups that communicated: a backend creates a communicator on first use."""
-        self.thorough = True
-        """True to look for races and record where memory is allocated."""
         self.detector = RaceDetector()
         self.memory = Memory(self._freed)
         self.pinned = Memory(self.detector.forget)
         """Host memory accessed by copies that overlap computation."""
-        self._device, self._groups, self._fake, self._vocab, self._share = device, groups, fake, vocab, share
-        self._works: dict[int, OnItsWay] = {}
-        self._begun: list[Begun] = []
+        self._device, self._groups, self._fake = device, groups, fake
+        self._vocab, self._share, self._thorough = vocab, share, thorough
+        self._works: dict[int, tuple[Any, Clock, list[torch.UntypedStorage], Started]] = {}
+        """Collectives in flight: handle, clock of their stream when done, and the buffers that NCCL keeps alive until a
+        wait, or until the next collective if nobody can wait any more."""
+        self._exposed: list[Started] = []
         """Collectives started since the last matmul."""
         self._answered: object = None
         """Storage read last; reading its elements one by one counts as one copy."""
@@ -125,22 +123,19 @@ class Audit(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
+    def enter(self, action: Any) -> None:
+        """Count what follows for an action of the schedule, or for none."""
+        self.action, self.counts = action, self.by_action[action]
+        self.memory.high = self.memory.total
+
     @contextmanager
     def owned(self, kind: str) -> Iterator[None]:
         """Attribute allocations within the block to a kind of memory, and operations to its owner."""
-        before = self.scope.owner
-        self.scope = self.scope._replace(owner=kind)
+        before, self.owner = self.owner, kind
         try:
             yield
         finally:
-            self.scope = self.scope._replace(owner=before)
-
-    def by_action(self) -> dict[Any, Counter[tuple[Any, ...]]]:
-        """Counters of each action; None: operations done once per step."""
-        actions: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-        for scope, counts in self.counts.items():
-            actions[scope.action].update(counts)
-        return actions
+            self.owner = before
 
     def place(self) -> str:
         """Return the innermost line of this package being executed, or the operation of the backward pass."""
@@ -184,18 +179,17 @@ class Audit(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device.type:
             if storage._cdata not in self.memory:
-                action, where = self.scope.action, ""
-                if self.thorough:
-                    place = self.place()
-                    where = place if action is None else f"{place}, {action}"
+                action, where = self.action, ""
+                if self._thorough:
+                    where = self.place() if action is None else f"{self.place()}, {action}"
                     self.detector.allocate(storage._cdata, self._stream())
                 self.memory.add(storage, self._kind(tensor), where, action and action.micro)
         elif pinned:
             self.pinned.add(storage, "activations", "")
 
     def _kind(self, tensor: Tensor) -> str:
-        if self.scope.owner:
-            return self.scope.owner
+        if self.owner:
+            return self.owner
         return "logits" if self._vocab and tensor.dim() > 1 and tensor.shape[-1] == self._vocab else "activations"
 
     def _answer(self, inputs: list[Tensor]) -> None:
@@ -203,7 +197,7 @@ class Audit(TorchDispatchMode):
         for tensor in on_device:
             storage = tensor.untyped_storage()
             if storage is not self._answered:
-                self._count("host_sync", self.place())
+                self._count("host_syncs", self.place())
                 self._host_waits(self._stream())
             self._answered = storage
 
@@ -258,13 +252,13 @@ class Audit(TorchDispatchMode):
             self._count("copy_bytes", by=source.nbytes)
             return
         if source.device.type != "cpu" or source.dim():
-            self._count("blocking_copy", self.place())
+            self._count("blocking_copies", self.place())
         self._touched(stream, [source], [target])
         if source.device.type != "cpu":
             self._host_waits(stream)
 
     def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
-        self._works = {key: one for key, one in self._works.items() if sys.getrefcount(one.work) > 2}
+        self._works = {key: one for key, one in self._works.items() if sys.getrefcount(one[0]) > 2}
         kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
         if kind == "all_to_all" and sum(map(bool, args[4])) == 1:
             kind = "send"  # a rank sends all it has to a single peer
@@ -276,8 +270,9 @@ class Audit(TorchDispatchMode):
         if kind in _FILLS:
             for tensor in targets:
                 self.memory.label(tensor, "communication", unless=OWNED)
+        nbytes = max(size_of(sources), size_of(targets))
         self._count("calls", axis, kind)
-        self._count("bytes", axis, kind, by=max(size_of(sources), size_of(targets)))
+        self._count("bytes", axis, kind, by=nbytes)
         if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
             self.findings[f"{self.place()}: a tensor of the host in {kind} over {axis}"] += 1
         stream = f"{kind} over {axis}"
@@ -287,10 +282,10 @@ class Audit(TorchDispatchMode):
         for tensor in tensors_in((result,)):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
-        self._begun.append(Begun(stream, clock.get(stream, 0), self.scope, axis, kind, size))
+        clock = dict(self.detector.clock(stream))
+        self._exposed.append(Started(stream, clock.get(stream, 0), self._counter(), (axis, kind), nbytes))
         buffers = [tensor.untyped_storage() for tensor in sources + targets]
-        self._works[id(work)] = OnItsWay(work, clock, buffers, self._begun[-1])
+        self._works[id(work)] = work, clock, buffers, self._exposed[-1]
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
@@ -299,11 +294,11 @@ class Audit(TorchDispatchMode):
         def watched(work: Any, *args: Any) -> Any:
             done = original(work, *args) or isinstance(work, _WORKS[1])
             if done and id(work) in self._works:
-                pending = self._works.pop(id(work))
-                if not waits and pending.begun in self._begun:  # queries do not block
-                    self._begun.remove(pending.begun)
-                    self._count_hidden(pending.begun)
-                self.detector.order(pending.clock, self._stream() if waits else HOST)
+                _, clock, _, started = self._works.pop(id(work))
+                if not waits and started in self._exposed:  # queries do not block
+                    self._exposed.remove(started)
+                    started.hide()
+                self.detector.order(clock, self._stream() if waits else HOST)
             return done
 
         return watched
@@ -311,18 +306,14 @@ class Audit(TorchDispatchMode):
     def hide(self, computing: Stream = 0) -> None:
         """Let a matmul hide the collectives in flight that its own stream has not waited for."""
         seen = self.detector.clock(computing)
-        for one in self._begun:
-            if seen.get(one.stream, 0) < one.tick:
-                self._count_hidden(one)
-        self._begun.clear()
-
-    def _count_hidden(self, one: Begun) -> None:
-        self.counts[one.scope]["hidden_calls", one.axis, one.kind] += 1
-        self.counts[one.scope]["hidden_bytes", one.axis, one.kind] += one.size
+        for started in self._exposed:
+            if seen.get(started.stream, 0) < started.tick:
+                started.hide()
+        self._exposed.clear()
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         self._follow()
-        if not self.thorough:
+        if not self._thorough:
             self.detector.tick(stream)
             return
         reads, writes = self._keys(read), self._keys(written)
@@ -354,7 +345,10 @@ class Audit(TorchDispatchMode):
         self.detector.order(self.detector.clock(stream), HOST)
 
     def _count(self, *key: Any, by: int = 1) -> None:
-        self.counts[self.scope][key] += by
+        self._counter()[key] += by
+
+    def _counter(self) -> Counter[tuple[Any, ...]]:
+        return self.counts if not self.owner or self.owner_counts is None else self.owner_counts
 
 
 def _one(tensor: Tensor) -> float | int | bool:

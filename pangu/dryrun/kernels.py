@@ -19,11 +19,11 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 def _flash_backward(
-    grad: Tensor, qkv: Sequence[Tensor], output: Tensor, log_sum: Tensor, causal: bool, dropout: float = 0.0
+    grad: Tensor, qkv: Sequence[Tensor], output: Tensor, log_sum: Tensor, state: Tensor, dropout: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state, lengths = grad.new_empty(2, dtype=torch.int64), (qkv[0].shape[2], qkv[1].shape[2])
+    lengths = qkv[0].shape[2], qkv[1].shape[2]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, *qkv, output, log_sum, state[0], state[0], *lengths, dropout, causal, state, state
+        grad, *qkv, output, log_sum, state, state, *lengths, dropout, causal, state, state
     )
 
 
@@ -90,7 +90,7 @@ def flash_backward(
     grad, *qkv, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
     log_sum = tensors[5].view(qkv[0].shape[1], -1, lengths[2]).transpose(0, 1)
     causal = options["is_causal"] or "window_size_left" in options
-    gradients = _flash_backward(grad, qkv, output, log_sum, causal, dropout)
+    gradients = _flash_backward(grad, qkv, output, log_sum, state[0], dropout, causal)
     return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(gradients, tensors[1:4], strict=True))
 
 
@@ -105,8 +105,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients; both backward kernels recompute the scores and the gradients of the probabilities."""
     attend(query, key, value, masked)
-    causal = masked.key_at + key.shape[2] > masked.query_at
-    return _flash_backward(grad, (query, key, value), output, log_sum, causal)
+    state, causal = query.new_empty(2, dtype=torch.int64), masked.key_at + key.shape[2] > masked.query_at
+    return _flash_backward(grad, (query, key, value), output, log_sum, state, 0.0, causal)
 
 
 class _Sums(Function):
@@ -121,7 +121,8 @@ class _Sums(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *qkv, output, sums = ctx.saved_tensors
-        return (*_flash_backward(output, qkv, output, sums, True)[:2], None)
+        state = output.new_empty(2, dtype=torch.int64)
+        return (*_flash_backward(output, qkv, output, sums, state, 0.0, True)[:2], None)
 
 
 def flex(qkv: QKV, score_mod: object, blocks: object, rows: Tensor | None, dropout: float) -> Tensor:

@@ -15,9 +15,8 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.audit import Audit
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
-from pangu.dryrun.ownership import label_states
 from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, SpanRecorder, joined, spans_in
-from pangu.dryrun.run import as_carried_out, audited, carry_out, dry_run, micro_batches, on_fake_tensors, with_kernel
+from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake_tensors
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
@@ -25,9 +24,7 @@ from pangu.pipeline.layouts import Chosen, choose_layout
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.spans import END, START, Span, SpanKey, UpdateTrace, keys_of, module_kinds
 from pangu.pipeline.stages import Stages
-from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, TensorRank
-from pangu.training.step import Trainer
 
 
 def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -77,41 +74,34 @@ def measure(
         sizes: sequences per micro-batch.
         splits: whether weight gradients are computed separately; both values to measure both ways.
     """
-    config, layout = as_carried_out(chosen.config), replace(chosen.layout, pipeline=2)
+    config, layout = chosen.config, replace(chosen.layout, pipeline=2)
     parts = {2 * place + 1: _part(chunk) for place, chunk in enumerate(chunks)}
     schedule = _schedule(parts, splits)
-    together = ModelPart(
-        cast(range, tuple(sorted({layer for part in parts.values() for layer in part.layers}))),
-        any(part.first for part in parts.values()),
-        any(part.last for part in parts.values()),
-    )
+    layers = sorted({layer for part in parts.values() for layer in part.layers})
+    ends = (any(getattr(part, end) for part in parts.values()) for end in ("first", "last"))
+    together = ModelPart(cast(range, tuple(layers)), *ends)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
     results: list[dict[str, Any]] = []
-    with on_fake_tensors(0, layout.world):
-        config = with_kernel(config, device)
-        mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
-        with audited(config, mesh, fake) as audit:
-            audit.thorough = False  # dry runs of full steps look for races
-            trainer = Trainer(config, mesh, built)
-            trainer.stages = replace(built, schedule=schedule)
-            trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(mesh, schedule.channels))
-            if trainer.scales is not None:
-                trainer.scales.known = True
-            label_states(audit, trainer)
-            table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
-            kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
-            update = _measure_update(audit, config, device)
-            recorder = SpanRecorder(audit, trainer, kinds)
-            for size in sizes:
-                batch = replace(config.batch, micro_size=size, global_size=size * schedule.micro_batches * layout.data)
-                trainer.config = replace(config, batch=batch)
-                if trainer.model.head is not None:
-                    trainer.model.head.chunk = trainer.config.loss_chunk
-                audit.counts.clear()
-                recorder.log.clear()
-                carry_out(recorder, trainer, micro_batches(trainer.config, layout))
-                recorder.finish()
-                results.append({"size": size, **_trace(recorder, kinds, splits), "update": update})
+    # dry runs of full steps look for races
+    with (
+        on_fake_tensors(0, layout.world),
+        audited(config, layout, built, device, fake, thorough=False) as (audit, trainer),
+    ):
+        trainer.stages = replace(built, schedule=schedule)
+        trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(trainer.mesh, schedule.channels))
+        table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
+        kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
+        update = _measure_update(audit, config, device)
+        recorder = SpanRecorder(audit, trainer, kinds)
+        for size in sizes:
+            batch = replace(config.batch, micro_size=size, global_size=size * schedule.micro_batches * layout.data)
+            trainer.config = replace(trainer.config, batch=batch)
+            if trainer.model.head is not None:
+                trainer.model.head.chunk = trainer.config.loss_chunk
+            recorder.restart()
+            carry_out(audit, trainer, micro_batches(trainer.config, layout))
+            recorder.finish()
+            results.append({"size": size, **_trace(audit, recorder.log, kinds, splits), "update": update})
     return results
 
 
@@ -142,8 +132,9 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
     return Schedule("measured", 2, len(parts), len(micros), stage_of, (tuple(actions()), replies))
 
 
-def _trace(recorder: SpanRecorder, kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]) -> dict[str, Any]:
-    audit: Audit = recorder.audit
+def _trace(
+    audit: Audit, log: Sequence[Any], kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]
+) -> dict[str, Any]:
     spans: dict[SpanKey, Span | None] = {
         key: None
         for modules in kinds.values()
@@ -151,7 +142,7 @@ def _trace(recorder: SpanRecorder, kinds: Mapping[int, Mapping[str, str]], split
         for key in keys_of(action, list(modules.values()))
     }
     beside: dict[str, list[Span]] = {BEGIN: [], MOVE: [], FINISH: []}
-    for boundary, span in spans_in(recorder.log, audit.counts):
+    for boundary, span in spans_in(log):
         action = boundary.action
         if isinstance(action, Action) and action.micro:
             key = key_of(boundary, action, kinds[action.chunk])
@@ -193,8 +184,7 @@ def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> Up
         memory = audit.memory
         start = memory.high = memory.total
         optimizer.step()
-        counts = audit.counts[audit.scope]
-        return counts["memory_bound_bytes",], counts["launches",], memory.high - start
+        return audit.counts["memory_bound_bytes",], audit.counts["launches",], memory.high - start
 
     size, most = 2**20, UPDATED_AT_ONCE
     (moved, launches, one), (_, launches_of_two, two), (twice_moved, _, twice), (_, launches_of_three, three) = (

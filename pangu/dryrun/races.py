@@ -7,11 +7,10 @@ runs on a stream of its group, as in NCCL: after the earlier work of the calling
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-import torch
 
 from pangu.dryrun.device import StreamEntry
 
@@ -20,8 +19,7 @@ HOST: Stream = "the host"
 Clock = dict[Stream, int]
 
 
-@dataclass(frozen=True)
-class _Access:
+class _Access(NamedTuple):
     """Time and place of a stream's last read or write of a buffer."""
 
     stream: Stream
@@ -37,29 +35,23 @@ class _Buffer:
     read: dict[Stream, _Access] = field(default_factory=dict)
 
 
-@dataclass
-class Begun:
+@dataclass(eq=False)
+class Started:
     """Collective that has started, and may still be hidden by a matmul."""
 
     stream: Stream
     tick: int
     """Time of its start on its stream."""
-    scope: Any
-    axis: str
-    kind: str
-    size: int
-    """Size in bytes."""
+    counts: Counter[tuple[Any, ...]]
+    """Counter of the action that started it."""
+    name: tuple[str, str]
+    """Axis and kind."""
+    nbytes: int
 
-
-class OnItsWay(NamedTuple):
-    """Collective in flight, from its start to its wait."""
-
-    work: Any
-    clock: Clock
-    """Clock of its stream once it is done."""
-    buffers: list[torch.UntypedStorage]
-    """Buffers that NCCL keeps alive until a wait, or until the next collective if nobody can wait any more."""
-    begun: Begun
+    def hide(self) -> None:
+        """Count the collective as hidden."""
+        self.counts["hidden_calls", *self.name] += 1
+        self.counts["hidden_bytes", *self.name] += self.nbytes
 
 
 class RaceDetector:
@@ -67,28 +59,25 @@ class RaceDetector:
 
     def __init__(self) -> None:
         """Start with no buffers and no accesses."""
-        self.races: dict[str, int] = {}
+        self.races: Counter[str] = Counter()
         """Number of occurrences of each race, by its description."""
         self._clocks: dict[Stream, Clock] = {HOST: {}}
         self._events: dict[int, Clock] = {}
         self._buffers: dict[int, _Buffer] = {}
 
-    def access(self, stream: Stream, reads: Iterable[int], writes: Collection[int], place: Callable[[], str]) -> None:
+    def access(self, stream: Stream, reads: set[int], writes: set[int], place: Callable[[], str]) -> None:
         """Record that a stream, or the host, reads some buffers and writes others, in program order."""
         clock = self.tick(stream)
         use = _Access(stream, clock[stream], place())
-        for key in reads:
-            buffer = self._buffers.setdefault(key, _Buffer())
-            if buffer.written is not None:
-                self._check(clock, use, "reads", buffer.written, "writes")
-            buffer.read[stream] = use
-        for key in writes:
-            buffer = self._buffers.setdefault(key, _Buffer())
-            if buffer.written is not None:
-                self._check(clock, use, "writes", buffer.written, "writes")
-            for earlier in buffer.read.values():
-                self._check(clock, use, "writes", earlier, "reads")
-            buffer.written, buffer.read = use, {}
+        for key in reads | writes:
+            buffer, does = self._buffers.setdefault(key, _Buffer()), "writes" if key in writes else "reads"
+            self._check(clock, use, does, buffer.written, "writes")
+            if key in writes:
+                for earlier in buffer.read.values():
+                    self._check(clock, use, does, earlier, "reads")
+                buffer.written, buffer.read = use, {}
+            else:
+                buffer.read[stream] = use
 
     def tick(self, stream: Stream) -> Clock:
         """Advance the clock of a stream, and return how far it has seen the others."""
@@ -115,8 +104,8 @@ class RaceDetector:
             elif kind == 1:
                 self.order(self._events.get(event, {}), stream)
             else:
-                waited = {2: [self.clock(stream)], 4: [self._events.get(event, {})]}.get(kind)
-                for clock in list(self._clocks.values()) if waited is None else waited:
+                waited = {2: [self.clock(stream)], 4: [self._events.get(event, {})]}.get(kind, [*self._clocks.values()])
+                for clock in waited:
                     _join(self._clocks[HOST], clock)
 
     def allocate(self, key: int, stream: Stream) -> None:
@@ -138,10 +127,9 @@ class RaceDetector:
         """Free a host buffer; its allocator waits for copies."""
         self._buffers.pop(key, None)
 
-    def _check(self, clock: Clock, use: _Access, does: str, earlier: _Access, did: str) -> None:
-        if earlier.stream != use.stream and clock.get(earlier.stream, 0) < earlier.tick:
-            race = f"{use.place} {does} what {earlier.place} {did}, before its wait"
-            self.races[race] = self.races.get(race, 0) + 1
+    def _check(self, clock: Clock, use: _Access, does: str, earlier: _Access | None, did: str) -> None:
+        if earlier is not None and earlier.stream != use.stream and clock.get(earlier.stream, 0) < earlier.tick:
+            self.races[f"{use.place} {does} what {earlier.place} {did}, before its wait"] += 1
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -19,10 +19,9 @@ from pangu.config.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun import kernels
-from pangu.dryrun.audit import Audit, Scope
+from pangu.dryrun.audit import Audit
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.fake_tensors import FakeTensors
-from pangu.dryrun.ownership import label_states, ownership
 from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
@@ -37,7 +36,25 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room
 from pangu.training.step import Trainer
 from pangu.zero import flat_parameter
+from pangu.zero.gradients import GradientSum
 from pangu.zero.grouping import IN_FLIGHT
+from pangu.zero.sharded import ShardedParameters
+from pangu.zero.unshard import Unsharder
+
+_OWNERS: tuple[tuple[type, str, str], ...] = (
+    (ShardedParameters, "__init__", "parameters"),
+    (ShardedParameters, "norm_and_loss", "gradients"),
+    (ShardedParameters, "update", "optimizer"),
+    (Unsharder, "publish", "gathered"),
+    (Unsharder, "do", "gathered"),
+    (GradientSum, "start_step", "gradients"),
+    (GradientSum, "sum_of", "gradients"),
+    (GradientSum, "complete", "gradients"),
+    (GradientSum, "reduce", "gradients"),
+    (GradientSum, "finish", "gradients"),
+    (GradientSum, "_add", "gradients"),
+)
+"""Class, method, and the kind of memory that its flat parameters allocate while the method runs."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +76,29 @@ class RankReport:
     """Bytes by kind before the first step."""
     groups: int
     """Number of process groups in which the rank communicates, each with buffers of its own."""
-    collectives: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    collectives: dict[str, dict[str, dict[str, int]]]
     """Mapping from axis and collective to the calls and bytes per step, and the bytes that matmuls hide. Bytes are
     those of the full tensor: the output of a gather on all ranks of the group, the input of a reduction on each."""
-    launches: int = 0
+    launches: int
     """Kernel launches per step; one for each operation."""
-    memory_bound_bytes: int = 0
+    memory_bound_bytes: int
     """Bytes read and written by operations other than matmuls."""
-    copy_bytes: int = 0
+    copy_bytes: int
     """Bytes copied between host and device in parallel with the computation."""
-    flops: int = 0
-    products: list[dict[str, Any]] = field(default_factory=list)
+    flops: int
+    products: list[dict[str, Any]]
     """Matmuls and fused attention: operator, shapes, format, share that is computed, count."""
-    update: dict[str, int] = field(default_factory=dict)
+    update: dict[str, int]
     """Once-per-step work: `launches`, `memory_bound_bytes`, and `working_bytes`: its peak transient bytes."""
-    host_syncs: dict[str, int] = field(default_factory=dict)
+    host_syncs: dict[str, int]
     """Number of host syncs per step by file and line, where the host waits for a value from the device."""
-    blocking_copies: dict[str, int] = field(default_factory=dict)
+    blocking_copies: dict[str, int]
     """Number of blocking copies per step by file and line, where the host waits for the copy."""
-    any_order: dict[str, int] = field(default_factory=dict)
+    any_order: dict[str, int]
     """Calls per step of operators with nondeterministic summation order, unless `train.deterministic` replaces them."""
-    findings: dict[str, int] = field(default_factory=dict)
+    findings: dict[str, int]
     """Errors found: operations across devices, and host tensors in collectives of the device."""
-    races: dict[str, int] = field(default_factory=dict)
+    races: dict[str, int]
     """Accesses to a buffer of an asynchronous collective or copy before its wait."""
 
 
@@ -103,30 +120,18 @@ def dry_run(
         steps: number of steps.
         whole: carry out all micro-batches instead of the fewest after which they repeat.
     """
-    layout = chosen.layout
-    total = chosen.stages.schedule.micro_batches
-    config, stages = as_carried_out(chosen.config), chosen.stages
+    config, layout, stages = chosen
+    total = stages.schedule.micro_batches
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
-    with on_fake_tensors(rank, layout.world):
-        config = with_kernel(config, device)
-        mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
-        with audited(config, mesh, fake) as audit:
-            trainer = Trainer(config, mesh, stages)
-            if trainer.scales is not None:
-                trainer.scales.known = True  # like all steps but the first
-            label_states(audit, trainer)
-            lasting = dict(audit.memory.bytes)
-            for _ in range(steps):
-                audit.counts.clear()
-                audit.memory.restart()
-                carry_out(Observer(audit), trainer, micro_batches(config, layout))
-        return report_of(audit, mesh, total, _repeated(stages.schedule), lasting)
-
-
-def as_carried_out(config: RunConfig) -> RunConfig:
-    """Return a configuration for a dry run: nothing compiles, and a shortened step has its own schedule."""
-    return replace(config, compile=False, train=replace(config.train, check_step=False))
+    with on_fake_tensors(rank, layout.world), audited(config, layout, stages, device, fake) as (audit, trainer):
+        lasting = dict(audit.memory.bytes)
+        for _ in range(steps):
+            audit.by_action.clear()
+            audit.enter(None)
+            audit.memory.restart()
+            carry_out(audit, trainer, micro_batches(config, layout))
+        return report_of(audit, trainer.mesh, total, _repeated(stages.schedule), lasting)
 
 
 def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> tuple[RunConfig, Stages]:
@@ -162,17 +167,19 @@ def _held(schedule: Schedule, stage: int) -> list[set[Held]]:
 @contextmanager
 def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     """Use tensors without memory, and a process group of any size that sends nothing, within the block."""
+    attend = {"attend": kernels.attend, "attend_backward": kernels.attend_backward}
+    flash = {"flash_forward": kernels.flash_forward, "flash_backward": kernels.flash_backward}
+    fused = {"flash_attention": kernels.flash_attention, "_flex": lambda compiled: kernels.flex}
     with ExitStack() as stack:
-        stack.enter_context(patch.object(flat_parameter, "fill", lambda *_: None))
-        stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", kernels.attention))
-        stack.enter_context(patch.object(gpu_kernels, "flash_attention", kernels.flash_attention))
-        stack.enter_context(patch.object(attention_blocks, "flash_forward", kernels.flash_forward))
-        stack.enter_context(patch.object(attention_blocks, "flash_backward", kernels.flash_backward))
-        stack.enter_context(patch.object(dropping_attention, "attend", kernels.attend))
-        stack.enter_context(patch.object(dropping_attention, "attend_backward", kernels.attend_backward))
-        stack.enter_context(patch.object(gpu_kernels, "_flex", lambda compiled: kernels.flex))
-        stack.enter_context(patch.object(gpu_kernels, "can_run", lambda kernel, device: True))
-        stack.enter_context(patch.object(expert_exchange, "host_numbers", _evenly))
+        for owner, replaced in (
+            (torch.nn.functional, {"scaled_dot_product_attention": kernels.attention}),
+            (gpu_kernels, {**fused, "can_run": lambda kernel, device: True}),
+            (attention_blocks, flash),
+            (dropping_attention, attend),
+            (expert_exchange, {"host_numbers": _evenly}),
+            (flat_parameter, {"fill": lambda *_: None}),
+        ):
+            stack.enter_context(patch.multiple(owner, **replaced))
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)
@@ -187,51 +194,57 @@ def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
     return [[[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)] for _ in range(sides)]
 
 
-def with_kernel(config: RunConfig, device: torch.device) -> RunConfig:
-    """Return a configuration with FlexAttention, the fastest in trials, for block-sparse models that it supports."""
-    if config.model.sparse is None or "flex" not in kernels_of(config, device):
-        return config
-    return replace(config, model=replace(config.model, attention="flex"))
-
-
 @contextmanager
-def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> Iterator[Audit]:
-    """Yield an audit of a rank's operations within the block."""
-    vocab = room(config.model.vocab, mesh.layout.tensor, VOCABULARY_MULTIPLE)
+def audited(
+    config: RunConfig,
+    layout: Layout,
+    stages: Stages,
+    device: torch.device,
+    fake: FakeDevice | None = None,
+    thorough: bool = True,
+) -> Iterator[tuple[Audit, Trainer]]:
+    """Yield the trainer of this process's rank, ready for any step but the first, and an audit of its operations.
+
+    Nothing compiles, and block-sparse models use FlexAttention, the fastest in trials, where it supports them.
+    """
+    config = replace(config, compile=False, train=replace(config.train, check_step=False))
+    sparse, share = config.model.sparse, 1.0
+    if sparse is not None:
+        share = computed_share(sparse, config.model.sequence, FLEX_TILE)
+        if "flex" in kernels_of(config, device):
+            config = replace(config, model=replace(config.model, attention="flex"))
+    mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
+    vocab = room(config.model.vocab, layout.tensor, VOCABULARY_MULTIPLE)
     groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
-    sparse = config.model.sparse
-    share = 1.0 if sparse is None else computed_share(sparse, config.model.sequence, FLEX_TILE)
-    with Audit(mesh.device, groups, fake, vocab, share) as audit, ownership(audit):
-        yield audit
+    with Audit(device, groups, fake, vocab, share, thorough) as audit, ExitStack() as stack:
+        for owner, name, kind in _OWNERS:
+            stack.enter_context(patch.object(owner, name, _owned(audit, getattr(owner, name), kind)))
+        trainer = Trainer(config, mesh, stages)
+        if trainer.scales is not None:
+            trainer.scales.known = True
+        _label_states(audit, trainer)
+        yield audit, trainer
 
 
-class Observer:
-    """Observer of the beginning and end of actions, which it passes on to the audit."""
+def _owned(audit: Audit, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with audit.owned(kind):
+            return original(*args, **kwargs)
 
-    def __init__(self, audit: Audit) -> None:
-        """Create an observer that reports to an audit."""
-        self.audit = audit
-
-    def begin(self, action: Any) -> None:
-        """Begin an action."""
-        self.audit.scope = Scope(action)
-
-    def end(self, action: Any) -> None:
-        """End an action."""
-        memory = self.audit.memory
-        self.audit.scope, memory.high = Scope(), memory.total
+    return method
 
 
-class _ObservedActions(tuple[Any, ...]):
-    """Actions that an observer is told about."""
-
-    observer: Observer
-
-    def __iter__(self) -> Iterator[Any]:
-        for action in super().__iter__():
-            self.observer.begin(action)
-            yield action
-            self.observer.end(action)
+def _label_states(audit: Audit, trainer: Trainer) -> None:
+    """Tell the audit which owner each persistent buffer belongs to."""
+    kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
+    for flat in trainer.parameters.flat_parameters:
+        for row in reversed(flat.table):  # an alias is labeled as the buffer it points to
+            tensor = getattr(flat, row.name)
+            if row.alias is None and tensor is not None:
+                audit.memory.label(tensor, kinds.get(row.name, "parameters") if row.lasting else "gathered")
+    for state in trainer.optimizer.state.values():
+        for tensor in state.values():
+            audit.memory.label(tensor, "optimizer")
 
 
 class _Move(NamedTuple):
@@ -243,31 +256,24 @@ class _Move(NamedTuple):
         return f"moving micro-batch {self.micro} to the device"
 
 
-def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> None:
-    """Carry out one training step, and tell the observer of its actions and moves of micro-batches."""
-    schedule = trainer.stages.schedule
-    actions = tuple(map(_ObservedActions, schedule.actions))
-    for of_stage in actions:
-        of_stage.observer = observer
-    audited_stages = replace(trainer.stages, schedule=replace(schedule, actions=actions))
-    move, micro = Batch.to, iter(range(len(batches)))
-
-    def moved(batch: Batch, device: torch.device) -> Batch:
-        action = _Move(next(micro))
-        observer.begin(action)
-        result = move(batch, device)
-        observer.end(action)
-        return result
-
-    audit, gradients = observer.audit, trainer.parameters.gradients
+def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
+    """Carry out one training step, and tell the audit of its actions and moves of micro-batches."""
+    move, micro, gradients = Batch.to, iter(range(len(batches))), trainer.parameters.gradients
     finish = gradients.finish
 
+    def moved(batch: Batch, device: torch.device) -> Batch:
+        audit.enter(_Move(next(micro)))
+        result = move(batch, device)
+        audit.enter(None)
+        return result
+
     def finished() -> None:
+        audit.enter(None)
         finish()  # until then, the last reductions are in flight
         audit.staying = audit.memory.of_micro_batch(1)
 
     with (
-        patch.object(trainer, "stages", audited_stages),
+        patch.object(trainer.runner.hooks, "begin", audit.enter),
         patch.object(Batch, "to", moved),
         patch.object(gradients, "finish", finished),
     ):
@@ -292,56 +298,45 @@ def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
 def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict[str, int]) -> RankReport:
     """Return the counters of a step, scaled to `total` micro-batches: those left out are like `repeated`."""
     counts: Counter[tuple[Any, ...]] = Counter()
-    actions = audit.by_action()
+    memory, actions = audit.memory, audit.by_action
     missing = total - len({action.micro for action in actions if action and action.micro is not None})
     for action, counted in actions.items():
         times = 1 + (missing if action and action.micro == repeated else 0)
         for key, amount in counted.items():
             counts[key] += times * amount
-    # a micro-batch and its loss stay until the step ends
-    audit.memory.peak += missing * audit.staying.total()
-    for kind, nbytes in audit.staying.items():
-        audit.memory.peak_bytes[kind] += missing * nbytes
-    at = mesh.at
+    found: dict[str, Any] = {
+        "host_syncs": {},
+        "blocking_copies": {},
+        "any_order": {},
+        "collectives": {},
+        "products": [],
+    }
+    found |= {name: counts[name,] for name in ("launches", "memory_bound_bytes", "copy_bytes", "flops")}
+    for (what, *of), amount in counts.items():
+        if what in ("calls", "bytes", "hidden_bytes"):
+            found["collectives"].setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
+        elif what == "product":
+            names = ("operator", "shapes", "format", "computed", "calls")
+            found["products"].append(dict(zip(names, (*of, amount), strict=True)))
+        elif what in found and of:
+            found[what][of[0]] = amount
+    found["collectives"] = {axis: dict(sorted(kinds.items())) for axis, kinds in sorted(found["collectives"].items())}
     return RankReport(
-        mesh.rank,
-        at.pipeline,
-        at.tensor,
-        at.data,
-        audit.memory.peak,
-        audit.memory.peak_place,
-        audit.memory.peak_bytes,
-        lasting,
-        len(audit.used_groups),
-        _collectives(counts, ("calls", "bytes", "hidden_bytes")),
-        counts["launches",],
-        counts["memory_bound_bytes",],
-        counts["copy_bytes",],
-        counts["flops",],
-        _products(counts),
-        {
-            **{what: actions[None][what,] for what in ("launches", "memory_bound_bytes")},
-            "working_bytes": audit.memory.high - sum(lasting.values()),
+        rank=mesh.rank,
+        stage=mesh.at.pipeline,
+        tensor=mesh.at.tensor,
+        replica=mesh.at.data,
+        # a micro-batch and its loss stay until the step ends
+        peak=memory.peak + missing * audit.staying.total(),
+        peak_place=memory.peak_place,
+        peak_bytes={kind: nbytes + missing * audit.staying[kind] for kind, nbytes in memory.peak_bytes.items()},
+        lasting_bytes=lasting,
+        groups=len(audit.used_groups),
+        update={
+            **{name: actions[None][name,] for name in ("launches", "memory_bound_bytes")},
+            "working_bytes": memory.high - sum(lasting.values()),
         },
-        {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
-        {key[1]: amount for key, amount in counts.items() if key[0] == "blocking_copy"},
-        {key[1]: amount for key, amount in counts.items() if key[0] == "any_order"},
-        dict(audit.findings),
-        dict(audit.detector.races),
+        findings=dict(audit.findings),
+        races=dict(audit.detector.races),
+        **found,
     )
-
-
-def _collectives(counts: Counter[tuple[Any, ...]], names: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
-    by_axis: dict[str, dict[str, dict[str, int]]] = {}
-    for (what, *of), amount in sorted(counts.items(), key=lambda item: repr(item[0])):
-        if what in names:
-            by_axis.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
-    return by_axis
-
-
-def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [
-        {"operator": key[1], "shapes": key[2], "format": key[3], "computed": key[4], "calls": amount}
-        for key, amount in counts.items()
-        if key[0] == "product"
-    ]

@@ -16,18 +16,15 @@ if __name__ == "__main__":
 import torch
 
 from pangu.dryrun.measure import key_of, measure
-from pangu.dryrun.ownership import label_states
 from pangu.dryrun.recorder import SpanRecorder, spans_in
-from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors, with_kernel
+from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
 from pangu.dryrun.traces import TraceRequest, Way, jobs_of, trace_of
 from pangu.models.parameters import place_tensors
 from pangu.pipeline.actions import Action
 from pangu.pipeline.layouts import Chosen, choose_layout
 from pangu.pipeline.spans import Span, SpanKey, Trace, module_kinds
 from pangu.topology.layout import Coordinates
-from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
-from pangu.training.step import Trainer
 
 Found = Iterator[tuple[str, SpanKey, Span]]
 
@@ -36,26 +33,20 @@ def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
     """The spans of a step of a stage, each with its action."""
     layout = chosen.layout
     rank = layout.rank(Coordinates(stage, 0, 0))
-    with on_fake_tensors(rank, layout.world):
-        mesh, config = Mesh.connect(layout, device, 60.0), with_kernel(chosen.config, device)
-        with audited(config, mesh, fake) as audit:
-            trainer = Trainer(config, mesh, chosen.stages)
-            if trainer.scales is not None:
-                trainer.scales.known = True
-            label_states(audit, trainer)
-            parts = chosen.stages.of(stage)
-            table = place_tensors(chosen.config.model, list(parts.values()), TensorRank(), chosen.config.train.frozen)
-            kinds = {chunk: module_kinds(chosen.config, table, part) for chunk, part in parts.items()}
-            recorder = SpanRecorder(audit, trainer, kinds)
-            for _ in range(2):  # the first step makes what stays
-                audit.counts.clear()
-                recorder.log.clear()
-                carry_out(recorder, trainer, micro_batches(chosen.config, layout))
-                recorder.finish()
-            for boundary, span in spans_in(recorder.log, audit.counts):
-                if isinstance(boundary.action, Action):
-                    key = key_of(boundary, boundary.action, kinds[boundary.action.chunk])
-                    yield f"{boundary.action}", key, span
+    fakes = on_fake_tensors(rank, layout.world)
+    with fakes, audited(chosen.config, layout, chosen.stages, device, fake) as (audit, trainer):
+        parts = chosen.stages.of(stage)
+        table = place_tensors(chosen.config.model, list(parts.values()), TensorRank(), chosen.config.train.frozen)
+        kinds = {chunk: module_kinds(chosen.config, table, part) for chunk, part in parts.items()}
+        recorder = SpanRecorder(audit, trainer, kinds)
+        for _ in range(2):  # the first step makes what stays
+            recorder.restart()
+            carry_out(audit, trainer, micro_batches(chosen.config, layout))
+            recorder.finish()
+        for boundary, span in spans_in(recorder.log):
+            if isinstance(boundary.action, Action):
+                key = key_of(boundary, boundary.action, kinds[boundary.action.chunk])
+                yield f"{boundary.action}", key, span
 
 
 def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:

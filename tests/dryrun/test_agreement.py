@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.dryrun.ownership import label_states
-from pangu.dryrun.run import Observer, RankReport, audited, carry_out, dry_run, micro_batches, report_of
+from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, micro_batches, report_of
 from pangu.pipeline.layouts import choose_layout
-from pangu.topology.mesh import Mesh
-from pangu.training.step import Trainer
 from tests.dryrun.layouts import values
 from tests.spawn import Pool
 
@@ -43,14 +40,13 @@ ALONE = (
 def carried_out(rank: int, world: int, layout: str) -> RankReport:
     """A real step on a CPU."""
     chosen = choose_layout(values(layout, KERNEL), 1)
-    mesh = Mesh.connect(chosen.layout, torch.device("cpu"), 60.0)
-    with audited(chosen.config, mesh) as audit:
-        trainer = Trainer(chosen.config, mesh, chosen.stages)
-        label_states(audit, trainer)
-        audit.counts.clear()
+    config, layout, stages = chosen
+    with audited(config, layout, stages, torch.device("cpu")) as (audit, trainer):
+        audit.by_action.clear()
+        audit.enter(None)
         audit.memory.restart()
-        carry_out(Observer(audit), trainer, micro_batches(chosen.config, chosen.layout))
-    return report_of(audit, mesh, chosen.stages.schedule.micro_batches, 1, {})
+        carry_out(audit, trainer, micro_batches(config, layout))
+    return report_of(audit, trainer.mesh, stages.schedule.micro_batches, 1, {})
 
 
 def timeless(collectives: Mapping[str, Any]) -> dict[str, Any]:
