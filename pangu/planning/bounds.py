@@ -20,11 +20,11 @@ from pangu.pipeline.held import most_held
 from pangu.pipeline.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.pipeline.spans import END, START, Axis, Collective, Matmul, Span, SpanKey, Trace, Work
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.buffers import Formats, Shards, buffers_of, copied_bytes, lasting_bytes
+from pangu.planning.buffers import Formats, buffers_of, copied_bytes, lasting_bytes
 from pangu.planning.cost import collective_seconds, phase_seconds
 from pangu.planning.groups import Group, groups_of
 from pangu.planning.plan import Plan
-from pangu.planning.program import SKETCHED, Program, StagePart, WorkKey, shortest
+from pangu.planning.program import SKETCHED, Program, StagePart, shortest
 from pangu.planning.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
@@ -89,7 +89,7 @@ class LayoutBounds:
         """
         plan = plan._replace(offload=tuple(part for part in plan.offload if part != "activations"))  # same compute
         key = (
-            WorkKey.of(plan),
+            self._program.way(plan),
             plan.recomputed,
             plan.schedule,
             plan.layers,
@@ -133,7 +133,7 @@ class LayoutBounds:
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, trace = splits_backward(plan.schedule), self._program.known(plan, part)
-        key = WorkKey.of(plan), apart, plan.recomputed, part.content, trace is None
+        key = self._program.way(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
             least = self._sketched(plan) if trace is None else self._measured(plan, trace)
             chunks = [(START, *kinds.all, END) for kinds in self._program.kinds(plan, part)]
@@ -232,7 +232,7 @@ class LayoutBounds:
             flat = FlatNumbers(0, 0, ("",), numel, numel, sharding, trained)
             reduce_each = shards_sums(plan.layout) and reduces_each(plan.schedule)
             buffers = buffers_of(flat, 0, formats, reduce_each)
-            lasting = sum(lasting_bytes([flat], [Shards((), 0, 0, frozenset())], formats, False).values())
+            lasting = lasting_bytes(flat, (), formats)
             moments = 2 * formats.moments * numel / sharding.size * (trained and not flat.main_on_host)
             gather, reduction = (self._least_sent(plan, sent) for sent in (buffers.gathers, buffers.reductions))
             comes = buffers.weights > 0

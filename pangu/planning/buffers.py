@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple, cast
 
 from pangu.config.schema import RunConfig
 from pangu.pipeline.spans import Axis, Collective
-from pangu.planning.ledger import Buffers, allocated
 from pangu.topology.placement import PlacementTable
 from pangu.zero.grouping import Sharding, buffer_table
 from pangu.zero.stage_parameters import FlatNumbers
 from pangu.zero.states import BYTES, sum_bytes
+
+GRAIN = 512
+"""Allocation granularity in bytes: device allocators round up to multiples of it."""
+
+
+def allocated(nbytes: float) -> int:
+    """Return the bytes of a tensor, rounded up as the device's allocator does."""
+    return -(-int(nbytes) // GRAIN) * GRAIN
+
+
+class Buffers(NamedTuple):
+    """Transient buffers of a flat parameter, in bytes, and the collectives that use them."""
+
+    weights: int
+    """Gathered weights; 0 if they are persistent."""
+    total: int
+    """Accumulated gradients; 0 if they are persistent."""
+    message: int
+    """Copy of the gradient sum in the communication format; 0 if the sum itself is sent."""
+    part: int
+    """Local shard of the reduced gradients; 0 if they are reduced into a persistent buffer."""
+    norms: int
+    """Norms of the gradients of a reduction, kept until the end of the step."""
+    gathers: tuple[Collective, ...]
+    reductions: tuple[Collective, ...]
+    fetched: float
+    """Bytes copied from host memory for each gather."""
 
 
 class Formats(NamedTuple):
@@ -92,23 +117,13 @@ def axis_of(sharding: Sharding, name: str) -> Axis:
     return cast(Axis, sharding.axis(name))
 
 
-def lasting_bytes(
-    flats: Iterable[FlatNumbers], shards: Iterable[Shards], formats: Formats, fused: bool
-) -> dict[str, int]:
-    """Return the device bytes that persist across steps, by kind. `fused`: each tensor has its own step count."""
-    purposes = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
-    total: Counter[str] = Counter()
-    updated = 0
-    for flat, held in zip(flats, shards, strict=True):
-        for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
-            if row.alias is None and row.lasting and not row.on_host:
-                size = formats.sums if row.wide else formats.weights
-                total[purposes.get(row.name, "parameters")] += allocated(row.numel * size)
-        if flat.trained and "optimizer" not in flat.sharding.offload:
-            updated += len(held.numels)
-            total["optimizer"] += sum(2 * allocated(numel * formats.moments) for numel in held.numels)
-    total["optimizer"] += allocated(1) * (updated if fused else min(updated, 1))
-    return dict(total)
+def lasting_bytes(flat: FlatNumbers, numels: Collection[int], formats: Formats) -> int:
+    """Return the device bytes of a flat parameter, whose shard has tensors of `numels`, that persist across steps."""
+    rows = buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained)
+    own = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+    lasting = sum(allocated(row.numel * (formats.sums if row.wide else formats.weights)) for row in own)
+    on_device = flat.trained and not flat.main_on_host
+    return lasting + on_device * sum(2 * allocated(numel * formats.moments) for numel in numels)
 
 
 def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:

@@ -249,8 +249,7 @@ def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[StageMemory]:
     """Return the peak memory of each stage."""
     stages = []
     for stage in ledger.stages:
-        states = sum(stage.lasting.values())
-        passing = stage.peak - states
+        states, passing = stage.lasting, stage.peak - stage.lasting
         overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / _GIB
         stages.append(StageMemory(states / _GIB, passing / _GIB, overhead))
     return stages

@@ -1,4 +1,4 @@
-"""Ledger of one rank's step: memory over time, collectives and work, folded over the operations of the step.
+"""Ledger of one rank's actions: memory over time, collectives and work, folded over the operations of the step.
 
     operations    START F0 | gather a | F embedding | gather b | F layers.0 | free a | ... | END | SEND | ... | REDUCE b
     live bytes    persistent bytes + transient buffers of flat parameters + bytes that module spans use and keep
@@ -10,44 +10,15 @@ for each state of the flat parameters in which it begins.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import add
 from typing import NamedTuple
 
 from pangu.pipeline.expand import StepOp
 from pangu.pipeline.spans import Collective, Mark, Span, full_name
+from pangu.planning.buffers import Buffers
 from pangu.zero.rules import Operation
-
-GRAIN = 512
-"""Allocation granularity in bytes: device allocators round up to multiples of it."""
-ACTIVATIONS, GATHERED, GRADIENTS = range(3)
-KINDS = ("activations", "gathered", "gradients")
-"""Kinds of transient memory: activations, gathered weights, and gradient sums including their reduction."""
-
-
-def allocated(nbytes: float) -> int:
-    """Return the bytes of a tensor, rounded up as the device's allocator does."""
-    return -(-int(nbytes) // GRAIN) * GRAIN
-
-
-class Buffers(NamedTuple):
-    """Transient buffers of a flat parameter, in bytes, and the collectives that use them."""
-
-    weights: int
-    """Gathered weights; 0 if they are persistent."""
-    total: int
-    """Accumulated gradients; 0 if they are persistent."""
-    message: int
-    """Copy of the gradient sum in the communication format; 0 if the sum itself is sent."""
-    part: int
-    """Local shard of the reduced gradients; 0 if they are reduced into a persistent buffer."""
-    norms: int
-    """Norms of the gradients of a reduction, kept until the end of the step."""
-    gathers: tuple[Collective, ...] = ()
-    reductions: tuple[Collective, ...] = ()
-    fetched: float = 0.0
-    """Bytes copied from host memory for each gather."""
 
 
 class Pass(NamedTuple):
@@ -55,55 +26,15 @@ class Pass(NamedTuple):
 
     peak: int
     """Peak live bytes."""
-    kinds: tuple[int, ...]
-    """Bytes of each of `KINDS` at the peak."""
-    place: str
-    """Module or operation in which the peak is reached."""
-    change: tuple[int, ...]
-    """Net change in the bytes of each of `KINDS` after the action."""
-    spans: tuple[Span, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    change: int
+    """Net change in live bytes."""
+    buffers: int
+    """Part of `change` that buffers of flat parameters take, which outlive activations."""
+    spans: tuple[Span, ...]
+    collectives: tuple[Collective, ...]
     """Gathers and reductions that begin in the action."""
-    fetched: float = 0.0
+    fetched: float
     """Bytes of weights copied from host memory."""
-
-    @classmethod
-    def of(cls, span: Span) -> Pass:
-        """Return the pass of a span that belongs to no module."""
-        return cls(span.peak, (span.peak, 0, 0), "", (span.end, 0, 0), (span,))
-
-
-class Meter:
-    """Live bytes by kind, and their peak."""
-
-    def __init__(self) -> None:
-        """Start with no live bytes."""
-        self.level = [0] * len(KINDS)
-        self.peak, self.kinds, self.place = 0, tuple(self.level), ""
-
-    def change(self, kind: int, nbytes: int, place: str = "") -> None:
-        """Allocate or free bytes."""
-        self.level[kind] += nbytes
-        self.note(0, place)
-
-    def note(self, beside: int, place: str) -> None:
-        """Update the peak with the live bytes plus `beside` bytes of activations."""
-        total = sum(self.level) + beside
-        if total > self.peak:
-            activations, *others = self.level
-            self.peak, self.kinds, self.place = total, (activations + beside, *others), place
-
-    def follow(self, one: Pass, place: object) -> None:
-        """Add a folded action; `place` names it."""
-        total = sum(self.level) + one.peak
-        if total > self.peak:
-            self.peak, self.kinds = total, tuple(map(add, self.level, one.kinds))
-            self.place = f"{place}, {one.place}" if one.place else str(place)
-        self.level = list(map(add, self.level, one.change))
-
-    def skip(self, passes: Iterable[Pass]) -> None:
-        """Add actions in which no peak is reached."""
-        self.level = [sum(column) for column in zip(self.level, *(one.change for one in passes), strict=True)]
 
 
 class Fold:
@@ -119,7 +50,7 @@ class Fold:
             hidden: share of the communication in flight during compute that the compute hides.
         """
         self._buffers, self._flat_of, self._begun, self._hidden = buffers, flat_of, begun, hidden
-        self._meter = Meter()
+        self._level = self._peak = 0
         self._spans: list[Span] = []
         self._collectives: list[Collective] = []
         self._fetched = 0.0
@@ -131,9 +62,25 @@ class Fold:
     def result(self) -> Pass:
         """Return the ledger of the folded action; the compute that follows hides what is still in flight."""
         self._hide()
-        meter = self._meter
-        spans, collectives = tuple(self._spans), tuple(self._collectives)
-        return Pass(meter.peak, meter.kinds, meter.place, tuple(meter.level), spans, collectives, self._fetched)
+        spans, change = tuple(self._spans), self._level
+        buffers = change - sum(span.end for span in spans)
+        return Pass(self._peak, change, buffers, spans, tuple(self._collectives), self._fetched)
+
+    def modules(self, operations: Iterable[StepOp], modules: Iterable[tuple[str, Span | None]]) -> None:
+        """Apply the operations of an action on a chunk, including the compute of its modules, with their spans."""
+        left, last, reductions = deque(operations), "", list[StepOp]()
+        for module, span in modules:
+            at = next((place for place, one in enumerate(left) if module and one.module == module), None)
+            if at is not None:
+                self.operations(left.popleft() for _ in range(at))
+                left.popleft()
+                last = module
+            while left and left[0].kind.endswith("REDUCE"):
+                reductions.append(left.popleft())
+            if span is not None:  # a module that begins the backward pass may not end: its work is part of `END`
+                self.span(last, span, reductions)
+                reductions = []
+        self.operations([*reductions, *left])
 
     def operations(self, operations: Iterable[StepOp]) -> None:
         """Apply operations on flat parameters."""
@@ -142,39 +89,37 @@ class Fold:
                 self._operation(one.kind, one.flat.index)
 
     def _operation(self, kind: str, flat: int) -> None:
-        buffers, meter = self._buffers[flat], self._meter
+        buffers = self._buffers[flat]
         match kind:
             case Operation.UNSHARD:
-                meter.change(GATHERED, buffers.weights, "gathering parameters")
+                self._allocate(buffers.weights)
                 self._fetched += buffers.fetched
                 self._start(flat, buffers.gathers)
             case Operation.RESHARD:
-                meter.change(GATHERED, -buffers.weights)
+                self._allocate(-buffers.weights)
             case Operation.REDUCE:
                 self._begin_sum(flat)
                 self._begun.discard(flat)
-                meter.change(GRADIENTS, buffers.norms, "reducing gradients")
-                meter.change(GRADIENTS, buffers.message + buffers.part, "reducing gradients")
+                self._allocate(buffers.norms + buffers.message + buffers.part)
                 if buffers.message:
-                    meter.change(GRADIENTS, -buffers.total)
+                    self._allocate(-buffers.total)
                 self._start(flat, buffers.reductions)
             case Operation.WAIT_REDUCE:
-                meter.change(GRADIENTS, -buffers.message - buffers.part)
-                if not buffers.message:
-                    meter.change(GRADIENTS, -buffers.total)
+                self._allocate(-buffers.part - (buffers.message or buffers.total))
         if kind in (Operation.WAIT_UNSHARD, Operation.WAIT_REDUCE):
             self._in_flight.pop(flat, None)
 
-    def span(self, place: str, module: str, span: Span, reductions: Sequence[StepOp] = ()) -> None:
+    def span(self, module: str, span: Span, reductions: Sequence[StepOp] = ()) -> None:
         """Apply a span of a module, with the reductions that its gradients complete."""
         self._hide()
         self._spans.append(span)
         if module != self._module:
             self._before, self._module = self._module, module
-        meter, start, waiting = self._meter, self._meter.level[ACTIVATIONS], self._placed(module, span, reductions)
+        kept, waiting = 0, self._placed(module, span, reductions)
         for number, segment in enumerate(span.segments):
-            meter.note(start + segment.peak - meter.level[ACTIVATIONS], place)
-            meter.change(ACTIVATIONS, start + segment.end - meter.level[ACTIVATIONS], place)
+            self._peak = max(self._peak, self._level + segment.peak - kept)
+            self._allocate(segment.end - kept)
+            kept = segment.end
             if segment.mark is not None and segment.mark.event == "add":
                 self._begin_sum(self._flat(module, segment.mark))
             self.operations(waiting.get(number, ()))
@@ -207,7 +152,11 @@ class Fold:
     def _begin_sum(self, flat: int) -> None:
         if flat not in self._begun:
             self._begun.add(flat)
-            self._meter.change(GRADIENTS, self._buffers[flat].total, "adding gradients")
+            self._allocate(self._buffers[flat].total)
+
+    def _allocate(self, nbytes: int) -> None:
+        self._level += nbytes
+        self._peak = max(self._peak, self._level)
 
     def _start(self, flat: int, collectives: Sequence[Collective]) -> None:
         count = len(self._collectives)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.held import most_held
 from pangu.pipeline.orders import SIMPLEST, splits_backward
 from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
@@ -22,15 +19,17 @@ from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.groups import groups_of
 from pangu.planning.plan import Plan, configured
-from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun
-from pangu.topology.layout import Coordinates
+from pangu.planning.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
+from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.stage_parameters import StageParameters
-from pangu.zero.states import BYTES
 
 SKETCHED = (1, 2)
 """Sequences per micro-batch in the traces that the lower bounds are made of."""
+
+_ALONE = Layout()
+"""Layout of a single device."""
 
 
 @dataclass(frozen=True)
@@ -54,41 +53,6 @@ class StepLedger:
     def fullest(self) -> int:
         """Stage with the highest peak memory."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
-
-
-class WorkKey(NamedTuple):
-    """Fields of a `Plan` that the work of a module depends on."""
-
-    tensor: int
-    context: int
-    context_kind: str
-    expert: int
-    expert_tensor: int
-    sequence: bool
-    chunks: int
-    micro_size: int
-    recompute: str
-    recomputed: bool
-    """True if some layers are recomputed."""
-    on_host: bool
-    """True if activations are offloaded to the host."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> WorkKey:
-        """Return the key of a layout."""
-        return cls(
-            plan.tensor,
-            plan.context,
-            plan.context_kind,
-            plan.expert,
-            plan.expert_tensor,
-            plan.sequence,
-            plan.chunks,
-            plan.micro_size,
-            plan.recompute,
-            plan.recomputed > 0,
-            "activations" in plan.offload,
-        )
 
 
 class StagePart(NamedTuple):
@@ -119,10 +83,8 @@ class Program:
     """Callback after each dry run."""
     _traces: Traces = field(init=False)
     _known: dict[Any, Trace] = field(default_factory=dict)
-    _sketches: dict[Any, tuple[Trace, Trace]] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
     _kinds: dict[Any, tuple[Kinds, ...]] = field(default_factory=dict)
-    _configs: dict[Any, RunConfig] = field(default_factory=dict)
     _stages: dict[Any, StageProgram] = field(default_factory=dict)
     _last: tuple[Any, StepLedger] | None = None
 
@@ -147,27 +109,17 @@ class Program:
 
         The results are lower bounds for modules of other sizes and chunks. Raises DryRunError like `prepare`.
         """
-        missing = {key: plan for plan in plans if (key := self._sketched(plan)) not in self._sketches}
-        requests = {key: self._sketch_requests(plan) for key, plan in missing.items()}
-        self._traces.measure([request for of_plan in requests.values() for request in of_plan])
-        for key, (one, two) in requests.items():
-            self._sketches[key] = self._traces.of(one), self._traces.of(two)
+        self.prepare({sketch for plan in plans for sketch in self._sketches(plan)})
 
     def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
         """Return the traces that `sketch` measures, one for each micro-batch size."""
-        self.sketch([plan])
-        return self._sketches[self._sketched(plan)]
+        one, two = (self.trace(sketch, self.cut(sketch).distinct[0]) for sketch in self._sketches(plan))
+        return one, two
 
-    def _sketched(self, plan: Plan) -> Any:
-        work, others = self._way(plan)
-        return work._replace(micro_size=0, recompute="", recomputed=False, on_host=False), others
-
-    def _sketch_requests(self, plan: Plan) -> tuple[TraceRequest, ...]:
-        model = self.config.model
-        plan = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(model.layers,))
-        plan = plan._replace(recompute="none", recomputed=1, offload=())
-        (part,) = self.cut(plan).distinct
-        return tuple(self._request(plan._replace(micro_size=size), part) for size in SKETCHED)
+    def _sketches(self, plan: Plan) -> Iterator[Plan]:
+        """Yield layouts of one chunk with a recomputed layer and others, one for each micro-batch size."""
+        plan = self.way(plan)._replace(recompute="none", recomputed=1, offload=(), layers=(self.config.model.layers,))
+        return (plan._replace(micro_size=size) for size in SKETCHED)
 
     def cut(self, plan: Plan) -> Cut:
         """Return the division of the model into the stages of a layout."""
@@ -202,21 +154,22 @@ class Program:
         model = self.config.model
         return place_tensors(model, [ModelPart.whole(model)], TensorRank(), self.config.train.frozen)
 
-    def _way(self, plan: Plan) -> Any:
-        # with frozen weights, modules depend on the sharding too (`Traces`)
-        others = (plan.zero, plan.zero_group, plan.data, plan.offload) if self.config.train.frozen else None
-        return WorkKey.of(plan), others
+    def way(self, plan: Plan) -> Plan:
+        """Return a layout with only those fields of a layout that the work of a module depends on."""
+        plan = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(), micro_batches=1)
+        plan = plan._replace(recomputed=min(plan.recomputed, 1))
+        if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
+            return plan
+        offload = tuple(part for part in plan.offload if part == "activations")
+        return plan._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
 
     def _key(self, plan: Plan, part: StagePart) -> Any:
         shortest = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
-        return self._way(plan), splits_backward(plan.schedule), shortest
+        return self.way(plan), splits_backward(plan.schedule), shortest
 
     def _request(self, plan: Plan, part: StagePart) -> TraceRequest:
-        way = self._way(plan)
-        if way not in self._configs:
-            self._configs[way] = configured(self.config, plan)
-        chunks = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
-        return TraceRequest(self._configs[way], chunks, (splits_backward(plan.schedule),))
+        way, splits, chunks = self._key(plan, part)
+        return TraceRequest(configured(self.config, way), chunks, (splits,))
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
         """Return the ledger of a step.
@@ -238,25 +191,23 @@ class Program:
                 yield from ((key, span) for key, span in zip(keys_of(action, kinds.all), spans, strict=True) if span)
 
     def _described(self, plan: Plan, every: bool) -> StepLedger:
-        config, layout, schedule = configured(self.config, plan), plan.layout, schedule_of(plan)
-        message, count = message_bytes(config), schedule.micro_batches
-        more, cut = plan.micro_batches - count, self.cut(plan)
-        run = StepRun(count, more, message, groups_of(layout, 1))
-        actions = _stage_actions(schedule)
-        held = most_held(plan.schedule, plan.pipeline, plan.virtual, count)
-        fullest: dict[int, int] = {}
-        for stage, place in enumerate(cut.alike):
-            if place not in fullest or held[stage] > held[fullest[place]]:
-                fullest[place] = stage
-        made: dict[int, StageLedger] = {}
-        stages = []
-        for stage, place in enumerate(cut.alike):
-            stands = stage if every else fullest[place]
-            if stands not in made:
-                part = cut.distinct[place]
-                made[stands] = self._stage(config, plan, part, schedule).ledger(actions[stands], run)
-            stages.append(made[stands])
-        return StepLedger(tuple(stages), message, schedule, more)
+        config, schedule, cut = configured(self.config, plan), schedule_of(plan), self.cut(plan)
+        actions, more = stage_actions(schedule), plan.micro_batches - schedule.micro_batches
+        stages: Sequence[int] = range(plan.pipeline)
+        if not every:
+            held = most_held(plan.schedule, plan.pipeline, plan.virtual, schedule.micro_batches)
+            fullest = {
+                place: stage for stage, place in sorted(enumerate(cut.alike), key=lambda one: (held[one[0]], -one[0]))
+            }
+            stages = [fullest[place] for place in cut.alike]
+        groups = groups_of(plan.layout, 1)
+        ledgers = {
+            stage: self._stage(config, plan, cut.distinct[cut.alike[stage]], schedule).ledger(
+                actions[stage], more, groups
+            )
+            for stage in set(stages)
+        }
+        return StepLedger(tuple(ledgers[stage] for stage in stages), message_bytes(config), schedule, more)
 
     def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
         alike = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1, schedule="")
@@ -300,15 +251,6 @@ def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: t
     return Cut(stage_of, tuple(distinct.values()), tuple(places[key] for key in contents))
 
 
-def message_bytes(config: RunConfig) -> tuple[int, ...]:
-    """Return the bytes of the tensors that a chunk sends to the next one for a micro-batch."""
-    parallel, model = config.parallel, config.model
-    rank, length = TensorRank(0, parallel.tensor, parallel.sequence), model.sequence // parallel.context
-    shared = parallel.context if parallel.context > 1 and context_kind(config) == "ulysses" else 1
-    shapes = hidden_state_shapes(model, rank, config.batch.micro_size, length, model.sequence, shared)
-    return tuple(BYTES[config.precision.compute] * math.prod(shape) for shape in shapes)
-
-
 def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule of a layout, with the fewest micro-batches after which it repeats."""
     return _schedule(plan.schedule, plan.pipeline, plan.virtual, shortest(plan), shards_sums(plan.layout))
@@ -327,14 +269,3 @@ def shortest(plan: Plan) -> int:
     if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
         return least
     return plan.micro_batches
-
-
-@lru_cache(maxsize=100)
-def _stage_actions(schedule: Schedule) -> list[StageActions]:
-    chunks: list[list[int]] = [[] for _ in range(schedule.stages)]
-    for chunk, stage in enumerate(schedule.stage_of):
-        chunks[stage].append(chunk)
-    return [
-        StageActions.of(actions, of_stage, schedule.micro_batches, schedule.stages)
-        for actions, of_stage in zip(schedule.actions, chunks, strict=True)
-    ]

@@ -11,7 +11,7 @@ from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.actions import SENDS
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages
-from pangu.planning.program import message_bytes
+from pangu.planning.stage_ledger import message_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 from pangu.zero.states import sum_bytes
