@@ -128,6 +128,7 @@ class LanguageModel(nn.Module):
             received = HiddenStates(hooks.after("embedding", self.embedding(tokens, context)))
         assert received is not None
         hidden, scores = received
+        del received  # the input of the first layer is not kept alive either
         recomputed = len(part.layers) if self.recomputed_layers is None else self.recomputed_layers
         for layer in part.layers:
             queries: Tensor | None = None
@@ -138,9 +139,10 @@ class LanguageModel(nn.Module):
                     # the query at a token's position predicts the next token; the index is not shifted
                     queries = self.query_embedding(batch.positions)
                 block, on = self.layers[str(layer)], layer < part.layers.start + recomputed
-                # no other name refers to the input here, which would keep it alive while the next layer computes
+                # no other name refers to the input, which would keep it alive while the next layer computes
                 hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
-                hidden = hooks.after(f"layers.{layer}", hidden)
+            # what the previous layer offloaded is freed by now, as part of this layer
+            hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
             return HiddenStates(hidden, scores)
         hidden = hooks.before("head", hidden)

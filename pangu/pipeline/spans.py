@@ -245,11 +245,13 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
 
     Modules with equal kinds, and neighbors of equal kinds, have equal spans. The kind of a layer names its contents
     (experts, query layer), its frozen parameters, and what is kept of it: whether it is recomputed, and with
-    `memory.offload=[activations]` whether its saved tensors stay on the device.
+    `memory.offload=[activations]` whether its saved tensors stay on the device. Then the second layer is a kind of its
+    own, too: its predecessor is freed in it, but not the chunk's input, which belongs to the caller.
     """
     model, kinds, reached = config.model, dict[str, str](), not part.first
     recomputed = config.memory.recomputed_layers
     stop = part.layers.stop if recomputed is None else part.layers.start + recomputed
+    offload = "activations" in config.memory.offload
     for module, parameters in parameters_by_module(model, table, part).items():
         words = [module]
         if module.startswith("layers."):
@@ -258,7 +260,8 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
             words += ["query"] * (layer == model.query_layer)
             words += ["dense"] * (model.experts is not None and not model.has_experts(layer))
             words += ["recomputed"] * (layer < stop)
-            words += ["resident"] * ("activations" in config.memory.offload and layer == part.layers[-1])
+            words += ["second"] * (offload and layer in part.layers[1:2])
+            words += ["resident"] * (offload and layer == part.layers[-1])
         frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]
         # a tied head has its own copy of the matrix if the embedding is on another stage
         frozen = [name.removeprefix("embedding.word.") for name in frozen]

@@ -169,7 +169,7 @@ class LayoutBounds:
         """Return the lower bounds per kind of module from spans, each given with its work and the bytes it keeps."""
         found: dict[str, dict[str, float]] = {}
         for key, work, kept in spans:
-            of_kind = found.setdefault(key.module.replace(" resident", ""), {})
+            of_kind = found.setdefault(_anywhere(key.module), {})
             seconds = phase_seconds(work, groups, self._cluster).total
             of_kind[key.action] = min(seconds, of_kind.get(key.action, math.inf))
             if key.action == Kind.FORWARD:
@@ -285,9 +285,14 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
     return numels
 
 
+def _anywhere(kind: str) -> str:
+    """Return a kind of module without its position among offloaded layers, which changes only when memory is freed."""
+    return kind.replace(" second", "").replace(" resident", "")
+
+
 def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
     """Return the bounds of a kind of module, or of a kind that takes no more."""
-    kind = kind.replace(" resident", "")
+    kind = _anywhere(kind)
     if kind in least:
         return least[kind]
     plain = kind.replace(" recomputed", "").replace(" unreached", "")

@@ -40,6 +40,16 @@ def test_no_more_reductions_are_in_flight_the_more_micro_batches_there_are(layou
     assert_planned(values(f"{layout} parallel.data=2 parallel.zero=2 batch.global_size=24"), process)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["", "memory.recompute=full", "parallel.pipeline=2 parallel.schedule=zb_h1", "model.experts=4 model.kind=gpt"],
+)
+def test_offloaded_layers_are_freed_however_many_there_are(layout: str, process: SharedWorker) -> None:
+    """A layer frees its predecessor: nearly all memory of 12 layers is in the host's."""
+    size = "model.layers=12 model.sequence=128 batch.global_size=4 memory.offload=[activations]"
+    assert_planned(values(f"{size} {layout}"), process)
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
