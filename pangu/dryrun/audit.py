@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pangu.dryrun.device import FakeDevice
-from pangu.dryrun.memory import OWNED, Memory
+from pangu.dryrun.memory import OWNED, LiveStorage, Memory, Stream
 from pangu.dryrun.operators import (
     COLLECTIVES,
     Operator,
@@ -31,7 +31,7 @@ from pangu.dryrun.operators import (
     size_of,
     tensors_in,
 )
-from pangu.dryrun.races import HOST, Clock, RaceDetector, Started, Stream
+from pangu.dryrun.races import HOST, Clock, RaceDetector
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -42,6 +42,23 @@ _FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
 _DEVICE = torch.ops.prim.device.default
 """Most frequent operator, which the tensor itself answers."""
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
+
+
+class _Started(NamedTuple):
+    """Collective that has started, and may still be hidden by a matmul."""
+
+    stream: Stream
+    tick: int
+    """Time of its start on its stream."""
+    counts: Counter[tuple[Any, ...]]
+    """Counter of the action that started it."""
+    name: tuple[str, str]
+    """Axis and kind."""
+    nbytes: int
+
+    def hide(self) -> None:
+        self.counts["hidden_calls", *self.name] += 1
+        self.counts["hidden_bytes", *self.name] += self.nbytes
 
 
 class Audit(TorchDispatchMode):
@@ -82,16 +99,16 @@ class Audit(TorchDispatchMode):
         """Errors found: operations across devices, and host tensors in collectives of the device."""
         self.used_groups: set[str] = set()
         """Names of the process groups that communicated: a backend creates a communicator on first use."""
-        self.detector = RaceDetector()
-        self.memory = Memory(self._freed)
-        self.pinned = Memory(self.detector.forget)
-        """Host memory accessed by copies that overlap computation."""
-        self._device, self._groups, self._fake = device, groups, fake
+        self.detector = RaceDetector(fake)
+        self.memory = Memory(self.detector.free)
+        self._pinned = Memory()
+        """Host memory accessed by copies that overlap computation; its allocator waits for them."""
+        self._device, self._groups = device, groups
         self._vocab, self._share, self._thorough = vocab, share, thorough
-        self._works: dict[int, tuple[Any, Clock, list[torch.UntypedStorage], Started]] = {}
+        self._works: dict[int, tuple[Any, Clock, list[torch.UntypedStorage], _Started]] = {}
         """Collectives in flight: handle, clock of their stream when done, and the buffers that NCCL keeps alive until a
         wait, or until the next collective if nobody can wait any more."""
-        self._exposed: list[Started] = []
+        self._exposed: list[_Started] = []
         """Collectives started since the last matmul."""
         self._answered: object = None
         """Storage read last; reading its elements one by one counts as one copy."""
@@ -178,19 +195,16 @@ class Audit(TorchDispatchMode):
     def _allocated(self, tensor: Tensor, pinned: bool) -> None:
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device.type:
-            if storage._cdata not in self.memory:
-                action, where = self.action, ""
+            if storage._cdata not in self.memory.live:
+                action, where, stream = self.action, "", 0
                 if self._thorough:
                     where = self.place() if action is None else f"{self.place()}, {action}"
-                    self.detector.allocate(storage._cdata, self._stream())
-                self.memory.add(storage, self._kind(tensor), where, action and action.micro)
+                    stream = self.detector.current
+                is_logits = self._vocab and tensor.dim() > 1 and tensor.shape[-1] == self._vocab
+                kind = self.owner or ("logits" if is_logits else "activations")
+                self.memory.add(storage, kind, where, action and action.micro, stream)
         elif pinned:
-            self.pinned.add(storage, "activations", "")
-
-    def _kind(self, tensor: Tensor) -> str:
-        if self.owner:
-            return self.owner
-        return "logits" if self._vocab and tensor.dim() > 1 and tensor.shape[-1] == self._vocab else "activations"
+            self._pinned.add(storage, "activations")
 
     def _answer(self, inputs: list[Tensor]) -> None:
         on_device = [tensor for tensor in inputs if tensor.device.type == self._device.type != "cpu"]
@@ -198,7 +212,7 @@ class Audit(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage is not self._answered:
                 self._count("host_syncs", self.place())
-                self._host_waits(self._stream())
+                self._host_waits()
             self._answered = storage
 
     def _is_mixed(self, operator: Operator, inputs: list[Tensor]) -> bool:
@@ -223,7 +237,7 @@ class Audit(TorchDispatchMode):
         if operator.name in ("copy_", "_to_copy") and len(devices) > 1:
             self._copied(inputs[-1], (written or outputs)[0], kwargs.get("non_blocking", len(args) > 2 and args[2]))
             return
-        stream = self._stream() if self._device.type in devices else HOST
+        stream = self.detector.current if self._device.type in devices else HOST
         made = written + [tensor for tensor in outputs if all(tensor is not one for one in written)]
         self._touched(stream, inputs, made)
         if stream == HOST:
@@ -246,8 +260,8 @@ class Audit(TorchDispatchMode):
 
     def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         """Record a copy between host and device; if blocking or of pageable host memory, it is a host sync."""
-        stream, host = self._stream(), source if source.device.type == "cpu" else target
-        if host.untyped_storage()._cdata in self.pinned and non_blocking:
+        stream, host = self.detector.current, source if source.device.type == "cpu" else target
+        if host.untyped_storage()._cdata in self._pinned.live and non_blocking:
             self._touched(stream, [source], [target])
             self._count("copy_bytes", by=source.nbytes)
             return
@@ -255,7 +269,7 @@ class Audit(TorchDispatchMode):
             self._count("blocking_copies", self.place())
         self._touched(stream, [source], [target])
         if source.device.type != "cpu":
-            self._host_waits(stream)
+            self._host_waits()
 
     def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
         self._works = {key: one for key, one in self._works.items() if sys.getrefcount(one[0]) > 2}
@@ -276,14 +290,14 @@ class Audit(TorchDispatchMode):
         if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
             self.findings[f"{self.place()}: a tensor of the host in {kind} over {axis}"] += 1
         stream = f"{kind} over {axis}"
-        self.detector.order(self._clock(), stream)
+        self.detector.order(self.detector.clock(self.detector.current), stream)
         self._touched(stream, sources, targets)
         result = function(*args, **kwargs)
         for tensor in tensors_in((result,)):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock = dict(self.detector.clock(stream))
-        self._exposed.append(Started(stream, clock.get(stream, 0), self._counter(), (axis, kind), nbytes))
+        self._exposed.append(_Started(stream, clock.get(stream, 0), self._counter(), (axis, kind), nbytes))
         buffers = [tensor.untyped_storage() for tensor in sources + targets]
         self._works[id(work)] = work, clock, buffers, self._exposed[-1]
         return result
@@ -298,7 +312,7 @@ class Audit(TorchDispatchMode):
                 if not waits and started in self._exposed:  # queries do not block
                     self._exposed.remove(started)
                     started.hide()
-                self.detector.order(clock, self._stream() if waits else HOST)
+                self.detector.order(clock, self.detector.current if waits else HOST)
             return done
 
         return watched
@@ -312,37 +326,21 @@ class Audit(TorchDispatchMode):
         self._exposed.clear()
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        self._follow()
         if not self._thorough:
             self.detector.tick(stream)
             return
-        reads, writes = self._keys(read), self._keys(written)
+        reads, writes = self._buffers(read), self._buffers(written)
         if reads or writes:
-            self.detector.access(stream, reads - writes, writes, self.place)
+            self.detector.access(stream, reads, writes, self.place)
 
-    def _keys(self, tensors: Iterable[Tensor]) -> set[int]:
+    def _buffers(self, tensors: Iterable[Tensor]) -> set[LiveStorage]:
         """Return the buffers that can race: those of the device, and host buffers used by copies."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return {key for key in keys if key in self.memory or key in self.pinned}
+        found = (self.memory.live.get(key) or self._pinned.live.get(key) for key in keys)
+        return {buffer for buffer in found if buffer is not None}
 
-    def _freed(self, key: int) -> None:
-        self._follow()
-        self.detector.free(key)
-
-    def _stream(self) -> Stream:
-        return 0 if self._fake is None else self._fake.current_stream()
-
-    def _clock(self) -> Clock:
-        self._follow()
-        return self.detector.clock(self._stream())
-
-    def _follow(self) -> None:
-        if self._fake is not None:
-            self.detector.follow(self._fake.log())
-
-    def _host_waits(self, stream: Stream) -> None:
-        self._follow()
-        self.detector.order(self.detector.clock(stream), HOST)
+    def _host_waits(self) -> None:
+        self.detector.order(self.detector.clock(self.detector.current), HOST)
 
     def _count(self, *key: Any, by: int = 1) -> None:
         self._counter()[key] += by

@@ -6,7 +6,7 @@ the cached shape; a view is recreated by torch's kernel for meta tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from pangu.dryrun.operators import tensors_in
 
-_Outputs = Callable[["FakeTensors", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
-"""Function that returns the outputs of an operation."""
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Argument types that their value describes completely."""
 _MORE_THAN_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -29,8 +27,9 @@ class FakeTensors(FakeTensorMode):
 
     avoid_device_init = True
     """True to avoid device initialization, for which torch needs a driver."""
-    _learned: ClassVar[dict[tuple[Any, ...], _Outputs]] = {}
-    """Mapping from operation and arguments to the function for its outputs; process-wide, like torch's own cache."""
+    _learned: ClassVar[dict[tuple[Any, ...], Any]] = {}
+    """Mapping from operation and arguments to its outputs, and whether there may be several: the index of the input
+    that it returns, the device of views, or each one's shape, strides, dtype and device, or value. Process-wide."""
 
     def __init__(self) -> None:
         """Create the mode with torch's cache turned off."""
@@ -48,14 +47,28 @@ class FakeTensors(FakeTensorMode):
         if not (self._describe(args, description) and self._describe(kwargs.values(), description)):
             return super().dispatch(func, types, args, kwargs)
         key = tuple(description)
-        outputs = self._learned.get(key)
-        if outputs is not None:
-            return outputs(self, func, args, kwargs)
-        result = super().dispatch(func, types, args, kwargs)
-        outputs = _learn(func, list(tensors_in((*args, *kwargs.values()))), result)
-        if outputs is not None:
-            self._learned[key] = outputs
-        return result
+        known = self._learned.get(key)
+        if known is None:
+            result = super().dispatch(func, types, args, kwargs)
+            known = _learn(func, list(tensors_in((*args, *kwargs.values()))), result)
+            if known is not None:
+                self._learned[key] = known
+            return result
+        outputs, several = known
+        if type(outputs) is int:
+            return [*tensors_in((*args, *kwargs.values()))][outputs]
+        if type(outputs) is torch.device:
+            with in_kernel_invocation_manager(self):
+                result = func(*args, **kwargs)
+            return [FakeTensor(self, one, outputs) for one in result] if several else FakeTensor(self, result, outputs)
+        made = [self._made(one) for one in outputs]
+        return made if several else made[0]
+
+    def _made(self, known: Any) -> Any:
+        if type(known) is not tuple:
+            return known
+        shape, stride, dtype, device = known
+        return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def _describe(self, values: Iterable[Any], into: list[Any]) -> bool:
         """Append everything that outputs can depend on; return False if that is not possible."""
@@ -64,7 +77,7 @@ class FakeTensors(FakeTensorMode):
             if kind is FakeTensor:
                 if value.constant is not None or value.fake_mode is not self:
                     return False
-                into += (value.shape, value.stride(), value.dtype, value.fake_device)
+                into += _description(value)
             elif kind in _PLAIN:
                 into += (kind, value)  # 1 equals 1.0, but gives other dtypes
             elif kind is list or kind is tuple:
@@ -76,57 +89,30 @@ class FakeTensors(FakeTensorMode):
         return True
 
 
-def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> _Outputs | None:
-    """Return a function that recreates the outputs for such inputs, or None if the inputs do not determine them."""
+def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> tuple[Any, bool] | None:
+    """Return the entry of `FakeTensors._learned` for such inputs, or None if they do not determine the outputs."""
     if function.namespace != "aten" or not _MORE_THAN_SHAPES.isdisjoint(function.tags):
         return None
     several = isinstance(result, (list, tuple))
     outputs = list(result) if several else [result]
     memory = {tensor.untyped_storage()._cdata for tensor in inputs}
-    if all(type(output) is FakeTensor and output.untyped_storage()._cdata in memory for output in outputs):
-        places = [i for output in outputs for i, tensor in enumerate(inputs) if tensor is output]
-        if not places:
-            return _shared([output.fake_device for output in outputs], several)
-        return _given(places[0]) if not several else None
-    if not all(_is_new(output, memory) for output in outputs):
+    if outputs and all(type(one) is FakeTensor and one.untyped_storage()._cdata in memory for one in outputs):
+        given = [place for place, one in enumerate(inputs) if any(one is output for output in outputs)]
+        if given:
+            return None if several else (given[0], False)
+        return outputs[0].fake_device, several
+    if not all(type(one) in _PLAIN or _is_new(one, memory) for one in outputs):
         return None
-    parts = [_maker(output) for output in outputs]
-    if several:
-        return lambda mode, *_: [make(mode) for make in parts]
-    return lambda mode, *_: parts[0](mode)
+    return [_description(one) if type(one) is FakeTensor else one for one in outputs], several
 
 
-def _given(place: int) -> _Outputs:
-    return lambda mode, function, args, kwargs: [*tensors_in((*args, *kwargs.values()))][place]
-
-
-def _shared(devices: list[torch.device], several: bool) -> _Outputs:
-
-    def view(mode: FakeTensors, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with in_kernel_invocation_manager(mode):
-            result = function(*args, **kwargs)
-        if not several:
-            return FakeTensor(mode, result, devices[0])
-        return [FakeTensor(mode, one, device) for one, device in zip(result, devices, strict=True)]
-
-    return view
+def _description(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device
 
 
 def _is_new(output: Any, memory: set[int]) -> bool:
-    if type(output) is not FakeTensor:
-        return type(output) in _PLAIN
+    if type(output) is not FakeTensor or output.storage_offset() or output.constant is not None or output.requires_grad:
+        return False
     storage = output.untyped_storage()
-    fresh = storage._cdata not in memory and output.storage_offset() == 0 and output.constant is None
-    return fresh and not output.requires_grad and storage.nbytes() == _empty(output).untyped_storage().nbytes()
-
-
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-
-
-def _maker(output: Any) -> Callable[[FakeTensors], Any]:
-    if type(output) is not FakeTensor:
-        return lambda mode: output
-    shape, stride, dtype, device = output.shape, output.stride(), output.dtype, output.fake_device
-    empty = torch.empty_strided
-    return lambda mode: FakeTensor(mode, empty(shape, stride, dtype=dtype, device="meta"), device)
+    full = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta").untyped_storage()
+    return storage._cdata not in memory and storage.nbytes() == full.nbytes()

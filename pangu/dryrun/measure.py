@@ -17,12 +17,13 @@ from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, SpanRecorder, joined, spans_in
 from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake_tensors
+from pangu.dryrun.traces import as_data
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
 from pangu.pipeline.layouts import Chosen, choose_layout
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.spans import END, START, Span, SpanKey, UpdateTrace, keys_of, module_kinds
+from pangu.pipeline.spans import END, START, Span, SpanKey, Trace, UpdateTrace, keys_of, module_kinds
 from pangu.pipeline.stages import Stages
 from pangu.topology.placement import Placement, TensorRank
 
@@ -33,7 +34,7 @@ def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options
     try:
         chosen = choose_layout(values, 1)
         if "chunks" in options:
-            report = {"traces": measure(chosen, *place, **options)}
+            report = {"traces": list(map(as_data, measure(chosen, *place, **options)))}
         else:
             report = asdict(dry_run(chosen, rank, *place, **options))
     except UserError as error:
@@ -62,8 +63,8 @@ def measure(
     chunks: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
     splits: Sequence[bool],
-) -> list[dict[str, Any]]:
-    """Carry out the forward and backward pass of each chunk on one rank; return spans as plain data for each size.
+) -> list[Trace]:
+    """Carry out the forward and backward pass of each chunk on one rank, and return the trace for each size.
 
     Args:
         chosen: a run without a pipeline; chunks are carried out as if there was a second stage.
@@ -81,7 +82,7 @@ def measure(
     ends = (any(getattr(part, end) for part in parts.values()) for end in ("first", "last"))
     together = ModelPart(cast(range, tuple(layers)), *ends)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
-    results: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     # dry runs of full steps look for races
     with (
         on_fake_tensors(0, layout.world),
@@ -101,8 +102,8 @@ def measure(
             recorder.restart()
             carry_out(audit, trainer, micro_batches(trainer.config, layout))
             recorder.finish()
-            results.append({"size": size, **_trace(audit, recorder.log, kinds, splits), "update": update})
-    return results
+            traces.append(_trace(audit, recorder.log, kinds, splits, update))
+    return traces
 
 
 def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedule:
@@ -133,8 +134,12 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
 
 
 def _trace(
-    audit: Audit, log: Sequence[Any], kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]
-) -> dict[str, Any]:
+    audit: Audit,
+    log: Sequence[Any],
+    kinds: Mapping[int, Mapping[str, str]],
+    splits: Sequence[bool],
+    update: UpdateTrace,
+) -> Trace:
     spans: dict[SpanKey, Span | None] = {
         key: None
         for modules in kinds.values()
@@ -150,13 +155,8 @@ def _trace(
             spans[key] = replace(span, until=tuple(sorted(until.items())))
         elif boundary.module in beside and not isinstance(action, Action):
             beside[boundary.module].append(span)
-    return {
-        "spans": [[*key, span and asdict(span)] for key, span in spans.items()],
-        "begin": asdict(joined(beside[BEGIN])),
-        "move": asdict(beside[MOVE][-1]),
-        "finish": asdict(beside[FINISH][-1]),
-        "lasting_bytes": sum(size for kind, size in audit.memory.bytes.items() if kind not in OWNED),
-    }
+    lasting = sum(size for kind, size in audit.memory.bytes.items() if kind not in OWNED)
+    return Trace(spans, joined(beside[BEGIN]), beside[MOVE][-1], beside[FINISH][-1], update, lasting)
 
 
 def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> SpanKey:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,24 +17,39 @@ OWNED = frozenset({"parameters", "gradients", "optimizer", "gathered"})
 """Kinds that belong to flat parameters, whichever module is computed."""
 _GRAIN = 512
 """Allocation granularity in bytes: device allocators round up to multiples of it."""
+Stream = int | str
 
 
-@dataclass
+class Access(NamedTuple):
+    """Time and place of a stream's last read or write of a buffer."""
+
+    stream: Stream
+    tick: int
+    place: str
+
+
+@dataclass(eq=False)
 class LiveStorage:
     """Storage that is allocated on the device."""
 
-    size: int
     kind: str
     micro: int | None
-    reference: weakref.ref[torch.UntypedStorage]
+    """Micro-batch that it was allocated for."""
+    stream: int
+    """Stream it was allocated on, which may reuse the memory once it is freed."""
+    size: int = 0
+    written: Access | None = None
+    read: dict[Stream, Access] = field(default_factory=dict)
+    reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class Memory:
     """Live storages of one device, and their peak."""
 
-    def __init__(self, freed: Callable[[int], None] = lambda key: None) -> None:
-        """Create an empty record; `freed` is called with the key of each storage that is released."""
-        self._live: dict[int, LiveStorage] = {}
+    def __init__(self, freed: Callable[[LiveStorage], None] = lambda entry: None) -> None:
+        """Create an empty record; `freed` is called with each storage that is released."""
+        self.live: dict[int, LiveStorage] = {}
+        """Live storages by address (`_cdata`)."""
         self._freed = freed
         self.bytes: Counter[str] = Counter()
         """Live bytes by kind."""
@@ -50,33 +65,31 @@ class Memory:
         self.log: list[Any] | None = None
         """List of all changes as (storage, bytes) if a caller sets one; callers may add entries of their own."""
 
-    def __contains__(self, key: int) -> bool:
-        """Return whether a storage is live."""
-        return key in self._live
-
-    def add(self, storage: torch.UntypedStorage, kind: str, place: str, micro: int | None = None) -> None:
+    def add(
+        self, storage: torch.UntypedStorage, kind: str, place: str = "", micro: int | None = None, stream: int = 0
+    ) -> None:
         """Add a new storage, allocated for a micro-batch or for none."""
-        key = storage._cdata
+        key, entry = storage._cdata, LiveStorage(kind, micro, stream)
 
         def end(_: object) -> None:
-            self._grow(self._live[key], -self._live[key].size, "")
-            del self._live[key]
-            self._freed(key)
+            del self.live[key]
+            self._grow(entry, -entry.size, "")
+            self._freed(entry)
 
-        self._live[key] = LiveStorage(0, kind, micro, weakref.ref(storage, end))
+        entry.reference = weakref.ref(storage, end)
+        self.live[key] = entry
         self.resize(storage, place)
 
     def resize(self, storage: torch.UntypedStorage, place: str) -> None:
         """Update the size of a known storage."""
-        entry = self._live.get(storage._cdata)
-        if entry is not None:
+        if (entry := self.live.get(storage._cdata)) is not None:
             size = -(-storage.nbytes() // _GRAIN) * _GRAIN
             change, entry.size = size - entry.size, size
             self._grow(entry, change, place)
 
     def label(self, tensor: torch.Tensor, kind: str, unless: Container[str] = ()) -> None:
         """Set the kind of a storage, unless its kind is in `unless`; ignore storages of other devices."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
+        entry = self.live.get(tensor.untyped_storage()._cdata)
         if entry is not None and entry.kind not in unless:
             self.bytes[entry.kind] -= entry.size
             self.bytes[kind] += entry.size
@@ -85,7 +98,7 @@ class Memory:
     def of_micro_batch(self, micro: int) -> Counter[str]:
         """Return the live bytes by kind that were allocated for a micro-batch."""
         total: Counter[str] = Counter()
-        for entry in self._live.values():
+        for entry in self.live.values():
             total[entry.kind] += entry.size * (entry.micro == micro)
         return total
 

@@ -9,70 +9,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-from pangu.dryrun.device import StreamEntry
+from pangu.dryrun.device import FakeDevice, StreamEntry
+from pangu.dryrun.memory import Access, LiveStorage, Stream
 
-Stream = int | str
 HOST: Stream = "the host"
 Clock = dict[Stream, int]
-
-
-class _Access(NamedTuple):
-    """Time and place of a stream's last read or write of a buffer."""
-
-    stream: Stream
-    tick: int
-    place: str
-
-
-@dataclass
-class _Buffer:
-    stream: Stream = 0
-    """Stream it was allocated on, which may reuse the memory once it is freed."""
-    written: _Access | None = None
-    read: dict[Stream, _Access] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Started:
-    """Collective that has started, and may still be hidden by a matmul."""
-
-    stream: Stream
-    tick: int
-    """Time of its start on its stream."""
-    counts: Counter[tuple[Any, ...]]
-    """Counter of the action that started it."""
-    name: tuple[str, str]
-    """Axis and kind."""
-    nbytes: int
-
-    def hide(self) -> None:
-        """Count the collective as hidden."""
-        self.counts["hidden_calls", *self.name] += 1
-        self.counts["hidden_bytes", *self.name] += self.nbytes
 
 
 class RaceDetector:
     """Detector of pairs of accesses to a buffer that no synchronization orders."""
 
-    def __init__(self) -> None:
-        """Start with no buffers and no accesses."""
+    def __init__(self, fake: FakeDevice | None) -> None:
+        """Start with no accesses, on a device that tells streams apart; None: there is one stream."""
         self.races: Counter[str] = Counter()
         """Number of occurrences of each race, by its description."""
+        self._fake = fake
         self._clocks: dict[Stream, Clock] = {HOST: {}}
         self._events: dict[int, Clock] = {}
-        self._buffers: dict[int, _Buffer] = {}
 
-    def access(self, stream: Stream, reads: set[int], writes: set[int], place: Callable[[], str]) -> None:
+    @property
+    def current(self) -> int:
+        """Current stream of the calling thread."""
+        return 0 if self._fake is None else self._fake.current_stream()
+
+    def access(
+        self, stream: Stream, reads: set[LiveStorage], writes: set[LiveStorage], place: Callable[[], str]
+    ) -> None:
         """Record that a stream, or the host, reads some buffers and writes others, in program order."""
         clock = self.tick(stream)
-        use = _Access(stream, clock[stream], place())
-        for key in reads | writes:
-            buffer, does = self._buffers.setdefault(key, _Buffer()), "writes" if key in writes else "reads"
+        use = Access(stream, clock[stream], place())
+        for buffer in reads | writes:
+            does = "writes" if buffer in writes else "reads"
             self._check(clock, use, does, buffer.written, "writes")
-            if key in writes:
+            if buffer in writes:
                 for earlier in buffer.read.values():
                     self._check(clock, use, does, earlier, "reads")
                 buffer.written, buffer.read = use, {}
@@ -87,10 +57,9 @@ class RaceDetector:
 
     def clock(self, stream: Stream) -> Clock:
         """Return the clock of work that is enqueued on a stream now: the host knows what it has waited for."""
-        clock = self._clocks.setdefault(stream, {})
-        if stream != HOST:
-            _join(clock, self._clocks[HOST])
-        return clock
+        if self._fake is not None:
+            self.follow(self._fake.log())
+        return self._followed(stream)
 
     def order(self, before: Clock, after: Stream) -> None:
         """Make everything known in one clock known to a stream from now on."""
@@ -100,34 +69,31 @@ class RaceDetector:
         """Record operations on streams and events."""
         for kind, event, stream in entries:
             if kind == 0:
-                self._events[event] = dict(self.clock(stream))
+                self._events[event] = dict(self._followed(stream))
             elif kind == 1:
-                self.order(self._events.get(event, {}), stream)
+                _join(self._followed(stream), self._events.get(event, {}))
             else:
-                waited = {2: [self.clock(stream)], 4: [self._events.get(event, {})]}.get(kind, [*self._clocks.values()])
-                for clock in waited:
+                waited = {2: [self._followed(stream)], 4: [self._events.get(event, {})]}
+                for clock in waited.get(kind, [*self._clocks.values()]):
                     _join(self._clocks[HOST], clock)
 
-    def allocate(self, key: int, stream: Stream) -> None:
-        """Add a buffer."""
-        self._buffers[key] = _Buffer(stream)
-
-    def free(self, key: int) -> None:
+    def free(self, buffer: LiveStorage) -> None:
         """Free a device buffer: its stream reuses the memory, so uses on other streams must be known to be done.
 
         Collectives keep their own buffers alive.
         """
-        buffer = self._buffers.pop(key, _Buffer())
         clock = self.clock(buffer.stream)
         for use in (buffer.written, *buffer.read.values()):
             if use is not None and isinstance(use.stream, int):
-                self._check(clock, _Access(buffer.stream, 0, "its owner"), "frees", use, "uses")
+                self._check(clock, Access(buffer.stream, 0, "its owner"), "frees", use, "uses")
 
-    def forget(self, key: int) -> None:
-        """Free a host buffer; its allocator waits for copies."""
-        self._buffers.pop(key, None)
+    def _followed(self, stream: Stream) -> Clock:
+        clock = self._clocks.setdefault(stream, {})
+        if stream != HOST:
+            _join(clock, self._clocks[HOST])
+        return clock
 
-    def _check(self, clock: Clock, use: _Access, does: str, earlier: _Access | None, did: str) -> None:
+    def _check(self, clock: Clock, use: Access, does: str, earlier: Access | None, did: str) -> None:
         if earlier is not None and earlier.stream != use.stream and clock.get(earlier.stream, 0) < earlier.tick:
             self.races[f"{use.place} {does} what {earlier.place} {did}, before its wait"] += 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -30,7 +29,6 @@ from pangu.pipeline.spans import (
 )
 from pangu.topology.placement import TensorRank
 
-log = logging.getLogger("pangu")
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Configuration groups that a module's work depends on."""
 _RECOMPUTED = 1
@@ -75,10 +73,8 @@ class Way(NamedTuple):
     def of(cls, request: TraceRequest) -> Way:
         """Return the way in which a request's chunks are computed."""
         config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
-        apart = config.model.tied_head and not {"embedding", "head"} <= kinds
-        return cls(
-            _values_of(replace(config, cluster=None)), "head" in kinds if apart else None, config.batch.micro_size
-        )
+        head = "head" in kinds if config.model.tied_head and not {"embedding", "head"} <= kinds else None
+        return cls(_values_of(replace(config, cluster=None)), head, config.batch.micro_size)
 
     @property
     def file(self) -> Path:
@@ -94,17 +90,12 @@ class Traces:
 
     note_progress: Callable[[], None] = lambda: None
     """Callback after each dry run."""
-    _known: dict[Way, dict[str, Any]] = field(default_factory=dict)
-    """Measurements as plain data; `spans` by key."""
-    _traces: dict[Way, Trace] = field(default_factory=dict)
+    _known: dict[Way, Trace] = field(default_factory=dict)
 
     def of(self, request: TraceRequest) -> Trace:
         """Return the trace of some chunks, measured if needed; raise DryRunError like `measure`."""
         self.measure([request])
-        way = Way.of(request)
-        if way not in self._traces:
-            self._traces[way] = trace_of(self._known[way])
-        return self._traces[way]
+        return self._known[Way.of(request)]
 
     def measure(self, requests: Collection[TraceRequest]) -> None:
         """Measure the requested chunks that have not been measured, on all cores.
@@ -113,67 +104,45 @@ class Traces:
             DryRunError: if the dry run is unavailable here, or the model cannot be carried out in it.
         """
         ways = [(Way.of(request), request) for request in requests]
-        if not self._missing(ways):
-            return
-        self._read(ways)
-        if not self._missing(ways):
-            return
-        with one_process(cache_folder()):
-            self._read(ways)  # another process may have measured meanwhile
-            missing = self._missing(ways)
-            for way, trace in _carry_out(missing, self.note_progress) if missing else ():
-                self._add(way, trace)
-                spans = [[*key, span] for key, span in self._spans(way).items()]
-                write_cached(way.file, {**self._known[way], "spans": spans})
+        if self._missing(ways) and self._missing(ways, read=True):
+            with one_process(cache_folder()):
+                missing = self._missing(ways, read=True)  # another process may have measured meanwhile
+                for way, data in _carry_out(missing, self.note_progress) if missing else ():
+                    self._add(way, data)
+                    write_cached(way.file, as_data(self._known[way]))
 
-    def _spans(self, way: Way) -> dict[SpanKey, Any]:
-        return self._known[way]["spans"] if way in self._known else {}
+    def _add(self, way: Way, data: Mapping[str, Any]) -> None:
+        trace, known = trace_of(data), self._known.get(way)
+        self._known[way] = replace(trace, spans={**(known.spans if known else {}), **trace.spans})
 
-    def _add(self, way: Way, trace: Mapping[str, Any]) -> None:
-        spans = {SpanKey(*key): span for *key, span in trace["spans"]}
-        self._known[way] = {**trace, "spans": self._spans(way) | spans}
-        self._traces.pop(way, None)
-
-    def _read(self, ways: Iterable[tuple[Way, TraceRequest]]) -> None:
-        for way in dict(ways):
-            if (trace := read_cached(way.file)) is not None:
-                self._add(way, trace)
-
-    def _missing(self, ways: Iterable[tuple[Way, TraceRequest]]) -> list[tuple[Way, TraceRequest]]:
-        """Return requests for the chunks that have not been measured, and only for these."""
+    def _missing(
+        self, ways: Collection[tuple[Way, TraceRequest]], read: bool = False
+    ) -> list[tuple[Way, TraceRequest]]:
+        """Return requests for the chunks that have not been measured, and only for these; `read` the cache before."""
+        for way in dict(ways) if read else ():
+            if (data := read_cached(way.file)) is not None:
+                self._add(way, data)
         missing = []
         for way, request in ways:
-            known = self._spans(way)
-            chunks = tuple(chunk for chunk in request.chunks if not request.keys(chunk) <= known.keys())
+            known = self._known[way].spans.keys() if way in self._known else set[SpanKey]()
+            chunks = tuple(chunk for chunk in request.chunks if not request.keys(chunk) <= known)
             if chunks:
                 missing.append((way, request._replace(chunks=chunks)))
         return missing
 
 
-class _Job(NamedTuple):
-    """Dry run of one rank."""
-
-    ways: tuple[Way, ...]
-    """Ways to compute the model, which differ in the micro-batch size."""
-    chunks: list[dict[str, Any]]
-    splits: list[bool]
-
-
-def jobs_of(missing: Iterable[tuple[Way, TraceRequest]]) -> list[_Job]:
-    """Return the dry runs to make, each with all micro-batch sizes and chunks that one model can have."""
+def jobs_of(missing: Iterable[tuple[Way, TraceRequest]]) -> Iterator[tuple[list[Way], dict[str, Any]]]:
+    """Yield the dry runs to make: ways of one model in several micro-batch sizes, and the options of `measure`."""
     groups: dict[tuple[str, bool | None], list[tuple[Way, TraceRequest]]] = {}
     for way, request in missing:
         groups.setdefault((way.values, way.head), []).append((way, request))
-    jobs = []
-    for those in groups.values():
-        splits = sorted({split for _, request in those for split in request.splits})
-        wanted = those[0][1]._replace(splits=tuple(splits))
-        layers = _Layers(wanted.config)
-        keys = {shortened(chunk): wanted.keys(chunk) for _, request in those for chunk in request.chunks}
-        chunks = [layers.numbered(chunk) for chunk in _covering(keys)]
-        ways = sorted({way for way, _ in those}, key=lambda way: way.size)
-        jobs.append(_Job(tuple(ways), chunks, splits))
-    return jobs
+    for group in groups.values():
+        splits = sorted({split for _, request in group for split in request.splits})
+        wanted = group[0][1]._replace(splits=tuple(splits))
+        keys = {shortened(chunk): wanted.keys(chunk) for _, request in group for chunk in request.chunks}
+        ways = sorted({way for way, _ in group}, key=lambda way: way.size)
+        chunks = list(_numbered(wanted.config, _covering(keys)))
+        yield ways, {"chunks": chunks, "sizes": [way.size for way in ways], "splits": splits}
 
 
 def _covering(keys: Mapping[Chunk, set[SpanKey]]) -> list[Chunk]:
@@ -183,8 +152,7 @@ def _covering(keys: Mapping[Chunk, set[SpanKey]]) -> list[Chunk]:
         picked.append(max(sorted(keys), key=lambda chunk: len(keys[chunk] & left) / (len(chunk) + _ENDS)))
         left -= keys[picked[-1]]
     for chunk in tuple(picked):
-        others = [keys[other] for other in picked if other != chunk]
-        if keys[chunk] <= set[SpanKey]().union(*others):
+        if keys[chunk] <= set[SpanKey]().union(*(keys[other] for other in picked if other != chunk)):
             picked.remove(chunk)
     return picked
 
@@ -193,15 +161,15 @@ def shortened(chunk: Sequence[str]) -> Chunk:
     """Return the shortest chunk that still has every pair of neighbors around a module: of equal layers, three stay."""
     kept = list(chunk)
 
-    def neighbours(kinds: Sequence[str]) -> set[tuple[str, str, str]]:
+    def neighbors(kinds: Sequence[str]) -> set[tuple[str, str, str]]:
         around = ["", *kinds, ""]
         return set(zip(around, kinds, around[2:], strict=False))
 
-    everything, place = neighbours(kept), 0
+    everything, place = neighbors(kept), 0
     while place < len(kept):
         for end in range(place + 1, len(kept)):
             shorter = kept[:place] + kept[end:]
-            if kept[end] == kept[place] and neighbours(shorter) == everything:
+            if kept[end] == kept[place] and neighbors(shorter) == everything:
                 kept = shorter
                 break
         else:
@@ -209,28 +177,20 @@ def shortened(chunk: Sequence[str]) -> Chunk:
     return tuple(kept)
 
 
-class _Layers:
-    """Layers of a model by content, from which valid chunks of the model are built."""
-
-    def __init__(self, config: RunConfig) -> None:
-        model = config.model
-        table = place_tensors(model, [ModelPart.whole(model)], TensorRank(), config.train.frozen)
-        self._numbers: dict[str, list[int]] = {}
-        for module, kind in module_kinds(config, table, ModelPart.whole(model)).items():
-            if module.startswith("layers."):
-                self._numbers.setdefault(_content(kind), []).append(int(module.partition(".")[2]))
-
-    def numbered(self, chunk: Chunk) -> dict[str, Any]:
-        """Return a chunk of the first layers of each kind, in the form that `measure.measure` takes."""
+def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
+    """Yield chunks of the model's first layers of each kind, in the form that `measure.measure` takes."""
+    whole = ModelPart.whole(config.model)
+    table = place_tensors(config.model, [whole], TensorRank(), config.train.frozen)
+    contents = [_content(kind) for name, kind in module_kinds(config, table, whole).items() if name[:7] == "layers."]
+    for chunk in chunks:
         layers: list[int] = []
-        recomputed = -1
+        start = -_RECOMPUTED
         for kind in chunk:
             if kind.startswith("layer"):
-                last = layers[-1] if layers else -1
-                layers.append(next(number for number in self._numbers[_content(kind)] if number > last))
-                recomputed = layers[-1] if "recomputed" in kind.split() else recomputed
+                layers.append(contents.index(_content(kind), layers[-1] + 1 if layers else 0))
+                start = layers[-1] + 1 - _RECOMPUTED if "recomputed" in kind.split() else start
         first, last = (any(kind.startswith(name) for kind in chunk) for name in ("embedding", "head"))
-        return {"layers": layers, "start": recomputed + 1 - _RECOMPUTED, "first": first, "last": last}
+        yield {"layers": layers, "start": start, "first": first, "last": last}
 
 
 def _content(kind: str) -> str:
@@ -239,20 +199,14 @@ def _content(kind: str) -> str:
 
 @lru_cache(maxsize=1000)
 def _values_of(config: RunConfig) -> str:
-    return json.dumps(_values(config))
-
-
-def _values(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration to carry out, with only the values that the work of modules depends on."""
+    """Return the configuration to carry out as JSON, with only the values that the work of modules depends on."""
     parallel, model = config.parallel, config.model
-    data = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context)
+    data, zero = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context), 0
     offload = [what for what in config.memory.offload if what == "activations"]
     # the backward pass ends at the first trained module, unless the weights of that module must be resharded
     reshards = parallel.zero > 0 and (parallel.zero_group or (parallel.data or 1) * parallel.context) > 1
     if config.train.frozen and (reshards or len(config.memory.offload) > len(offload)):
         data, zero = 2 * data, 1
-    else:
-        zero = 0
     values = {**asdict(config), "dry_run": True, "cluster": None}
     changes: dict[str, dict[str, Any]] = {
         # replaces a kernel that a dry run cannot carry out, and that keeps as much
@@ -270,29 +224,32 @@ def _values(config: RunConfig) -> dict[str, Any]:
         "precision": {"reduce": "fp32"},
         "checkpoint": {"upcycle": False},
     }
-    values |= {group: {**values[group], **change} for group, change in changes.items()}
-    return values
+    return json.dumps(values | {group: {**values[group], **change} for group, change in changes.items()})
 
 
 def _carry_out(
     missing: Sequence[tuple[Way, TraceRequest]], note_progress: Callable[[], None]
 ) -> Iterator[tuple[Way, dict[str, Any]]]:
     """Measure all that is missing, which may take a minute, and yield the traces; raise DryRunError on failure."""
-    jobs = jobs_of(missing)
-    described = [
-        (json.loads(ways[0].values), 0, {"chunks": chunks, "splits": splits, "sizes": [way.size for way in ways]})
-        for ways, chunks, splits in jobs
-    ]
+    jobs = list(jobs_of(missing))
+    described = [(json.loads(ways[0].values), 0, options) for ways, options in jobs]
     reports = with_progress(run_jobs(described), len(jobs), note_progress)
-    for job, report in zip(jobs, reports, strict=True):
-        yield from zip(job.ways, report["traces"], strict=True)
+    for (ways, _), report in zip(jobs, reports, strict=True):
+        yield from zip(ways, report["traces"], strict=True)
 
 
-def trace_of(known: Mapping[str, Any]) -> Trace:
-    """Return a trace from plain data with `spans` by key."""
-    spans = {key: None if span is None else _span(span) for key, span in known["spans"].items()}
-    begin, move, finish = (_span(known[name]) for name in ("begin", "move", "finish"))
-    return Trace(spans, begin, move, finish, UpdateTrace(*known["update"]), known["lasting_bytes"])
+def as_data(trace: Trace) -> dict[str, Any]:
+    """Return a trace as JSON has it."""
+    spans = [[*key, span and asdict(span)] for key, span in trace.spans.items()]
+    others = {name: asdict(getattr(trace, name)) for name in ("begin", "move", "finish")}
+    return {**others, "spans": spans, "update": trace.update, "lasting_bytes": trace.lasting_bytes}
+
+
+def trace_of(data: Mapping[str, Any]) -> Trace:
+    """Return the trace that `as_data` wrote."""
+    spans = {SpanKey(*key): span and _span(span) for *key, span in data["spans"]}
+    begin, move, finish = (_span(data[name]) for name in ("begin", "move", "finish"))
+    return Trace(spans, begin, move, finish, UpdateTrace(*data["update"]), data["lasting_bytes"])
 
 
 def _span(data: Mapping[str, Any]) -> Span:

@@ -18,7 +18,7 @@ import torch
 from pangu.dryrun.measure import key_of, measure
 from pangu.dryrun.recorder import SpanRecorder, spans_in
 from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
-from pangu.dryrun.traces import TraceRequest, Way, jobs_of, trace_of
+from pangu.dryrun.traces import TraceRequest, Way, as_data, jobs_of, trace_of
 from pangu.models.parameters import place_tensors
 from pangu.pipeline.actions import Action
 from pangu.pipeline.layouts import Chosen, choose_layout
@@ -56,10 +56,9 @@ def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:
     chunks = tuple(tuple(module_kinds(config, table, part).values()) for part in parts.values())
     request = TraceRequest(config, chunks, (chosen.stages.schedule.splits_backward,))
     way = Way.of(request)
-    (job,) = jobs_of([(way, request)])
-    (trace,) = measure(choose_layout(json.loads(way.values), 1), device, fake, job.chunks, [way.size], job.splits)
-    known = json.loads(json.dumps(trace))
-    return trace_of({**known, "spans": {SpanKey(*key): span for *key, span in known["spans"]}})
+    ((_, options),) = jobs_of([(way, request)])
+    (trace,) = measure(choose_layout(json.loads(way.values), 1), device, fake, **options)
+    return trace_of(json.loads(json.dumps(as_data(trace))))
 
 
 def differences(values: dict[str, Any], device: torch.device) -> Iterator[str]:
