@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,10 +22,8 @@ from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED, LiveStorage, Memory, Stream
 from pangu.dryrun.operators import (
     COLLECTIVES,
-    Operator,
     causal_share,
     count_flops,
-    is_causal,
     moved_bytes,
     operator_of,
     size_of,
@@ -37,6 +35,7 @@ from pangu.training.determinism import REFUSED, REPLACED
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN = f"{Path(__file__).resolve().parent}/"
 _ANY_ORDER = REPLACED | REFUSED
+_COPIES = ("copy_", "_to_copy")
 _FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
 """Collectives that fill a separate output buffer."""
 _DEVICE = torch.ops.prim.device.default
@@ -145,15 +144,6 @@ class Audit(TorchDispatchMode):
         self.action, self.counts = action, self.by_action[action]
         self.memory.high = self.memory.total
 
-    @contextmanager
-    def owned(self, kind: str) -> Iterator[None]:
-        """Attribute allocations within the block to a kind of memory, and operations to its owner."""
-        before, self.owner = self.owner, kind
-        try:
-            yield
-        finally:
-            self.owner = before
-
     def place(self) -> str:
         """Return the innermost line of this package being executed, or the operation of the backward pass."""
         frame: FrameType | None = sys._getframe(1)
@@ -179,17 +169,21 @@ class Audit(TorchDispatchMode):
         if operator.answers and not (operator.name == "index" and all(t.dtype == torch.int64 for t in inputs[1:])):
             self._answer(inputs)
             if operator.name == "_local_scalar_dense":
-                return _one(args[0]) if isinstance(args[0], torch._subclasses.FakeTensor) else function(*args, **kwargs)
+                if not isinstance(args[0], torch._subclasses.FakeTensor):
+                    return function(*args, **kwargs)
+                return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1  # it has no value
         elif operator.launches:
             self._answered = None
-            if self._is_mixed(operator, inputs):
+            # scalar tensors on the host are allowed
+            if operator.name not in _COPIES and len({tensor.device.type for tensor in inputs if tensor.dim()}) > 1:
+                self.findings[f"{self.place()}: {operator.name} of tensors on different devices"] += 1
                 args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
         result = function(*args, **kwargs)
         outputs = list(tensors_in((result,)))
         for tensor in outputs:
             self._allocated(tensor, kwargs.get("pin_memory", False))
         if operator.launches and (inputs or outputs):
-            self._launched(operator, function, args, kwargs, inputs, outputs, result)
+            self._launched(function, args, kwargs, inputs, outputs, result)
         return result
 
     def _allocated(self, tensor: Tensor, pinned: bool) -> None:
@@ -207,34 +201,20 @@ class Audit(TorchDispatchMode):
             self._pinned.add(storage, "activations")
 
     def _answer(self, inputs: list[Tensor]) -> None:
-        on_device = [tensor for tensor in inputs if tensor.device.type == self._device.type != "cpu"]
-        for tensor in on_device:
-            storage = tensor.untyped_storage()
-            if storage is not self._answered:
-                self._count("host_syncs", self.place())
-                self._host_waits()
-            self._answered = storage
-
-    def _is_mixed(self, operator: Operator, inputs: list[Tensor]) -> bool:
-        """Return whether tensors of two devices meet outside of a copy; scalar tensors on the host are allowed."""
-        mixed = operator.name not in ("copy_", "_to_copy") and len({t.device.type for t in inputs if t.dim()}) > 1
-        if mixed:
-            self.findings[f"{self.place()}: {operator.name} of tensors on different devices"] += 1
-        return mixed
+        for tensor in inputs:
+            if tensor.device.type == self._device.type != "cpu":
+                if tensor.untyped_storage() is not self._answered:
+                    self._count("host_syncs", self.place())
+                    self._host_waits()
+                self._answered = tensor.untyped_storage()
 
     def _launched(
-        self,
-        operator: Operator,
-        function: OpOverload,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        result: Any,
+        self, function: OpOverload, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
     ) -> None:
+        operator = operator_of(function)
         devices = {tensor.device.type for tensor in (*inputs, *outputs)}
         written = list(tensors_in(args[i] for i in operator.writes if i < len(args)))
-        if operator.name in ("copy_", "_to_copy") and len(devices) > 1:
+        if operator.name in _COPIES and len(devices) > 1:
             self._copied(inputs[-1], (written or outputs)[0], kwargs.get("non_blocking", len(args) > 2 and args[2]))
             return
         stream = self.detector.current if self._device.type in devices else HOST
@@ -250,25 +230,23 @@ class Audit(TorchDispatchMode):
             # without the matrix that the result is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
-            causal = is_causal(function, args, kwargs)
-            computed = self._share * causal_share(operator.name, shapes) if causal else 1.0
-            self._count("product", operator.name, shapes, format_, computed)
-            flops = count_flops(function, args, kwargs, result)
-            self._count("flops", by=round(flops * self._share) if causal else flops)
+            causal, flops = causal_share(function, args, kwargs, shapes), count_flops(function, args, kwargs, result)
+            self._count("product", operator.name, shapes, format_, 1.0 if causal is None else self._share * causal)
+            self._count("flops", by=flops if causal is None else round(flops * self._share))
         else:
             self._count("memory_bound_bytes", by=moved_bytes(operator, inputs, made))
 
     def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         """Record a copy between host and device; if blocking or of pageable host memory, it is a host sync."""
-        stream, host = self.detector.current, source if source.device.type == "cpu" else target
+        fetches = source.device.type != "cpu"
+        host = target if fetches else source
+        self._touched(self.detector.current, [source], [target])
         if host.untyped_storage()._cdata in self._pinned.live and non_blocking:
-            self._touched(stream, [source], [target])
             self._count("copy_bytes", by=source.nbytes)
             return
-        if source.device.type != "cpu" or source.dim():
+        if fetches or source.dim():
             self._count("blocking_copies", self.place())
-        self._touched(stream, [source], [target])
-        if source.device.type != "cpu":
+        if fetches:
             self._host_waits()
 
     def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -347,8 +325,3 @@ class Audit(TorchDispatchMode):
 
     def _counter(self) -> Counter[tuple[Any, ...]]:
         return self.counts if not self.owner or self.owner_counts is None else self.owner_counts
-
-
-def _one(tensor: Tensor) -> float | int | bool:
-    """Return the placeholder for a scalar that has no value."""
-    return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pangu.config.errors import UserError
 from pangu.config.files import read_json, write_atomically
@@ -72,20 +72,16 @@ def one_process(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):
             lock = stack.enter_context((folder / "modules.lock").open("w"))
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            if not _locked(lock):
-                log.warning("%-12s another process measures, which this one waits for (%s)", "measuring", lock.name)
-                while not _locked(lock) and time.monotonic() < deadline:
-                    time.sleep(0.1)
+            deadline, waits = time.monotonic() + PATIENCE_SECONDS, False
+            while time.monotonic() < deadline:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if not waits:
+                    log.warning("%-12s another process measures, which this one waits for (%s)", "measuring", lock.name)
+                waits = True
+                time.sleep(0.1)
         yield
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @cache

@@ -29,10 +29,9 @@ _ENTRIES_PER_READ = 256
 
 
 class StreamEntry(NamedTuple):
-    """Operation on a stream or an event."""
+    """Operation: 0 record event on stream, 1 stream waits for event; the host waits for 2 stream, 3 device, 4 event."""
 
     kind: int
-    """Kind: 0 record event on stream, 1 stream waits for event; the host waits for 2 stream, 3 device, 4 event."""
     event: int
     stream: int
 
@@ -64,28 +63,25 @@ def load_device() -> FakeDevice | str:
     torch = find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return "torch is not installed"
-    home = Path(torch.submodule_search_locations[0])
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    cache = cache_folder()
+    home, cache = Path(torch.submodule_search_locations[0]), cache_folder()
     if not is_usable(cache):  # never load a library that someone else may have written
         return f"{cache} is not a folder of yours that can be written; XDG_CACHE_HOME names another one"
     # the library links against this installation of torch, and several machines may share a home folder
     identity = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
     library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        if compiler is None:
-            return "no C++ compiler is found (install g++, or name one in CXX)"
-        problem = _compile(compiler, home, library)
-        if problem:
-            return problem
+    if not library.exists() and (problem := _compile(home, library)):
+        return problem
     try:
         return FakeDevice(library)
     except OSError as error:
         return f"{library} cannot be loaded ({error}); without that file it is made anew"
 
 
-def _compile(compiler: str, home: Path, library: Path) -> str | None:
+def _compile(home: Path, library: Path) -> str | None:
     """Compile device.cpp into the library; return an error message if that fails."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return "no C++ compiler is found (install g++, or name one in CXX)"
     lib = home / "lib"
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

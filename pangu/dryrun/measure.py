@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, SpanRecorder, joined, spans_in
 from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake_tensors
-from pangu.dryrun.traces import as_data
+from pangu.dryrun.traces import TraceRequest, as_data
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
@@ -102,7 +103,7 @@ def measure(
             recorder.restart()
             carry_out(audit, trainer, micro_batches(trainer.config, layout))
             recorder.finish()
-            traces.append(_trace(audit, recorder.log, kinds, splits, update))
+            traces.append(_trace(TraceRequest(config, (), tuple(splits)), audit, recorder.log, kinds, update))
     return traces
 
 
@@ -134,18 +135,10 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
 
 
 def _trace(
-    audit: Audit,
-    log: Sequence[Any],
-    kinds: Mapping[int, Mapping[str, str]],
-    splits: Sequence[bool],
-    update: UpdateTrace,
+    wanted: TraceRequest, audit: Audit, log: list[Any], kinds: Mapping[int, Mapping[str, str]], update: UpdateTrace
 ) -> Trace:
-    spans: dict[SpanKey, Span | None] = {
-        key: None
-        for modules in kinds.values()
-        for action in ("F", *(kind for split in splits for kind in ("IW" if split else "B")))
-        for key in keys_of(action, list(modules.values()))
-    }
+    keys = (wanted.keys(tuple(modules.values())) for modules in kinds.values())
+    spans: dict[SpanKey, Span | None] = dict.fromkeys(chain.from_iterable(keys))
     beside: dict[str, list[Span]] = {BEGIN: [], MOVE: [], FINISH: []}
     for boundary, span in spans_in(log):
         action = boundary.action

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ _ADDS_ROWS = {"index_put_", "index_add_"}
 """Operators that read and write only as many rows of their first argument as are added."""
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """Properties of an operator, from its schema."""
 
     name: str
@@ -61,11 +59,10 @@ class Operator:
 @functools.cache
 def operator_of(function: OpOverload) -> Operator:
     """Return the properties of an operator."""
-    name, schema = function._schema.name.partition("::")[2], function._schema
+    schema, name = function._schema, function._schema.name.partition("::")[2]
+    answers = any(tag in function.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
     view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
-    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
-    answers = any(tag in function.tags for tag in tags)
-    writes = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
+    writes = (i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write)
     launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL
     product = function.overloadpacket in flop_registry
     return Operator(name, view and not answers, launches, product, answers, tuple(writes))
@@ -80,25 +77,23 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def is_causal(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an attention kernel skips masked scores."""
+def causal_share(
+    function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
+) -> float | None:
+    """Return the share of scores that an attention kernel computes if causal, where queries and keys end together."""
     names = [argument.name for argument in function._schema.arguments]
-    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
-
-
-def causal_share(operator: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Return the share of scores that a causal attention kernel computes, where queries and keys end together."""
-    (*_, queries, _), (*_, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
+    if not {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False):
+        return None
+    (*_, queries, _), (*_, keys, _) = shapes[1:3] if "backward" in function._schema.name else shapes[:2]
     return 1 - queries / (2 * keys)
 
 
 def count_flops(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the floating-point operations of a matmul, by torch's formula."""
     shaped = [value for value in args if not isinstance(value, torch.dtype)]  # formulas expect a shape there
-    name = function._schema.name
-    if "dot_product" in name:
+    if "dot_product" in function._schema.name:
         # before torch 2.13 the formula rejects grouped queries, which use each key and value several times
-        query = int("backward" in name)  # the gradient of the output comes first
+        query = int("backward" in function._schema.name)  # the gradient of the output comes first
         heads = args[query].shape[1]
         for place in (query + 1, query + 2):
             batch, _, *rest = args[place].shape

@@ -119,7 +119,7 @@ class SpanRecorder(ModuleHooks):
         put(parameter, part, region, compute)
 
     def _update(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._mark("update", "")
+        self._mark("update")
         update(*args, **kwargs)
 
     def _enter(self, module: str) -> None:
@@ -131,7 +131,7 @@ class SpanRecorder(ModuleHooks):
         self.log.append(Boundary(self._audit.action, module, self._audit.counts))
         self._audit.counts = Counter()
 
-    def _mark(self, event: Any, name: str, grad_bytes: int = 0) -> None:
+    def _mark(self, event: Any, name: str = "", grad_bytes: int = 0) -> None:
         if self._module.startswith("layers.") and name.startswith(f"{self._module}."):
             name = name.removeprefix(self._module)
         self.log.append(Mark(event, name, grad_bytes))
@@ -156,7 +156,9 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
                     peak = level
                 case storage, change if storage.kind not in OWNED:
                     maker = born.setdefault(id(storage), len(ends) - 1)
-                    if change < 0 and entry.module == END and _is_module(ends[maker], entry.action):
+                    by, module, _ = ends[maker]
+                    is_kept = isinstance(by, Action) and by.kind in COMPUTE and module not in (START, END)
+                    if change < 0 and entry.module == END and is_kept and by[1:3] == entry.action[1:3]:
                         kept[maker][entry.action.kind.value] -= change
                     else:
                         level += change
@@ -165,12 +167,6 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
         piece.clear()
     for end, parts, until in zip(ends, segments, kept, strict=True):
         yield end, Span(parts, work_of(end.counts), tuple(sorted(until.items())))
-
-
-def _is_module(end: Boundary, action: Action) -> bool:
-    one = end.action
-    same = isinstance(one, Action) and one[1:3] == action[1:3]
-    return same and one.kind in COMPUTE and end.module not in (START, END)
 
 
 def joined(spans: Sequence[Span]) -> Span:

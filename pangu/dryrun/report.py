@@ -30,9 +30,8 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
         values: the composed configuration as plain dictionaries.
 
     Returns:
-        The `run.RankReport` of the device with the highest peak, its `fits` and `room_bytes` on the cluster that the
-        configuration names (None without one), `seconds`, `compile` (not covered by a dry run), and `roles`: the same
-        for each.
+        The `run.RankReport` of the device with the highest peak, its `fits` and `room_bytes` on the configuration's
+        cluster (None without one), `seconds`, `compile` (not covered by a dry run), and `roles`: the same for each.
 
     Raises:
         UserError: if the configuration is invalid.
@@ -75,9 +74,8 @@ def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], e
     table = Table(*heads, box=None, header_style="italic", pad_edge=False)
     for role in report["roles"]:
         counts = (sum(role[key].values()) for key in ("host_syncs", "blocking_copies", "races"))
-        places = (role["rank"], role["stage"], role["tensor"], role["replica"])
-        row = (*places, size(role["peak"]), size(role["needed_bytes"]), role["launches"], *counts)
-        table.add_row(*map(str, row))
+        row = (*(role[head] for head in heads[:4]), size(role["peak"]), size(role["needed_bytes"]), role["launches"])
+        table.add_row(*map(str, (*row, *counts)))
     console.print()
     console.print(table)
 
@@ -88,11 +86,10 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
     if report["compile"]:
         given = str(report["compile"]).lower()
         yield "not seen", f"compile={given}: this is the step without it, which has more launches and moves more bytes"
-    where = f"rank {report['rank']} (stage {report['stage']})"
     yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
     kinds = ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
     yield "each device", f"needs at most {size(report['peak'])} for tensors: {kinds}"
-    yield "fullest", f"{where}, at its peak in {report['peak_place']}"
+    yield "fullest", f"rank {report['rank']} (stage {report['stage']}), at its peak in {report['peak_place']}"
     for axis, kinds in report["collectives"].items():
         words = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
         exposed = sum(one["bytes"] - one.get("hidden_bytes", 0) for one in kinds.values())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import product
@@ -80,20 +80,19 @@ def kept_workers() -> Iterator[list[Worker]]:
             worker.end()
 
 
-def with_progress(
-    reports: Iterable[dict[str, Any]], total: int, note_progress: Callable[[], None]
-) -> Iterator[dict[str, Any]]:
-    """Yield the reports of `total` jobs, and show their progress.
+def run_with_progress(jobs: Sequence[tuple[Any, ...]], note_progress: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Yield the reports of `run_jobs`, and show its progress.
 
     Raises:
         DryRunError: for a report from a CPU, whose counts and memory differ from a device's.
     """
+    total = len(jobs)
     description = f"{'counting':<12} what layers do, in {total} dry runs"
     with ProgressBar(show=True, note_progress=note_progress) as bar:
         if not bar.console.is_terminal:
             bar.console.print(description)
         task, said = bar.add_task(description, total=total), time.monotonic()
-        for count, report in enumerate(reports, 1):
+        for count, report in enumerate(run_jobs(jobs), 1):
             if report["device"] is not None:
                 raise DryRunError(f"the dry run is unavailable: {report['device']}")
             bar.note_progress()
@@ -115,7 +114,7 @@ def measured_gib(
     missing = {file: job for file, job in zip(files, jobs, strict=True) if known[file] is None}
     if missing:
         described = [({**values, "dry_run": True}, rank) for values, rank in missing.values()]
-        for file, report in zip(missing, with_progress(run_jobs(described), len(missing), note_progress), strict=True):
+        for file, report in zip(missing, run_with_progress(described, note_progress), strict=True):
             known[file] = {"peak": report["peak"], "groups": report["groups"]}
             write_cached(file, known[file])
     return [known[file]["peak"] / 2**30 + memory.overhead_gib(known[file]["groups"]) for file in files]

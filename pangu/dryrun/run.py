@@ -71,9 +71,8 @@ class RankReport:
     peak_place: str
     """Allocation that led to the peak: file and line, action of the schedule."""
     peak_bytes: dict[str, int]
-    """Bytes by kind (see `memory.KINDS`) at the peak."""
     lasting_bytes: dict[str, int]
-    """Bytes by kind before the first step."""
+    """Bytes by kind (see `memory.KINDS`) at the peak, and before the first step."""
     groups: int
     """Number of process groups in which the rank communicates, each with buffers of its own."""
     collectives: dict[str, dict[str, dict[str, int]]]
@@ -91,9 +90,8 @@ class RankReport:
     update: dict[str, int]
     """Once-per-step work: `launches`, `memory_bound_bytes`, and `working_bytes`: its peak transient bytes."""
     host_syncs: dict[str, int]
-    """Number of host syncs per step by file and line, where the host waits for a value from the device."""
     blocking_copies: dict[str, int]
-    """Number of blocking copies per step by file and line, where the host waits for the copy."""
+    """Number per step by file and line: where the host waits for a value from the device, or for a copy."""
     any_order: dict[str, int]
     """Calls per step of operators with nondeterministic summation order, unless `train.deterministic` replaces them."""
     findings: dict[str, int]
@@ -103,12 +101,7 @@ class RankReport:
 
 
 def dry_run(
-    chosen: Chosen,
-    rank: int,
-    device: torch.device,
-    fake: FakeDevice | None = None,
-    steps: int = 1,
-    whole: bool = False,
+    chosen: Chosen, rank: int, device: torch.device, fake: FakeDevice | None = None, steps: int = 1, whole: bool = False
 ) -> RankReport:
     """Carry out steps of one rank, and return a report of the last one.
 
@@ -228,8 +221,11 @@ def audited(
 
 def _owned(audit: Audit, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
-        with audit.owned(kind):
+        before, audit.owner = audit.owner, kind
+        try:
             return original(*args, **kwargs)
+        finally:
+            audit.owner = before
 
     return method
 

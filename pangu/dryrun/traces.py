@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pangu.config.expert_layout import least_data
 from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
-from pangu.dryrun.roles import run_jobs, with_progress
+from pangu.dryrun.roles import run_with_progress
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.spans import (
     Collective,
@@ -233,8 +233,7 @@ def _carry_out(
     """Measure all that is missing, which may take a minute, and yield the traces; raise DryRunError on failure."""
     jobs = list(jobs_of(missing))
     described = [(json.loads(ways[0].values), 0, options) for ways, options in jobs]
-    reports = with_progress(run_jobs(described), len(jobs), note_progress)
-    for (ways, _), report in zip(jobs, reports, strict=True):
+    for (ways, _), report in zip(jobs, run_with_progress(described, note_progress), strict=True):
         yield from zip(ways, report["traces"], strict=True)
 
 

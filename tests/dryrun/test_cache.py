@@ -138,7 +138,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
     """Have dry runs give these reports, and nothing in the cache."""
 
     def answer(*reports: Mapping[str, Any]) -> None:
-        monkeypatch.setattr(traces, "run_jobs", lambda jobs: islice(cycle(reports), len(jobs)))
+        monkeypatch.setattr(roles, "run_jobs", lambda jobs: islice(cycle(reports), len(jobs)))
 
     monkeypatch.setattr(traces, "cache_folder", lambda: tmp_path)
     return answer
