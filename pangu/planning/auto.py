@@ -94,8 +94,9 @@ def choose_automatically(
         f"{best.time.total:.3g} s and {best.fullest:.3g} of {room:g} GiB are expected",
     ]
     for other in outcome.result.best[1:]:
+        changes = " ".join(overrides_of(other.plan, best.plan))
         slower = other.time.total / best.time.total - 1
-        lines.append(f"{'':<12} {slower:+.1%} time, {other.fullest:.3g} GiB: {difference(best.plan, other.plan)}")
+        lines.append(f"{'':<12} {slower:+.1%} time, {other.fullest:.3g} GiB: {changes}")
     return with_plan(values, best.plan), lines
 
 
@@ -107,12 +108,6 @@ def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         chosen[group][name] = value
     chosen["parallel"] |= {"layers": None, "allowed": []}
     return {**values, **chosen}
-
-
-def difference(plan: Any, other: Any) -> str:
-    """Return the keys and values of `other` that differ from `plan`."""
-    before = keys_of(plan)
-    return " ".join(f"{key}={shown(value)}" for key, value in keys_of(other).items() if before[key] != value)
 
 
 def prepare_choice(

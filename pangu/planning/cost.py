@@ -10,12 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
 from pangu.pipeline.actions import Durations, Kind
@@ -36,20 +35,20 @@ TILE = 128
 
 
 class Phase(NamedTuple):
-    """Seconds of a piece of work, by term."""
+    """Seconds of a piece of work by term, as in `StepTime`; `replicas` has the copies to and from the host, too."""
 
     compute: float
     tensor: float
-    """Exposed communication inside the layer, without that of experts."""
     replicas: float
-    """Exposed communication with replicas, and copies to and from the host."""
     expert: float = 0.0
-    """Exposed communication of tokens sent to experts and back."""
 
     @property
     def total(self) -> float:
         """Sum of all terms."""
         return sum(self)
+
+
+_NOTHING = Phase(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,6 @@ class StepTime:
         """Step time in seconds."""
         return sum(vars(self).values())
 
-    def slowed(self, factor: float) -> StepTime:
-        """Return the step time with micro-batches that take `factor` times as long."""
-        slower = {name: getattr(self, name) * factor for name in ("compute", "tensor", "expert", "bubble")}
-        return replace(self, **slower)
-
 
 def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
     """Return the seconds of a matmul without its kernel launch.
@@ -91,9 +85,7 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
     rate, memory = cluster.matmul, cluster.memory
     if product.fused:
         return product.flops / (rate.tflops * 1e12 * rate.attention)
-    share = 1.0
-    if rate.measured:
-        share = timed_share(rate, product.rows, product.columns, product.depth)
+    share = timed_share(rate, product.rows, product.columns, product.depth) if rate.measured else 1.0
     peak = (rate.tflops_fp8 if product.fp8 else None) or rate.tflops
     computing = product.flops * _lost(rate, product) / (peak * 1e12 * rate.efficiency * share)
     operands = product.rows * product.depth + product.depth * product.columns
@@ -143,14 +135,16 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
         return 0.0
     rounds = 2 if collective.kind == "all_reduce" else 1
     share = 1.0 if collective.kind == "send" else (group.size - 1) / group.size
-    whole, nodes = steps(collective, group.size), math.ceil(group.size / group.inside)
+    nodes = math.ceil(group.size / group.inside)
     link = cluster.inside if nodes == 1 else cluster.between
     timed = timed_seconds(link.measured, collective.kind, group.size, collective.bytes)
     if timed is not None:
         return timed * collective.calls
+    # sequential messages: NCCL uses rings, but trees for short all-reduces
+    messages = {"send": 1, "all_reduce": 2 * math.ceil(math.log2(group.size))}.get(collective.kind, group.size - 1)
     # one step of a ring leaves each node; a tree waits for its farthest rank
-    outside = nodes - 1 if nodes == 1 or collective.kind not in ("send", "all_reduce") else whole
-    waits = outside * cluster.between.latency_us + (whole - outside) * cluster.inside.latency_us
+    outside = nodes - 1 if nodes == 1 or collective.kind not in ("send", "all_reduce") else messages
+    waits = outside * cluster.between.latency_us + (messages - outside) * cluster.inside.latency_us
     per_gb = share / cluster.inside.gb_s
     if nodes > 1:
         interface = cluster.between.gb_s * cluster.nics / cluster.node  # per device
@@ -159,13 +153,6 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
         else:
             per_gb = max(per_gb, share / (interface * group.inside))
     return (waits * 1e-6 + rounds * per_gb * collective.bytes * 1e-9) * collective.calls
-
-
-def steps(collective: Collective, size: int) -> int:
-    """Return the number of sequential messages: NCCL uses rings, but trees for short all-reduces."""
-    if collective.kind == "send":
-        return 1
-    return 2 * math.ceil(math.log2(size)) if collective.kind == "all_reduce" else size - 1
 
 
 @lru_cache(maxsize=100_000)
@@ -215,18 +202,31 @@ def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
     return max(0.0, hidden - compute) + (cluster.overlap - 1) * min(compute, hidden)
 
 
-def pass_seconds(one: Pass, groups: Mapping[Axis, Group], cluster: ClusterConfig, known: dict[Any, Phase]) -> Phase:
-    """Return the time of an action on a chunk; `known` caches the times of spans."""
-    phases = []
-    for span in one.spans:
-        if (key := id(span)) not in known:
-            known[key] = phase_seconds(span.work, groups, cluster)
-        phases.append(known[key])
-    compute, tensor, replicas, expert = (
-        (math.fsum(terms) for terms in zip(*phases, strict=True)) if phases else (0.0,) * 4
-    )
-    around = phase_seconds(Work(collectives=one.collectives, host_bytes=one.fetched), groups, cluster, compute)
-    return Phase(compute, tensor, replicas + around.replicas, expert)
+def phases_of(
+    ledger: StepLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig
+) -> list[dict[tuple[Kind, int], Phase]]:
+    """Return the time of each action on each chunk, for each stage."""
+    spans: dict[int, Phase] = {}
+    stages: dict[int, dict[tuple[Kind, int], Phase]] = {}
+
+    def seconds(one: Pass) -> Phase:
+        for span in one.spans:
+            if id(span) not in spans:
+                spans[id(span)] = phase_seconds(span.work, groups, cluster)
+        inside = _sum_of(spans[id(span)] for span in one.spans)
+        around = Work(collectives=one.collectives, host_bytes=one.fetched)
+        return inside._replace(
+            replicas=inside.replicas + phase_seconds(around, groups, cluster, inside.compute).replicas
+        )
+
+    for stage in ledger.stages:
+        if id(stage) not in stages:
+            stages[id(stage)] = {key: seconds(one) for key, one in stage.passes.items()}
+    return [stages[id(stage)] for stage in ledger.stages]
+
+
+def _sum_of(phases: Iterable[Phase]) -> Phase:
+    return Phase(*map(math.fsum, zip(_NOTHING, *phases, strict=True)))
 
 
 class StageMemory(NamedTuple):
@@ -266,16 +266,17 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     groups, schedule, m = groups_of(plan.layout, cluster.node), ledger.schedule, plan.micro_batches
     sends = [Collective("send", "pipeline", nbytes) for nbytes in ledger.message]
     link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
-    phases = [stage_phases(stage, groups, cluster) for stage in ledger.stages]
+    phases = phases_of(ledger, groups, cluster)
     durations = durations_of(schedule, phases, link)
     whole = makespan(schedule, durations, ledger.more)
-    sums = [Phase(*map(math.fsum, zip(*of_stage.values(), strict=True))) for of_stage in phases]
+    sums = [_sum_of(of_stage.values()) for of_stage in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
     compute, tensor, replicas, expert = (m * term for term in sums[longest])
     busy = m * sums[longest].total
     waiting = min(2 * link * schedule.virtual * m, whole - busy) if schedule.stages > 1 else 0.0
     last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
-    data, update = max((_after(stage, groups, cluster, last) for stage in ledger.distinct), key=sum)
+    distinct = {id(stage): stage for stage in ledger.stages}
+    data, update = max((_after(stage, groups, cluster, last) for stage in distinct.values()), key=sum)
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
     even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
@@ -284,38 +285,25 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
 
 
-def stage_phases(
-    stage: StageLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig
-) -> dict[tuple[Kind, int], Phase]:
-    """Return the time of each action on each chunk of a stage."""
-    known: dict[Any, Phase] = {}
-    return {key: pass_seconds(one, groups, cluster, known) for key, one in stage.passes.items()}
-
-
 def durations_of(schedule: Schedule, phases: Sequence[Mapping[tuple[Kind, int], Phase]], link: float) -> Durations:
     """Return the seconds of each chunk's actions."""
-    times: dict[Kind, list[float]] = {}
-    places = Counter[int]()
-    for stage in schedule.stage_of:
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-            phase = phases[stage].get((kind, places[stage]))
-            times.setdefault(kind, []).append(0.0 if phase is None else phase.total)
-        places[stage] += 1
-    to_input = map(add, times[Kind.BACKWARD], times[Kind.BACKWARD_INPUT])
-    return Durations(times[Kind.FORWARD], list(to_input), times[Kind.BACKWARD_WEIGHT], link)
+    places = [(stage, schedule.stage_of[:chunk].count(stage)) for chunk, stage in enumerate(schedule.stage_of)]
+    forward, backward, to_input, to_weight = (
+        [phases[stage].get((kind, place), _NOTHING).total for stage, place in places]
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    # a chunk has either a backward pass or both of its parts
+    return Durations(forward, list(map(add, backward, to_input)), to_weight, link)
 
 
 def _after(
     stage: StageLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float
 ) -> tuple[float, float]:
     """Return a stage's exposed seconds of replica communication next to `backward` seconds, and its update seconds."""
-    hidden = waited = 0.0
-    for collective, often in stage.besides.items():
-        seconds = often * collective_seconds(collective, groups[collective.axis], cluster)
-        hidden += seconds * collective.hidden
-        waited += seconds * (1 - collective.hidden)
+    sent = tuple(one._replace(calls=one.calls * often) for one, often in stage.besides.items())
+    waited = phase_seconds(Work(collectives=sent), groups, cluster, backward).total
     waited += stage.update.host_bytes / (cluster.host_gb_s * 1e9)
     device = stage.update.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = stage.update.launches * cluster.launch_us * 1e-6
-    return waited + beside(backward, hidden, cluster), started(device, host, cluster)
+    return waited, started(device, host, cluster)

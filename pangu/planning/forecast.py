@@ -14,11 +14,10 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import difference
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
-from pangu.planning.plan import Plan
+from pangu.planning.plan import LAYOUT, Plan
 from pangu.planning.search import search, space_of
-from pangu.planning.search_report import terms_of
+from pangu.planning.search_report import overrides_of, terms_of
 from pangu.topology.layout import Coordinates, Layout
 
 log = logging.getLogger("pangu")
@@ -57,9 +56,8 @@ class Forecast:
         space = space_of(config, cluster, {"expert": layout.expert}, note_progress)
         plan = plan_of(config, layout, stages)
         ledger = space.program.describe(plan)
-        stages_memory, time = memory_of(ledger, cluster), step_time(ledger, plan, cluster)
-        fullest = max(range(len(stages_memory)), key=lambda stage: stages_memory[stage].total)
-        return cls(cluster.name, time, stages_memory[fullest], fullest, cluster.memory.gib)
+        fullest, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda stage: stage[1].total)
+        return cls(cluster.name, step_time(ledger, plan, cluster), memory, fullest, cluster.memory.gib)
 
     def line(self) -> str:
         """Return the forecast as a log line."""
@@ -93,7 +91,7 @@ class Forecast:
             log.warning("%s; a dry run of the fullest stage needs %.3g GiB, which fits", expected, needed)
             return
         plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}, note_progress), top=3).best
-        works = "; ".join(f"{difference(plan, one.plan)} ({one.fullest:.3g} GiB)" for one in best)
+        works = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.fullest:.3g} GiB)" for one in best)
         raise UserError(
             f"memory: the fullest device needs {needed:.3g} GiB, and {self.cluster} has "
             f"{self.room_gib:g}; {f'these fit: {works}' if works else 'no layout of as many devices fits'}"
@@ -140,23 +138,14 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
     """Return the layout of a configuration as the cost model's plan."""
     recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
     return Plan(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual=layout.virtual,
-        data=layout.data,
-        context=layout.context,
+        **{name: getattr(layout, name) for name in LAYOUT},
         context_kind=parallel.context_kind,
-        expert=layout.expert,
-        expert_tensor=layout.expert_tensor,
-        zero=layout.zero,
-        sequence=layout.sequence,
         recompute=recompute if isinstance(recompute, str) else "none",
         micro_size=batch.micro_size,
         micro_batches=batch.global_size // (batch.micro_size * layout.data),
         schedule=parallel.schedule,
         layers=tuple(len(part.layers) for part in stages.parts),
         recomputed=0 if isinstance(recompute, str) else recompute,
-        zero_group=layout.zero_group,
         offload=config.memory.offload,
         chunks=parallel.overlap_chunks,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pangu.pipeline.spans import Axis
 from pangu.topology.experts import ExpertLayout
@@ -19,23 +19,19 @@ class Group(NamedTuple):
 
 def groups_of(layout: Layout, node: int) -> dict[Axis, Group]:
     """Return the group of each axis on nodes of `node` devices."""
-    tensor, replicas, shards, experts = layout.tensor, layout.replicas, layout.shards, ExpertLayout(layout)
+    tensor, replicas, experts = layout.tensor, layout.replicas, ExpertLayout(layout)
     # stride between neighboring ranks of a group, and the size of the group
-    strides: dict[Axis, tuple[int, int]] = {
+    strides: dict[Any, tuple[int, int]] = {
         "tensor": (1, tensor),
         "context": (tensor, layout.context),
         "expert": (experts.tensor, layout.expert),
         "pipeline": (tensor * replicas, layout.pipeline),
         "world": (1, layout.world),
-        **_of_replicas("", tensor, replicas, shards),
-        **_of_replicas("expert_", experts.tensor * layout.expert, experts.replicas, experts.shards),
     }
+    of_experts = experts.tensor * layout.expert, experts.replicas, experts.shards
+    for prefix, stride, size, shards in (("", tensor, replicas, layout.shards), ("expert_", *of_experts)):
+        strides |= dict.fromkeys((f"{prefix}shard", f"{prefix}gather"), (stride, shards))
+        strides |= {f"{prefix}replicas": (stride, size), f"{prefix}copies": (stride * shards, size // shards)}
     groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}
     whole = groups["pipeline"].inside == layout.pipeline
     return {**groups, "ends": Group(min(2, layout.pipeline), 2 if whole and layout.pipeline > 1 else 1)}
-
-
-def _of_replicas(prefix: str, stride: int, replicas: int, shards: int) -> dict[Axis, tuple[int, int]]:
-    names = {"replicas": (stride, replicas), "copies": (stride * shards, replicas // shards)}
-    names |= dict.fromkeys(("shard", "gather"), (stride, shards))
-    return {cast(Axis, prefix + name): group for name, group in names.items()}

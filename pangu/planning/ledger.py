@@ -41,14 +41,8 @@ class Fold:
     """Fold of the operations of one action over the spans of its modules."""
 
     def __init__(self, buffers: Sequence[Buffers], flat_of: Mapping[str, int], begun: set[int], hidden: float) -> None:
-        """Begin an action.
-
-        Args:
-            buffers: buffers of each flat parameter of the stage.
-            flat_of: mapping from a parameter to its flat parameter.
-            begun: flat parameters whose gradient sums exist; the operations update it.
-            hidden: share of the communication in flight during compute that the compute hides.
-        """
+        """Begin an action; `hidden`: share of the communication in flight during compute that the compute hides."""
+        # `flat_of`: parameter -> flat parameter; `begun`: those whose gradient sums exist, updated by the operations
         self._buffers, self._flat_of, self._begun, self._hidden = buffers, flat_of, begun, hidden
         self._level = self._peak = 0
         self._spans: list[Span] = []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from pangu.config.schema import RunConfig
 from pangu.topology.layout import Layout
 
 Recompute = Literal["none", "selective", "full"]
+LAYOUT = tuple(field.name for field in fields(Layout))
+"""Fields of a plan that are those of its layout."""
+_degrees = attrgetter(*LAYOUT)
 
 
 class Plan(NamedTuple):
@@ -45,18 +49,7 @@ class Plan(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Parallel degrees of the plan."""
-        return Layout(
-            self.tensor,
-            self.pipeline,
-            self.data,
-            self.zero,
-            self.sequence,
-            self.virtual,
-            self.zero_group,
-            self.context,
-            self.expert,
-            self.expert_tensor,
-        )
+        return Layout(*_degrees(self))
 
     @property
     def recomputes(self) -> bool:
@@ -76,15 +69,9 @@ class Plan(NamedTuple):
 
 def configured(config: RunConfig, plan: Plan) -> RunConfig:
     """Return a configuration with the layout of a plan, for one step of its micro-batches."""
-    parallel = replace(
-        config.parallel,
-        **{name: getattr(plan, name) for name in ("tensor", "pipeline", "virtual", "schedule", "data", "context")},
-        **{name: getattr(plan, name) for name in ("context_kind", "expert", "sequence", "zero")},
-        zero_group=plan.zero_group or None,
-        expert_tensor=plan.expert_tensor or None,
-        overlap_chunks=plan.chunks,
-        layers=plan.layers or None,
-    )
+    keys = {name: getattr(plan, name) for name in (*LAYOUT, "schedule", "context_kind")}
+    keys |= {"zero_group": plan.zero_group or None, "expert_tensor": plan.expert_tensor or None}
+    parallel = replace(config.parallel, **keys, overlap_chunks=plan.chunks, layers=plan.layers or None)
     batch = replace(
         config.batch, micro_size=plan.micro_size, global_size=plan.micro_batches * plan.micro_size * plan.data
     )

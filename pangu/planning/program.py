@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
@@ -45,11 +44,6 @@ class StepLedger:
     """Number of further micro-batches."""
 
     @property
-    def distinct(self) -> Collection[StageLedger]:
-        """Stages with different ledgers: one of each set that shares a ledger."""
-        return {id(stage): stage for stage in self.stages}.values()
-
-    @property
     def fullest(self) -> int:
         """Stage with the highest peak memory."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
@@ -74,23 +68,17 @@ class Cut(NamedTuple):
     """Mapping from a stage to its index in `distinct`."""
 
 
-@dataclass
 class Program:
     """Step of a configuration's model and batch, for any layout."""
 
-    config: RunConfig
-    note_progress: Callable[[], None] = lambda: None
-    """Callback after each dry run."""
-    _traces: Traces = field(init=False)
-    _known: dict[Any, Trace] = field(default_factory=dict)
-    _cuts: dict[Any, Cut] = field(default_factory=dict)
-    _kinds: dict[Any, tuple[Kinds, ...]] = field(default_factory=dict)
-    _stages: dict[Any, StageProgram] = field(default_factory=dict)
-    _last: tuple[Any, StepLedger] | None = None
-
-    def __post_init__(self) -> None:
-        """Create the store of traces."""
-        self._traces = Traces(self.note_progress)
+    def __init__(self, config: RunConfig, note_progress: Callable[[], None] = lambda: None) -> None:
+        """Begin with nothing measured; `note_progress` is called after each dry run."""
+        self.config, self.note_progress, self._traces = config, note_progress, Traces(note_progress)
+        self._known: dict[Any, Trace] = {}
+        self._cuts: dict[Any, Cut] = {}
+        self._kinds: dict[Any, tuple[Kinds, ...]] = {}
+        self._stages: dict[Any, StageProgram] = {}
+        self._last: tuple[Any, StepLedger] | None = None
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Measure the modules of several layouts together; raise DryRunError if a dry run fails or is unavailable."""
@@ -125,9 +113,25 @@ class Program:
         """Return the division of the model into the stages of a layout."""
         key = plan.schedule, plan.pipeline, plan.layers
         if key not in self._cuts:
-            stage_of = chunk_stages(plan.schedule, plan.pipeline, plan.virtual)
-            self._cuts[key] = _cut(self.config.model, bool(self.config.train.frozen), stage_of, plan.layers)
+            self._cuts[key] = self._cut(chunk_stages(plan.schedule, plan.pipeline, plan.virtual), plan.layers)
         return self._cuts[key]
+
+    def _cut(self, stage_of: tuple[int, ...], layers: tuple[int, ...]) -> Cut:
+        model, last, bounds = self.config.model, len(layers) - 1, [0, *accumulate(layers)]
+        held: list[dict[int, ModelPart]] = [{} for _ in range(max(stage_of) + 1)]
+        for chunk, stage in enumerate(stage_of):
+            part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
+            held[stage][len(held[stage])] = part
+
+        def content(part: ModelPart) -> Any:
+            kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
+            # all layers differ if some weights are frozen
+            return tuple(part.layers if self.config.train.frozen else kinds), part.first, part.last
+
+        contents = [tuple(map(content, chunks.values())) for chunks in held]
+        distinct = {key: StagePart(chunks, key) for key, chunks in reversed(list(zip(contents, held, strict=True)))}
+        places = {key: place for place, key in enumerate(dict.fromkeys(contents))}
+        return Cut(stage_of, tuple(distinct[key] for key in places), tuple(places[key] for key in contents))
 
     def known(self, plan: Plan, part: StagePart) -> Trace | None:
         """Return the measured trace of a stage's modules, or None if some have not been measured."""
@@ -196,17 +200,12 @@ class Program:
         stages: Sequence[int] = range(plan.pipeline)
         if not every:
             held = most_held(plan.schedule, plan.pipeline, plan.virtual, schedule.micro_batches)
-            fullest = {
-                place: stage for stage, place in sorted(enumerate(cut.alike), key=lambda one: (held[one[0]], -one[0]))
-            }
+            fullest = {cut.alike[stage]: stage for stage in sorted(stages, key=lambda one: (held[one], -one))}
             stages = [fullest[place] for place in cut.alike]
-        groups = groups_of(plan.layout, 1)
-        ledgers = {
-            stage: self._stage(config, plan, cut.distinct[cut.alike[stage]], schedule).ledger(
-                actions[stage], more, groups
-            )
-            for stage in set(stages)
-        }
+        groups, ledgers = groups_of(plan.layout, 1), dict[int, StageLedger]()
+        for stage in set(stages):
+            program = self._stage(config, plan, cut.distinct[cut.alike[stage]], schedule)
+            ledgers[stage] = program.ledger(actions[stage], more, groups)
         return StepLedger(tuple(ledgers[stage] for stage in stages), message_bytes(config), schedule, more)
 
     def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
@@ -229,26 +228,6 @@ class Kinds(NamedTuple):
     all: Chunk
     shortest: Chunk
     """Modules of a shorter chunk that has the same spans."""
-
-
-def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: tuple[int, ...]) -> Cut:
-    """Return a model's stages with `layers` per chunk; `by_name`: all layers differ, as some weights are frozen."""
-    last, bounds = len(layers) - 1, [0, *accumulate(layers)]
-    held: list[dict[int, ModelPart]] = [{} for _ in range(max(stage_of) + 1)]
-    for chunk, stage in enumerate(stage_of):
-        part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
-        held[stage][len(held[stage])] = part
-
-    def content(part: ModelPart) -> Any:
-        kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
-        return tuple(part.layers) if by_name else tuple(kinds), part.first, part.last
-
-    distinct: dict[Any, StagePart] = {}
-    contents = [tuple(map(content, chunks.values())) for chunks in held]
-    for chunks, key in zip(held, contents, strict=True):
-        distinct.setdefault(key, StagePart(chunks, key))
-    places = {key: place for place, key in enumerate(distinct)}
-    return Cut(stage_of, tuple(distinct.values()), tuple(places[key] for key in contents))
 
 
 def schedule_of(plan: Plan) -> Schedule:

@@ -6,6 +6,8 @@ import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pangu.config.context import context_kind
@@ -13,24 +15,11 @@ from pangu.config.errors import shown
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline import orders
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cost import StepTime, durations_of, memory_of, stage_phases
+from pangu.planning import search
+from pangu.planning.cost import StageMemory, StepTime, durations_of, memory_of, phases_of
 from pangu.planning.groups import groups_of
 from pangu.planning.plan import Plan
-from pangu.planning.search import (
-    CHUNKS,
-    KINDS,
-    MODEL_ERROR,
-    TOO_LARGE,
-    Candidate,
-    SearchResult,
-    Space,
-    keys_of,
-    problem_of,
-    ties,
-    time_of,
-    with_layout,
-    with_schedule,
-)
+from pangu.planning.search import Candidate, SearchResult, Space
 from pangu.zero.choices import STAGES
 
 TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
@@ -50,18 +39,18 @@ class Outcome(NamedTuple):
     """Training tokens of the whole run."""
 
 
-def overrides_of(plan: Plan) -> list[str]:
-    """Return the command-line overrides that select a layout."""
-    return [f"{key}={shown(value)}" for key, value in keys_of(plan).items()]
+def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:
+    """Return the command-line overrides that select a layout, or those that differ from a layout `base`."""
+    known = {} if base is None else search.keys_of(base)
+    values = search.keys_of(plan).items()
+    return [f"{key}={shown(value)}" for key, value in values if base is None or value != known[key]]
 
 
 def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     """Return the numbers of a layout as plain data."""
-    space, cluster = outcome.space, outcome.space.cluster
-    seconds = one.time.total
-    model = space.config.model
-    tokens = space.config.batch.global_size * model.sequence
-    flops = tokens * training_flops_per_token(model)
+    config, cluster, seconds = outcome.space.config, outcome.space.cluster, one.time.total
+    tokens = config.batch.global_size * config.model.sequence
+    flops = tokens * training_flops_per_token(config.model)
     data: dict[str, Any] = {
         "overrides": overrides_of(one.plan),
         "step_time_s": seconds,
@@ -89,8 +78,8 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
         "layouts": result.layouts,
         "costed": result.costed,
         "refused": dict(result.refused),
-        "model_error": MODEL_ERROR,
-        "ties": ties(result.best) if result.best else 0,
+        "model_error": search.MODEL_ERROR,
+        "ties": search.ties(result.best) if result.best else 0,
         "best": [as_data(outcome, one) for one in result.best],
         "front": [as_data(outcome, one) for one in result.front],
     }
@@ -99,7 +88,7 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
 def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
     """Yield the rows of a table of the fastest layouts: column title -> cell."""
     best = outcome.result.best
-    tied, terms = ties(best), terms_of(*(one.time for one in best))
+    tied, terms = search.ties(best), terms_of(*(one.time for one in best))
     for number, one in enumerate(best):
         data, plan = as_data(outcome, one), one.plan
         saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
@@ -126,7 +115,6 @@ def terms_of(*times: StepTime) -> tuple[str, ...]:
 
 
 def _sharing(plan: Plan) -> str:
-    """Return the context-parallel size and kind, and the expert-parallel size, as a table cell."""
     kind = "" if plan.context_kind == "auto" else f" {plan.context_kind}"
     context = f" x {plan.context}{kind}" if plan.context > 1 else ""
     whole = "whole " * (plan.expert_tensor not in (0, plan.tensor))
@@ -145,33 +133,31 @@ def run_words(outcome: Outcome) -> str:
 def explain(outcome: Outcome) -> Iterator[str]:
     """Yield explanations why the neighbors of the fastest layout are slower or do not fit."""
     space, best, room = outcome.space, outcome.result.best[0], outcome.space.cluster.memory.gib
-    plans = {name: with_schedule(space, plan) for name, plan in neighbours(space, best.plan)}
-    reasons = {name: made if isinstance(made, str) else problem_of(space, made) for name, made in plans.items()}
+    batch, plans = space.config.batch.global_size, dict[str, Plan | str]()
+    for name, values in _changes(space, best.plan):
+        other = best.plan._replace(**values, layers=())
+        other = other._replace(micro_batches=max(1, batch // (other.micro_size * other.data)))
+        plans[name] = search.with_schedule(space, other)
+    reasons = {name: made if isinstance(made, str) else search.problem_of(space, made) for name, made in plans.items()}
     valid = {name: made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name]}
     space.program.prepare(valid.values())
     for name, reason in reasons.items():
         if name not in valid:
             yield f"{name}: cannot be: {reason}"
             continue
-        needed = [stage.total for stage in memory_of(space.program.describe(valid[name]), space.cluster)]
-        if max(needed) > room:
-            yield f"{name}: {TOO_LARGE}: stage {needed.index(max(needed))} needs {max(needed):.1f} GiB of {room:.1f}"
+        memory = memory_of(space.program.describe(valid[name]), space.cluster)
+        stage, needed = max(enumerate(one.total for one in memory), key=itemgetter(1))
+        if needed > room:
+            yield f"{name}: {search.TOO_LARGE}: stage {stage} needs {needed:.1f} GiB of {room:.1f}"
             continue
-        time = time_of(space, valid[name])
+        time = search.time_of(space, valid[name])
         changes = {term: getattr(time, term) - getattr(best.time, term) for term in TERMS}
         term = max(changes, key=lambda name: abs(changes[name]))
         yield f"{name}: {time.total / best.time.total - 1:+.1%}, most of it {term} ({changes[term]:+.3f} s)"
 
 
-def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yield layouts that differ in one respect, with the same devices and batch."""
-    batch = plan.micro_size * plan.micro_batches * plan.data
-    for name, values in _changes(space, plan):
-        other = plan._replace(**values)
-        yield name, other._replace(micro_batches=max(1, batch // (other.micro_size * other.data)), layers=())
-
-
 def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield changes of a layout in one respect, with the same devices."""
     for name in ("tensor", "pipeline", *["context"] * (plan.context > 1)):
         value = getattr(plan, name)
         if plan.data > 1:
@@ -184,15 +170,15 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"ZeRO {zero}", {"zero": zero, "zero_group": 0}
     yield f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}
     if plan.context > 1:
-        now = context_kind(with_layout(space, plan))
-        yield from ((f"context {kind}", {"context_kind": kind}) for kind in KINDS if kind != now)
+        now = context_kind(search.with_layout(space, plan))
+        yield from ((f"context {kind}", {"context_kind": kind}) for kind in search.KINDS if kind != now)
     if space.config.model.experts is not None:
         for number in filter(None, (plan.expert * 2, plan.expert // 2)):
             yield f"experts on {number} ranks", {"expert": number}
         if plan.tensor > 1:
             of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
             yield ("whole experts" if of_each else "experts cut by tensor ranks"), {"expert_tensor": of_each}
-    for count in sorted({1, *CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
+    for count in sorted({1, *search.CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
         yield f"products in {count} chunks", {"chunks": count}
     recompute = "none" if plan.recompute == "full" else "full"
     yield f"recompute {recompute}", {"recompute": recompute, "recomputed": 0}
@@ -207,14 +193,14 @@ def page(outcome: Outcome) -> str:
     cluster, table = outcome.space.cluster, list(rows(outcome))
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in table[0])
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row.values())}</tr>" for row in table)
-    layouts = [(f"{number + 1}", one.time) for number, one in enumerate(best)]
-    stages = [(f"stage {stage}", memory) for stage, memory in enumerate(best[0].memory)]
+    times = [(f"{number}", vars(one.time)) for number, one in enumerate(best, 1)]
+    memory = [(f"stage {stage}", one._asdict()) for stage, one in enumerate(best[0].memory)]
     parts = [
         f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
-        f"<table><tr>{titles}</tr>{cells}</table>",
-        "<h2>Terms of the time</h2>" + _bars(layouts, TERMS, max(one.time.total for one in best), "s"),
-        f"<h2>Memory of each stage of the fastest, of {cluster.memory.gib:.1f} GiB</h2>"
-        + _bars(stages, ("states", "activations", "overhead"), cluster.memory.gib, "GiB"),
+        f"<table><tr>{titles}</tr>{cells}</table><h2>Terms of the time</h2>",
+        _bars(times, TERMS, max(one.time.total for one in best), "s"),
+        f"<h2>Memory of each stage of the fastest, of {cluster.memory.gib:.1f} GiB</h2>",
+        _bars(memory, StageMemory._fields, cluster.memory.gib, "GiB"),
         "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
         "<h2>Memory against time</h2>" + _front(outcome.result.front, cluster.memory.gib),
     ]
@@ -222,47 +208,40 @@ def page(outcome: Outcome) -> str:
     return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'
 
 
-def _svg(height: float, shapes: Iterable[str]) -> str:
-    return f'<svg width="{WIDTH}" height="{height:.0f}">{"".join(shapes)}</svg>'
+def _chart(height: int, boxes: Iterable[tuple[float, float, int, str, str]]) -> str:
+    """Return a chart with rows of boxes: left end and width in pixels, row, name in the legend, tooltip."""
+    colours, shapes, bottom = dict[str, str](), [], 0
+    for x, width, row, name, says in boxes:
+        colour, bottom = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)]), max(bottom, (row + 1) * height)
+        place = f'x="{x:.1f}" y="{row * height}" width="{max(width, 0.5):.1f}" height="{height - 1}"'
+        shapes.append(f'<rect {place} fill="{colour}"><title>{html.escape(says)}</title></rect>')
+    legend = " ".join(f'<b style="color:{colour}">{name}</b>' for name, colour in colours.items())
+    return f'<p>{legend}</p><svg width="{WIDTH}" height="{bottom}">{"".join(shapes)}</svg>'
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, says: str) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}"'
-    return f'<rect {place} fill="{colour}"><title>{html.escape(says)}</title></rect>'
-
-
-def _bars(bars: Sequence[tuple[str, Any]], names: Sequence[str], most: float, unit: str) -> str:
+def _bars(bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], most: float, unit: str) -> str:
     """Return one bar per title with its parts; the value `most` spans the width of the chart."""
-    shapes = []
+    boxes = []
     for row, (title, parts) in enumerate(bars):
         x = 0.0
-        for name, colour in zip(names, COLOURS, strict=False):
-            part = getattr(parts, name)
-            says = f"{title}: {name} {part:.3f} {unit}"
-            shapes.append(_box(x, 22 * row, part / most * WIDTH, 18, colour, says))
-            x += part / most * WIDTH
-    return _legend(dict(zip(names, COLOURS, strict=False))) + _svg(22 * len(bars), shapes)
-
-
-def _legend(colours: Mapping[str, str]) -> str:
-    return "<p>" + " ".join(f'<b style="color:{colour}">{name}</b>' for name, colour in colours.items()) + "</p>"
+        for name in names:
+            width = parts[name] / most * WIDTH
+            boxes.append((x, width, row, name, f"{title}: {name} {parts[name]:.3f} {unit}"))
+            x += width
+    return _chart(20, boxes)
 
 
 def _timeline(outcome: Outcome) -> str:
     plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
     groups, ledger = groups_of(plan.layout, cluster.node), outcome.space.program.describe(plan)
-    phases = [stage_phases(stage, groups, cluster) for stage in ledger.stages]
-    timeline = simulate(ledger.schedule, durations_of(ledger.schedule, phases, 0.0), checked=True)
-    scale, height = WIDTH / timeline.makespan, max(4, min(20, 400 // len(timeline.computing)))
-    colours: dict[str, str] = {}
-    shapes = []
-    for stage, events in enumerate(timeline.computing):
-        for event in events:
-            colour = colours.setdefault(event.action.kind.name.lower(), COLOURS[len(colours) % len(COLOURS)])
-            width = (event.stop - event.start) * scale
-            says = f"stage {stage}: {event.action}"
-            shapes.append(_box(event.start * scale, stage * height, width, height - 1, colour, says))
-    return _legend(colours) + _svg(height * len(timeline.computing), shapes)
+    durations = durations_of(ledger.schedule, phases_of(ledger, groups, cluster), 0.0)
+    timeline = simulate(ledger.schedule, durations, checked=True)
+    scale = WIDTH / timeline.makespan
+    boxes = (
+        (start * scale, (stop - start) * scale, stage, action.kind.name.lower(), f"stage {stage}: {action}")
+        for stage, action, start, stop in chain.from_iterable(timeline.computing)
+    )
+    return _chart(max(4, min(20, 400 // plan.pipeline)), boxes)
 
 
 def _front(front: Sequence[Candidate], room: float) -> str:
@@ -273,12 +252,12 @@ def _front(front: Sequence[Candidate], room: float) -> str:
         f"{html.escape(' '.join(overrides_of(one.plan)))}</title></circle>"
         for one in front
     ]
-    return _svg(300, shapes)
+    return f'<svg width="{WIDTH}" height="300">{"".join(shapes)}</svg>'
 
 
 def refusals(refused: Mapping[str, int], most: int = 5) -> str:
     """Return the most frequent reasons why layouts were rejected."""
-    kinds: Counter[str] = Counter()
+    kinds = Counter[str]()
     for reason, count in refused.items():
         kinds[_NUMBERS.sub("", reason)] += count
     return "; ".join(f"{count:,} {reason}" for reason, count in kinds.most_common(most))

@@ -122,15 +122,14 @@ def _role(entry: Placement, module: str, norm: str) -> str:
 
 
 def _weight(entry: Placement, module: str, role: str, words: Mapping[str, Any], ranks: int) -> Weight:
-    cut = next((cut for name, cut in _CUTS.items() if name in role), "vocabulary")
-    cut = "whole" if entry.local_shape == entry.shape else f"{cut} over {ranks} ranks"
+    cut = f"{next((cut for name, cut in _CUTS.items() if name in role), 'vocabulary')} over {ranks} ranks"
     outputs, inputs = entry.local_shape[0], entry.local_shape[-1]
     operator, activations = (text.format(**words, inputs=inputs, outputs=outputs) for text in _OPERATORS[role])
     return Weight(
         entry.name.removeprefix(f"{module}.") if module.startswith("layers.") else entry.name,
         entry.shape,
         entry.local_shape,
-        cut + "; gradient: summed once a step" * entry.partial,
+        ("whole" if entry.local_shape == entry.shape else cut) + "; gradient: summed once a step" * entry.partial,
         activations,
         operator,
     )
