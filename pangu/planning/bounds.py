@@ -31,6 +31,9 @@ from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers, place_stage
 
 _GIB = 2.0**30
+_COPIED = 0.9
+"""Least share of what a layer keeps that is offloaded: all but small tensors, which matter below `_SMALL` bytes."""
+_SMALL = 2**20
 
 
 class Least(NamedTuple):
@@ -42,7 +45,9 @@ class Least(NamedTuple):
     weight: float = 0.0
     """Seconds of the weight gradient (wgrad), where it is computed separately."""
     saved: float = 0.0
-    """Bytes kept from the forward to the backward pass."""
+    """Bytes kept on the device from the forward to the backward pass."""
+    moving: float = 0.0
+    """Bytes of one layer that are on the device until they are copied to the host."""
 
 
 class Element(NamedTuple):
@@ -87,7 +92,6 @@ class LayoutBounds:
         gradient of the stage, the last micro-batch goes back through those chunks, while the stage computes its weight
         gradients if they are separate. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
-        plan = plan._replace(offload=tuple(part for part in plan.offload if part != "activations"))  # same compute
         key = (
             self._program.way(plan),
             plan.recomputed,
@@ -119,7 +123,7 @@ class LayoutBounds:
         for stage in cut.stage_of:
             place = cut.alike[stage]
             if not seen[stage]:
-                forward, back, weight, _ = sums[place]
+                forward, back, weight, *_ = sums[place]
                 busy = forward + back + weight
                 if apart:
                     yield place, forwards, busy, busy
@@ -132,14 +136,26 @@ class LayoutBounds:
         yield -1, forwards + backs - most, most, math.inf
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
-        apart, trace = splits_backward(plan.schedule), self._program.known(plan, part)
+        apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
+        trace = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
         key = self._program.way(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
             least = self._sketched(plan) if trace is None else self._measured(plan, trace)
             chunks = [(START, *kinds.all, END) for kinds in self._program.kinds(plan, part)]
             modules = [[_find(least, kind)[apart] for kind in chunk] for chunk in chunks]
-            self._chunks[key] = [Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules]
+            found = [Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules]
+            if offload:
+                found = [self._offloaded(*of_chunk) for of_chunk in zip(found, modules, chunks, strict=True)]
+            self._chunks[key] = found
         return self._chunks[key]
+
+    def _offloaded(self, chunk: Least, modules: Sequence[Least], kinds: Sequence[str]) -> Least:
+        """Return the bounds of a chunk all of whose layers but the last one are copied to the host and back."""
+        moved = [module.saved for module, kind in zip(modules, kinds, strict=True) if kind.startswith("layer")][:-1]
+        seconds = _COPIED * sum(size for size in moved if size > _SMALL) / (self._cluster.host_gb_s * 1e9)
+        forward, back, weight, saved, _ = chunk
+        weight = max(weight, seconds - back)
+        return Least(max(forward, seconds), back, weight, saved - sum(moved), min(moved, default=0.0))
 
     def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
         """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
@@ -190,8 +206,9 @@ class LayoutBounds:
             forwards[place] = max(forwards[place], held)
         for place, part in enumerate(cut.distinct):
             lasting, sums = self._states(plan, part)
-            saved = 0.0 if "activations" in plan.offload else min(one.saved for one in self._least(plan, part))
-            passing = max(forwards[place] * saved, sums)
+            chunks = self._least(plan, part)
+            saved, moving = (min(column) for column in list(zip(*chunks, strict=True))[-2:])
+            passing = max(forwards[place] * saved + moving, sums)
             most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 

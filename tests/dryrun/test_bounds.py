@@ -62,11 +62,14 @@ def test_no_bound_is_above_the_time_on_slow_links(schedule: str) -> None:
     assert_bounded(where, plans)
 
 
-@pytest.mark.parametrize("recompute", ["none", 2])
-def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host(recompute: str | int) -> None:
-    cluster = replace(A100, devices=4, host_gb_s=2.0)
-    given = {"micro_size": 1, "tensor": 1, "recompute": recompute}
-    where = space_of(config(*SMALL, "batch.global_size=16"), cluster, given)
+@pytest.mark.parametrize(("recompute", "micro_size"), [("none", 1), ("none", 4), (2, 1)])
+def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host(
+    recompute: str | int, micro_size: int
+) -> None:
+    """Where copies to the host take longer than computing, and where they do not."""
+    cluster = replace(A100, devices=4, host_gb_s=2.0 * micro_size**2)
+    given = {"micro_size": micro_size, "tensor": 1, "recompute": recompute}
+    where = space_of(config(*SMALL, "batch.global_size=16", "model.sequence=2048"), cluster, given)
     plans = list(enumerate_plans(where, Counter()))[::4]
     for plan in plans:
         plans += smaller(where, plan)
