@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -38,12 +38,12 @@ class FormulaTraces:
 
     note_progress: Callable[[], None] = lambda: None
     """Never called: formulas need no dry runs."""
-    _traces: dict[tuple[Setup, bool, bool], Trace] = field(default_factory=dict)
+    _traces: dict[tuple[Setup, bool, bool, bool], Trace] = field(default_factory=dict)
     _gradients: dict[Any, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def measure(self, requests: Collection[TraceRequest]) -> None:
         """Work out what is asked for together."""
-        asked: dict[tuple[Setup, bool, bool], list[TraceRequest]] = {}
+        asked: dict[tuple[Setup, bool, bool, bool], list[TraceRequest]] = {}
         for request in requests:
             asked.setdefault(_key(request), []).append(request)
         for key, those in asked.items():
@@ -52,13 +52,13 @@ class FormulaTraces:
             chunks = {chunk for request in those for chunk in request.chunks}
             keys |= {SpanKey("", chunk[0], kind, chunk[-1]) for chunk in chunks for kind in MESSAGES}
             if missing := keys - known.keys():
-                setup, *ends = key
+                setup, *ends, offload = key
                 config = those[0].config
                 of_model = config.model, config.train.frozen, *ends
                 if of_model not in self._gradients:
                     self._gradients[of_model] = _gradients(config, *ends)
                 gradients = self._gradients[of_model]
-                spans = {one: _span(setup, one, gradients.get(_content(one.module), ())) for one in missing}
+                spans = {one: _span(setup, one, gradients.get(_content(one.module), ()), offload) for one in missing}
                 self._traces[key] = Trace({**known, **spans}, Span(), Span(), Span(), ADAM)
 
     def of(self, request: TraceRequest) -> Trace:
@@ -67,9 +67,10 @@ class FormulaTraces:
         return self._traces[_key(request)]
 
 
-def _key(request: TraceRequest) -> tuple[Setup, bool, bool]:
+def _key(request: TraceRequest) -> tuple[Setup, bool, bool, bool]:
     names = {kind.split()[0] for chunk in request.chunks for kind in chunk}
-    return _setup(request.config), "embedding" in names, "head" in names
+    offload = "activations" in request.config.memory.offload
+    return _setup(request.config), "embedding" in names, "head" in names, offload
 
 
 def _setup(config: RunConfig) -> Setup:
@@ -102,7 +103,7 @@ def _gradients(config: RunConfig, first: bool, last: bool) -> dict[str, tuple[st
 
 
 @lru_cache(maxsize=100_000)
-def _span(setup: Setup, key: SpanKey, gradients: tuple[str, ...]) -> Span | None:
+def _span(setup: Setup, key: SpanKey, gradients: tuple[str, ...], offload: bool) -> Span | None:
     """Return the span of an action on a module."""
     name, *words = key.module.split()
     if "unreached" in words and key.action != "F":
@@ -114,13 +115,17 @@ def _span(setup: Setup, key: SpanKey, gradients: tuple[str, ...]) -> Span | None
     if "recomputed" in words:
         module = WORKS[name](setup._replace(recompute="full"))
         kept = int(module.saved_bytes)
-    work = _work(setup, key.action, module)
+    # all layers but the last wait on the host: each frees the one before it, whose backward pass brings it back first
+    layer = offload and name == "layer"
+    copied = kept * (layer and "resident" not in words and key.action in "FBI")
+    work = replace(_work(setup, key.action, module), host_bytes=float(copied))
     if key.action == "F":
-        return Span((Segment(saved, kept),), work)
+        return Span((Segment(saved, kept - kept * (layer and key.before.startswith("layer"))),), work)
     marks = [Mark(event, name) for name in gradients for event in ("add", "complete")] if key.action in "BW" else []
     # the gradient of the input makes again what is not kept, those of the weights free it
     again, freed = saved - kept if key.action in "BI" else 0, kept if key.action in "BW" else 0
-    return Span((*(Segment(again, 0, mark) for mark in marks), Segment(again, -freed)), work)
+    back = kept * (layer and key.action in "BI" and key.after.startswith("layer"))
+    return Span((*(Segment(again + back, back, mark) for mark in marks), Segment(again + back, back - freed)), work)
 
 
 def _work(setup: Setup, action: str, module: Module) -> Work:

@@ -151,11 +151,13 @@ class LayoutBounds:
 
     def _offloaded(self, chunk: Least, modules: Sequence[Least], kinds: Sequence[str]) -> Least:
         """Return the bounds of a chunk all of whose layers but the last one are copied to the host and back."""
-        moved = [module.saved for module, kind in zip(modules, kinds, strict=True) if kind.startswith("layer")][:-1]
+        *moved, last = (module.saved for module, kind in zip(modules, kinds, strict=True) if kind.startswith("layer"))
         seconds = _COPIED * sum(size for size in moved if size > _SMALL) / (self._cluster.host_gb_s * 1e9)
         forward, back, weight, saved, _ = chunk
         weight = max(weight, seconds - back)
-        return Least(max(forward, seconds), back, weight, saved - sum(moved), min(moved, default=0.0))
+        kept = saved - sum(moved)
+        moving = min(moved, default=0.0) - (kept - last)  # other modules keep nothing while two layers are there
+        return Least(max(forward, seconds), back, weight, kept, max(0.0, moving))
 
     def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
         """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
@@ -172,13 +174,8 @@ class LayoutBounds:
         if key not in self._sizes:
             both = [(key, one.spans.get(key), span) for key, span in two.spans.items()]
             at = ((key, _at(plan.micro_size, a, b)) for key, a, b in both if a is not None and b is not None)
-            least = self._by_kind(((key, *of_key) for key, of_key in at), groups_of(plan.layout, self._cluster.node))
-            if plan.recompute == "selective":  # selective recomputation keeps at least as much as full recomputation
-                kept = {kind: _find(least, f"{kind} recomputed")[0].saved for kind in least}
-                least = {
-                    kind: (a._replace(saved=kept[kind]), b._replace(saved=kept[kind])) for kind, (a, b) in least.items()
-                }
-            self._sizes[key] = least
+            spans = ((key, *of_key) for key, of_key in at)
+            self._sizes[key] = self._by_kind(spans, groups_of(plan.layout, self._cluster.node))
         return self._sizes[key]
 
     def _by_kind(self, spans: Iterable[tuple[SpanKey, Work, float]], groups: Mapping[Axis, Group]) -> LeastByKind:

@@ -17,7 +17,7 @@ from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
 from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.groups import groups_of
-from pangu.planning.plan import Plan, configured
+from pangu.planning.plan import Plan, Recompute, configured
 from pangu.planning.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
@@ -99,14 +99,20 @@ class Program:
         """
         self.prepare({sketch for plan in plans for sketch in self._sketches(plan)})
 
+    def is_sketched(self, plan: Plan) -> bool:
+        """Return whether `sketch` has measured a layout."""
+        return all(self.is_prepared(sketch) for sketch in self._sketches(plan))
+
     def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
         """Return the traces that `sketch` measures, one for each micro-batch size."""
         one, two = (self.trace(sketch, self.cut(sketch).distinct[0]) for sketch in self._sketches(plan))
         return one, two
 
     def _sketches(self, plan: Plan) -> Iterator[Plan]:
-        """Yield layouts of one chunk with a recomputed layer and others, one for each micro-batch size."""
-        plan = self.way(plan)._replace(recompute="none", recomputed=1, offload=(), layers=(self.config.model.layers,))
+        """Yield layouts of one chunk for each micro-batch size, with a layer recomputed in full unless in part."""
+        recompute: tuple[Recompute, int] = ("selective", 0) if plan.recompute == "selective" else ("none", 1)
+        plan = self.way(plan)._replace(recompute=recompute[0], recomputed=recompute[1])
+        plan = plan._replace(offload=(), layers=(self.config.model.layers,))
         return (plan._replace(micro_size=size) for size in SKETCHED)
 
     def cut(self, plan: Plan) -> Cut:

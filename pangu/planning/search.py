@@ -160,7 +160,12 @@ def search(space: Space, top: int = 10) -> SearchResult:
         one = _candidate(space, plan) if fits else None
         if one is None:
             refused[TOO_LARGE] += 1
-            for other in smaller(space, plan):
+            others = list(smaller(space, plan))
+            if not all(map(space.program.is_sketched, others)):
+                ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
+                too_large = (other for other in ahead if bounds.gib(other) > room)
+                space.program.sketch([*others, *(less for other in too_large for less in smaller(space, other))])
+            for other in others:
                 heappush(waiting, (bounds.seconds(other) / alone, number, other))
                 number += 1
             continue
