@@ -41,8 +41,8 @@ class FormulaTraces:
     _traces: dict[tuple[Setup, bool, bool, bool], Trace] = field(default_factory=dict)
     _gradients: dict[Any, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
-    def measure(self, requests: Collection[TraceRequest]) -> None:
-        """Work out what is asked for together."""
+    def measure(self, requests: Collection[TraceRequest]) -> list[Trace]:
+        """Return the traces of some chunks, worked out together."""
         asked: dict[tuple[Setup, bool, bool, bool], list[TraceRequest]] = {}
         for request in requests:
             asked.setdefault(_key(request), []).append(request)
@@ -60,11 +60,7 @@ class FormulaTraces:
                 gradients = self._gradients[of_model]
                 spans = {one: _span(setup, one, gradients.get(_content(one.module), ()), offload) for one in missing}
                 self._traces[key] = Trace({**known, **spans}, Span(), Span(), Span(), ADAM)
-
-    def of(self, request: TraceRequest) -> Trace:
-        """Return the trace of some chunks."""
-        self.measure([request])
-        return self._traces[_key(request)]
+        return [self._traces[_key(request)] for request in requests]
 
 
 def _key(request: TraceRequest) -> tuple[Setup, bool, bool, bool]:

@@ -47,7 +47,9 @@ def is_usable(folder: Path) -> bool:
 
 def identify(inputs: Any) -> str:
     """Return a name for a measurement of this program version: a hash of all its inputs."""
-    return hashlib.sha256(_program() + json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
+    digest = _program().copy()
+    digest.update(json.dumps(inputs, sort_keys=True).encode())
+    return digest.hexdigest()[:32]
 
 
 def read_cached(file: Path) -> Any:
@@ -85,9 +87,10 @@ def one_process(folder: Path) -> Iterator[None]:
 
 
 @cache
-def _program() -> bytes:
+def _program() -> Any:
     files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
-    return version("torch").encode() + b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
+    content = b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
+    return hashlib.sha256(version("torch").encode() + content)
 
 
 def _digest(found: Any) -> str:

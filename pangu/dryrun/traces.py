@@ -92,13 +92,8 @@ class Traces:
     """Callback after each dry run."""
     _known: dict[Way, Trace] = field(default_factory=dict)
 
-    def of(self, request: TraceRequest) -> Trace:
-        """Return the trace of some chunks, measured if needed; raise DryRunError like `measure`."""
-        self.measure([request])
-        return self._known[Way.of(request)]
-
-    def measure(self, requests: Collection[TraceRequest]) -> None:
-        """Measure the requested chunks that have not been measured, on all cores.
+    def measure(self, requests: Collection[TraceRequest]) -> list[Trace]:
+        """Return the traces of the requested chunks; measure those that have not been measured, on all cores.
 
         Raises:
             DryRunError: if the dry run is unavailable here, or the model cannot be carried out in it.
@@ -110,6 +105,7 @@ class Traces:
                 for way, data in _carry_out(missing, self.note_progress) if missing else ():
                     self._add(way, data)
                     write_cached(way.file, as_data(self._known[way]))
+        return [self._known[way] for way, _ in ways]
 
     def _add(self, way: Way, data: Mapping[str, Any]) -> None:
         trace, known = trace_of(data), self._known.get(way)

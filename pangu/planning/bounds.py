@@ -169,14 +169,14 @@ class LayoutBounds:
 
     def _sketched(self, plan: Plan) -> LeastByKind:
         """Return the lower bounds of each kind of module if only micro-batches of other sizes have been measured."""
-        one, two = self._program.sketched(plan)
-        key = id(two), plan.micro_size, plan.recompute
-        if key not in self._sizes:
+        way = self._program.way(plan)
+        if way not in self._sizes:
+            one, two = self._program.sketched(plan)
             both = [(key, one.spans.get(key), span) for key, span in two.spans.items()]
             at = ((key, _at(plan.micro_size, a, b)) for key, a, b in both if a is not None and b is not None)
             spans = ((key, *of_key) for key, of_key in at)
-            self._sizes[key] = self._by_kind(spans, groups_of(plan.layout, self._cluster.node))
-        return self._sizes[key]
+            self._sizes[way] = self._by_kind(spans, groups_of(plan.layout, self._cluster.node))
+        return self._sizes[way]
 
     def _by_kind(self, spans: Iterable[tuple[SpanKey, Work, float]], groups: Mapping[Axis, Group]) -> LeastByKind:
         """Return the lower bounds per kind of module from spans, each given with its work and the bytes it keeps."""

@@ -79,14 +79,14 @@ class Program:
         self._kinds: dict[Any, tuple[Kinds, ...]] = {}
         self._stages: dict[Any, StageProgram] = {}
         self._last: tuple[Any, StepLedger] | None = None
+        self._last_way: tuple[Any, Any] = (None, None)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Measure the modules of several layouts together; raise DryRunError if a dry run fails or is unavailable."""
         stages = ((plan, part) for plan in plans for part in self.cut(plan).distinct)
         missing = {self._key(*stage): stage for stage in stages if self.known(*stage) is None}
         requests = {key: self._request(*stage) for key, stage in missing.items()}
-        self._traces.measure(list(requests.values()))
-        self._known |= {key: self._traces.of(request) for key, request in requests.items()}
+        self._known |= zip(requests, self._traces.measure(requests.values()), strict=True)
 
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether all modules of a layout have been measured."""
@@ -166,12 +166,14 @@ class Program:
 
     def way(self, plan: Plan) -> Plan:
         """Return a layout with only those fields of a layout that the work of a module depends on."""
-        plan = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(), micro_batches=1)
-        plan = plan._replace(recomputed=min(plan.recomputed, 1))
-        if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
-            return plan
-        offload = tuple(part for part in plan.offload if part == "activations")
-        return plan._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
+        if self._last_way[0] is not plan:  # callers ask several times about a layout
+            way = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(), micro_batches=1)
+            way = way._replace(recomputed=min(plan.recomputed, 1))
+            if not self.config.train.frozen:  # else modules depend on the sharding too (`Traces`)
+                offload = tuple(part for part in plan.offload if part == "activations")
+                way = way._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
+            self._last_way = plan, way
+        return self._last_way[1]
 
     def _key(self, plan: Plan, part: StagePart) -> Any:
         shortest = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))

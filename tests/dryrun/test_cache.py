@@ -75,28 +75,28 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TraceRe
 def test_what_was_measured_is_kept_and_a_damaged_file_is_measured_again(
     carried_out: list[TraceRequest], tmp_path: Path
 ) -> None:
-    first = Traces().of(REQUEST)
-    assert Traces().of(REQUEST) == first
+    first = Traces().measure([REQUEST])[0]
+    assert Traces().measure([REQUEST])[0] == first
     assert carried_out == [REQUEST]
     (file,) = tmp_path.glob("trace-*.json")
     file.write_text("[{", encoding="utf-8")
-    assert Traces().of(REQUEST) != first
+    assert Traces().measure([REQUEST])[0] != first
     assert carried_out == [REQUEST, REQUEST]
 
 
 def test_chunks_that_are_new_are_measured_and_join_the_others(carried_out: list[TraceRequest]) -> None:
     """Those with the same neighbours are not new; layers that are recomputed are."""
-    Traces().of(REQUEST)
+    Traces().measure([REQUEST])
     longer = ("embedding", *["layer"] * 9, "head")
     recomputed = ("embedding", "layer recomputed", "layer", "head")
     both = REQUEST._replace(chunks=(REQUEST.chunks[0], recomputed))
     known = Traces()
-    trace = known.of(both)
+    (trace,) = known.measure([both])
     assert carried_out[1:] == [REQUEST._replace(chunks=(recomputed,))]
     assert trace.spans.keys() == both.keys(both.chunks[0]) | both.keys(recomputed)
-    known.of(REQUEST._replace(chunks=(longer,)))
+    known.measure([REQUEST._replace(chunks=(longer,))])
     assert len(carried_out) == 3  # a layer between two others
-    known.of(REQUEST._replace(chunks=(("embedding", *["layer"] * 5, "head"),)))
+    known.measure([REQUEST._replace(chunks=(("embedding", *["layer"] * 5, "head"),))])
     assert len(carried_out) == 3
 
 

@@ -36,7 +36,7 @@ class Modules:
         chunk = tuple(module_kinds(config, table, part).values())
         self.model: ModelConfig = config.model
         self.tokens: int = config.batch.micro_size * config.model.sequence
-        self.trace: Trace = Traces().of(TraceRequest(config, (chunk,), (False, True)))
+        self.trace: Trace = Traces().measure([TraceRequest(config, (chunk,), (False, True))])[0]
 
     def span(self, action: str, module: str = "layer") -> Span:
         """Return the span of a module in the middle of a chunk, if it has neighbours of its kind."""
