@@ -19,7 +19,7 @@ import torch
 from benchmarks.pipeline import OURS
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
 from benchmarks.trainer import micro_batches, pangu_trainer
-from pangu.pipeline.simulate import bubble_by_formula, simulate
+from pangu.schedule.simulate import bubble_by_formula, simulate
 from pangu.topology.recording import stop
 from pangu.training.profile import Profile, durations_of
 

@@ -34,10 +34,11 @@ from benchmarks.side_by_side import fresh, machine
 from benchmarks.trainer import composed, micro_batches
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
+from pangu.planning.auto import overrides_of
 from pangu.planning.cluster import load_cluster
+from pangu.planning.cost import TERMS
 from pangu.planning.plan import Plan
 from pangu.planning.search import Space, enumerate_plans, space_of, time_of, with_layout
-from pangu.planning.search_report import TERMS, overrides_of
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import choose

@@ -14,7 +14,7 @@ from line_breaks import join_lines
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 
-from pangu.config.flat import flatten
+from pangu.common.flat import flatten
 from pangu.config.help import reference
 from pangu.training.command import compose
 

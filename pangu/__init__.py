@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "config.data": "PackingConfig",
-    "config.errors": "UserError",
+    "common.errors": "UserError",
     "data.indexed": "open_indexed",
     "data.indexed_writer": "IndexedWriter",
     "data.loader": "Loader",

@@ -1,7 +1,7 @@
 """The types of the public API, which `__init__.py` imports when they are used."""
 
+from pangu.common.errors import UserError as UserError
 from pangu.config.data import PackingConfig as PackingConfig
-from pangu.config.errors import UserError as UserError
 from pangu.data.indexed import open_indexed as open_indexed
 from pangu.data.indexed_writer import IndexedWriter as IndexedWriter
 from pangu.data.loader import Loader as Loader

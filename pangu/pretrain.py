@@ -1,6 +1,6 @@
 """Command `python -m pangu.pretrain`: pretrain.py of a checkout, available wherever pangu is installed.
 
-Planning, training and dry runs meet only here; each is loaded by the command that needs it.
+Training, planning, dry runs and benchmark tasks meet only here; each is loaded by the command that needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pangu.topology.launch import Launch, choose_memory_settings, load_torch
 from pangu.training.interrupts import ending_at_once
 
 if TYPE_CHECKING:
+    from pangu.config.schema import RunConfig
     from pangu.planning.forecast import Forecast
+    from pangu.training.validation import Benchmarks
 
 
 def find_configs() -> Path:
@@ -38,6 +40,14 @@ def planner() -> ModuleType:
 def forecast(*run: Any) -> Forecast | None:
     """Return the predicted step time of a run on a known cluster; see `planning.forecast.forecast_run`."""
     return planner().forecast_run(*run)
+
+
+def read_benchmarks(config: RunConfig) -> Benchmarks:
+    """Return the benchmarks of a run; see `tasks.benchmarks.read_benchmarks`."""
+    # only a run with `evaluate.every` asks any
+    from pangu.tasks import benchmarks  # noqa: PLC0415
+
+    return benchmarks.read_benchmarks(config)
 
 
 def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
@@ -62,7 +72,7 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
         values = plan.values
         if launch.rank == 0:
             print(*plan.lines, sep="\n", flush=True)
-    if status := run(values, forecast):
+    if status := run(values, forecast, read_benchmarks):
         sys.exit(status)
     if values["dry_run"] and launch.rank == 0:
         planner().show_dry_run(values)

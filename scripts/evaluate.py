@@ -19,20 +19,20 @@ from rich.progress import Progress
 
 from pangu.checkpoint.reading import newest_checkpoint
 from pangu.collectives.agreement import agree
-from pangu.config.errors import UserError, printable, writing
-from pangu.config.exit_status import exit_status
+from pangu.common.errors import UserError, printable, writing
+from pangu.common.exit_status import exit_status
 from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
 from pangu.data.inputs import find_inputs
 from pangu.data.progress import ProgressBar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.loading import load_model
-from pangu.evaluation.tasks.ask import Questions, ask, read_questions, summary
-from pangu.evaluation.tasks.catalogue import TASKS, find_task
-from pangu.evaluation.tasks.prompts import Setup, chosen
-from pangu.evaluation.tasks.results import AnswerFile, result, table
-from pangu.evaluation.tasks.task import Item, Task
+from pangu.interop.loading import load_model
+from pangu.tasks.ask import Questions, ask, read_questions, summary
+from pangu.tasks.catalogue import TASKS, find_task
+from pangu.tasks.prompts import Setup, chosen
+from pangu.tasks.results import AnswerFile, result, table
+from pangu.tasks.task import Item, Task
 from pangu.topology.launch import Launch, is_first_process
 
 _EXAMPLE = """examples:

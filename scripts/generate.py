@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pangu.config.errors import UserError, printable, writing
-from pangu.config.exit_status import exit_status
-from pangu.config.files import parse_json, write_atomically
+from pangu.common.errors import UserError, printable, writing
+from pangu.common.exit_status import exit_status
+from pangu.common.files import parse_json, write_atomically
 from pangu.data.boundaries import describe_ids
 from pangu.data.messages import read_prompt
 from pangu.data.progress import ProgressBar
@@ -20,7 +20,7 @@ from pangu.data.prompts import ChatPrompts
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts, require_fitting, text_ids
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.loading import load_model
+from pangu.interop.loading import load_model
 from pangu.models.size import num_parameters
 from pangu.topology.launch import Launch, is_first_process
 

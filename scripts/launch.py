@@ -37,9 +37,9 @@ with ending_at_once():
     from torch.distributed.run import main as torchrun
 
     from pangu.collectives.agreement import answer_of_store
-    from pangu.config.console import guard_console
-    from pangu.config.errors import STORE_SECONDS
-    from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
+    from pangu.common.console import guard_console
+    from pangu.common.errors import STORE_SECONDS
+    from pangu.common.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2

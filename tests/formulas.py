@@ -20,10 +20,10 @@ from benchmarks.planner_accuracy.published import (
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import TraceRequest, _content
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
-from pangu.pipeline.actions import MESSAGES
-from pangu.pipeline.spans import Mark, Segment, Span, SpanKey, Trace, UpdateTrace, Work, module_kinds
 from pangu.planning.cost import memory_of
 from pangu.planning.search import Candidate, Space
+from pangu.schedule.actions import MESSAGES
+from pangu.schedule.spans import Mark, Segment, Span, SpanKey, Trace, UpdateTrace, Work, module_kinds
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 

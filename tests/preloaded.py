@@ -6,8 +6,8 @@ import torch._dynamo  # as every optimizer of torch does
 import torch.distributed.run
 import transformers
 
-import pangu.dryrun.report
 import pangu.metrics.plots
+import pangu.report.dry_run
 import pangu.training.run
 import scripts.evaluate
 import scripts.generate

@@ -22,12 +22,11 @@ import torch
 from pyarrow import parquet
 
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoints, start, write_slices
-from pangu.checkpoint.formats.mindspore import MindSporeSource
 from pangu.checkpoint.index import checksum, find_damage, read_index, require_facts
 from pangu.checkpoint.reading import trained_model
 from pangu.checkpoint.run_folder import save_config
+from pangu.common.errors import UserError, printable
 from pangu.config.build import build
-from pangu.config.errors import UserError, printable
 from pangu.config.schema import RunConfig
 from pangu.data.documents import documents
 from pangu.data.indexed import open_indexed
@@ -38,6 +37,7 @@ from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
 from pangu.data.stdlib import find_damage as damage_of_data
 from pangu.data.tokenizers import SentencePieceTokenizer
 from pangu.data.vocabulary import train_sentencepiece
+from pangu.interop.formats.mindspore import MindSporeSource
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter

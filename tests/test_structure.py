@@ -11,34 +11,41 @@ from pathlib import Path
 
 import pytest
 
-from pangu.pipeline.orders import SCHEDULES
+from pangu.schedule.orders import SCHEDULES
 from tests import size
 from tests.end_to_end.commands import SMALL, command
 from tests.spawn import repository
 
 FLOORS = {
-    "config": 0,
-    "topology": 1,
-    "collectives": 2,
-    "metrics": 2,
-    "layers": 3,
-    "data": 3,
-    "models": 4,
-    "optim": 4,
-    "zero": 5,
-    "pipeline": 6,
-    "checkpoint": 7,
-    "evaluation": 8,
-    "library": 8,
-    "training": 9,
-    "dryrun": 10,
-    "planning": 11,
-    "translation": 10,
-    "reporting": 3,
+    "common": 0,
+    "config": 1,
+    "topology": 2,
+    "collectives": 3,
+    "metrics": 3,
+    "layers": 4,
+    "data": 4,
+    "models": 5,
+    "optim": 5,
+    "zero": 6,
+    "schedule": 7,
+    "pipeline": 8,
+    "checkpoint": 9,
+    "evaluation": 10,
+    "library": 10,
+    "training": 11,
+    "interop": 12,
+    "prepare": 12,
+    "dryrun": 12,
+    "tasks": 13,
+    "planning": 13,
+    "report": 14,
 }
+CORE = FLOORS.keys() - {*size.PERIPHERY}
 PACKAGE = repository() / "pangu"
 CALLED_BY_OTHERS = {"PanguLM"}
 """What only other programs call: lm-eval's command, by a registered name."""
+LEDGER = ("ledger.py", "stage_ledger.py", "buffers.py", "groups.py")
+"""Files of the schedule that planning adds up, under the same rule as it."""
 FILES = sorted(PACKAGE.glob("*/**/*.py"))
 
 
@@ -75,6 +82,27 @@ def test_imports_go_down_only(path: Path) -> None:
             )
 
 
+def code_strings(tree: ast.Module) -> Iterator[str]:
+    """Yield the strings of a file but its docstrings: code and commands for other processes are among them."""
+    explained = set(map(id, docstrings(tree)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explained:
+            yield node.value
+
+
+@pytest.mark.parametrize("folder", sorted(CORE))
+def test_the_core_knows_no_periphery(folder: str) -> None:
+    """Neither imports, lazy ones included, nor names of modules for subprocesses. The command line joins both."""
+    beside = "|".join((*size.PERIPHERY, "plan_run", "pretrain"))
+    named = re.compile(rf"\bpangu[./]({beside})\b")
+    found = set()
+    for path in FILES:
+        if floor_of(path) == folder:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found |= {(path.name, text) for text in (*imports(path), *code_strings(tree)) if named.search(text)}
+    assert found == set()
+
+
 @pytest.mark.parametrize("folder", ["dryrun", "library", "training"])
 def test_what_is_planned_knows_no_planner(folder: str) -> None:
     """Neither imports, lazy ones included, nor names of modules for subprocesses: only the command line joins both."""
@@ -87,7 +115,7 @@ def test_planning_names_no_schedule_and_no_zero_stage() -> None:
     """What is added to either is planned without a change."""
     schedules = "|".join(map(re.escape, SCHEDULES))
     named = re.compile(rf"\b({schedules})\b|ZeRO-\d|\b(zero|stage)\b\s*([<>=!]=?|(not )?in)\s*[\d({{\[]")
-    files = [path for path in FILES if floor_of(path) == "planning"]
+    files = [path for path in FILES if floor_of(path) in ("planning", "report") or path.name in LEDGER]
     found = {path.name: [hit[0] for hit in named.finditer(path.read_text(encoding="utf-8"))] for path in files}
     assert {name: hits for name, hits in found.items() if hits} == {}
 
@@ -110,13 +138,14 @@ def test_only_topology_and_collectives_know_torch_distributed() -> None:
     assert calls == {"topology", "collectives", "dryrun"}
 
 
-def test_config_imports_the_standard_library_only() -> None:
+@pytest.mark.parametrize("folder", ["common", "config"])
+def test_the_lowest_floors_import_the_standard_library_only(folder: str) -> None:
     import sys
 
-    for path in (PACKAGE / "config").glob("*.py"):
+    for path in (PACKAGE / folder).glob("*.py"):
         for name in imports(path):
-            top = name.split(".")[0]
-            assert top in sys.stdlib_module_names or name.startswith("pangu.config"), f"{path.name} imports {name}"
+            own = name.startswith(("pangu.common.", f"pangu.{folder}."))
+            assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
 
 
 def test_models_never_see_a_rank() -> None:
@@ -221,7 +250,7 @@ pretrain(Path("configs").resolve())
 counted = ("pangu.", "torch._dynamo", "torch._inductor", "sympy", "triton")
 print("loaded", *(name for name in sys.modules if name.startswith(counted)))
 """
-PERIPHERY = ("dryrun", "planning", "translation", "reporting", "library")
+BESIDE = (*size.PERIPHERY, "library")
 """Folders that only commands beside a plain run load."""
 
 
@@ -231,7 +260,7 @@ def test_a_plain_run_loads_neither_the_compiler_nor_the_periphery(tmp_path: Path
     done = command("-c", NEW_IN_A_RUN, *words, "train.device=cpu", f"train.output={tmp_path / 'run'}")
     loaded = set(done.stdout.rpartition("loaded ")[2].split())
     assert "pangu.training.step" in loaded, done.stderr
-    unwanted = ("torch._dynamo", "torch._inductor", "sympy", "triton", *(f"pangu.{folder}" for folder in PERIPHERY))
+    unwanted = ("torch._dynamo", "torch._inductor", "sympy", "triton", *(f"pangu.{folder}" for folder in BESIDE))
     assert {name for name in loaded if name.startswith(unwanted)} == set()
 
 

@@ -27,24 +27,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
+from pangu.common.cores import available_cores
+from pangu.common.errors import UserError, writing
+from pangu.common.exit_status import exit_status
+from pangu.common.files import NewFile
 from pangu.config.build import build
 from pangu.config.cluster import ClusterConfig, LinkConfig, MatmulConfig
-from pangu.config.cores import available_cores
-from pangu.config.errors import UserError, writing
-from pangu.config.exit_status import exit_status
-from pangu.config.files import NewFile
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.fp32_matmul import MATMUL_TIE, MatmulShape, matmul_precision, matmul_precisions, matmul_trial
 from pangu.metrics.devices import device_here
 from pangu.metrics.timing import fastest, time_candidates
-from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.auto import cluster_of_device
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
-from pangu.planning.groups import Group
 from pangu.planning.plan import Plan
 from pangu.planning.program import Program
+from pangu.schedule.groups import Group
+from pangu.schedule.spans import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device, is_first_process
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh

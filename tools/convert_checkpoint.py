@@ -14,19 +14,19 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.checkpoint.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
-from pangu.checkpoint.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
-from pangu.checkpoint.formats.stored import Source
+from pangu.common.errors import UserError, printable
+from pangu.common.exit_status import exit_status
 from pangu.config.build import build
 from pangu.config.checks import check
 from pangu.config.data import IndexedData
-from pangu.config.errors import UserError, printable
-from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.other_tokenizers import ENCODINGS
 from pangu.data.progress import ProgressBar
 from pangu.data.tokenizers import load_tokenizer
+from pangu.interop.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
+from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
+from pangu.interop.formats.stored import Source
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
 

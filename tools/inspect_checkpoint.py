@@ -20,8 +20,8 @@ from rich.text import Text
 from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import read_tensor
 from pangu.checkpoint.standing import Standing, read_standing
-from pangu.config.errors import UserError, printable
-from pangu.config.exit_status import exit_status
+from pangu.common.errors import UserError, printable
+from pangu.common.exit_status import exit_status
 from pangu.metrics.text import size
 
 SHOWN = ("step", "samples", "skipped", "layout", "identity")

@@ -16,18 +16,18 @@ from typing import Any, Literal, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.errors import UserError, printable, reading, shown
+from pangu.common.exit_status import exit_status
 from pangu.config.data import PackingConfig, TokenizerConfig
-from pangu.config.errors import UserError, printable, reading, shown
-from pangu.config.exit_status import exit_status
 from pangu.data.batch import Batch, batch_of
 from pangu.data.boundaries import describe_ids
 from pangu.data.indexed import IndexedTokens, idx_path, open_indexed
 from pangu.data.instructions import open_dataset, read_prepared
-from pangu.data.manifest import find_damage, manifest_path, read_manifest
 from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.statistics import length_statistics
 from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
+from pangu.prepare.manifest import find_damage, manifest_path, read_manifest
+from pangu.prepare.statistics import length_statistics
 
 _EXAMPLE = """example:
   python tools/inspect_data.py my/corpus --documents 2

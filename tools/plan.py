@@ -21,33 +21,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pangu.common.errors import writing
+from pangu.common.exit_status import exit_status
 from pangu.config.cluster import cluster_in
-from pangu.config.errors import writing
-from pangu.config.exit_status import exit_status
 from pangu.config.layout_checks import asks_for_layout
 from pangu.config.schema import RunConfig
-from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run, require_kernels
+from pangu.dryrun.plan import plan_dry_run, require_kernels
 from pangu.dryrun.roles import DryRunError
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
-from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import find_layouts, prepare_choice, require_cluster
+from pangu.planning.auto import Outcome, find_layouts, overrides_of, prepare_choice, refusals, require_cluster
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.program import Program
 from pangu.planning.search import MODEL_ERROR
-from pangu.planning.search_report import (
-    Outcome,
-    explain,
-    overrides_of,
-    page,
-    refusals,
-    rows,
-    run_words,
-    search_data,
-)
-from pangu.planning.stages import view_stages
+from pangu.report.dry_run import WIDTH, print_dry_run
+from pangu.report.search import explain, page, rows, run_words, search_data
+from pangu.report.sharding import print_sharding
+from pangu.report.stages import view_stages
+from pangu.schedule.advice import advise
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.training.command import compose, given_keys
@@ -236,9 +229,6 @@ def plan(options: argparse.Namespace) -> None:
     if layout.pipeline > 1:
         print_stages(console, config, layout, stages)
     if options.sharding:
-        # it builds the model with torch, whose import takes longer than all other plans
-        from pangu.planning.sharding import print_sharding  # noqa: PLC0415
-
         print_sharding(console, config, layout, stages)
     if options.dry_run:
         print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")

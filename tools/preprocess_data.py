@@ -11,18 +11,18 @@ from typing import get_args, get_type_hints
 
 from rich.progress import Progress
 
-from pangu.config.cores import available_cores
+from pangu.common.cores import available_cores
+from pangu.common.errors import UserError, printable, writing
+from pangu.common.exit_status import exit_status
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, printable, writing
-from pangu.config.exit_status import exit_status
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import add_input_arguments, find_inputs, input_record
-from pangu.data.near_duplicates import bands_of
-from pangu.data.preprocessing import Preprocessing, Recipe
 from pangu.data.progress import ProgressBar
-from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
+from pangu.prepare.near_duplicates import bands_of
+from pangu.prepare.preprocessing import Preprocessing, Recipe
+from pangu.prepare.resumable_writer import ResumableWriter
 
 _EXAMPLE = """example:
   printf 'A first document.\\n\\nA second one,\\nof two lines.\\n' > /tmp/text.txt

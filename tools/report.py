@@ -11,11 +11,11 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from pangu.config.errors import UserError, writing
-from pangu.config.exit_status import exit_status
-from pangu.config.files import write_atomically
-from pangu.reporting.charts import escape
-from pangu.reporting.page import document, render
+from pangu.common.errors import UserError, writing
+from pangu.common.exit_status import exit_status
+from pangu.common.files import write_atomically
+from pangu.report.charts import escape
+from pangu.report.page import document, render
 
 _EXAMPLE = """examples:
   python tools/report.py runs/quickstart

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from pangu.config.errors import UserError, writing
-from pangu.config.exit_status import exit_status
-from pangu.config.files import write_atomically
+from pangu.common.errors import UserError, writing
+from pangu.common.exit_status import exit_status
+from pangu.common.files import write_atomically
 from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
 from pangu.data.inputs import add_input_arguments, find_inputs

@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from pangu.config.errors import UserError
-from pangu.config.exit_status import exit_status
-from pangu.translation.checked import check
-from pangu.translation.report import describe, refusal, tables
-from pangu.translation.sources import SOURCES, translate
+from pangu.common.errors import UserError
+from pangu.common.exit_status import exit_status
+from pangu.interop.translation.checked import check
+from pangu.interop.translation.report import describe, refusal, tables
+from pangu.interop.translation.sources import SOURCES, translate
 
 _EXAMPLE = """examples:
   python tools/translate_config.py --from megatron train_gpt3_175b_distributed.sh DATA_PATH=/data/web

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_suite.setting import ROOT, Setting, to_json, write_presets
-from pangu.config.files import write_atomically
+from pangu.common.files import write_atomically
 
 LIMIT_S = 530
 """Of the whole suite; what parts leave of their own limits is there for later ones."""

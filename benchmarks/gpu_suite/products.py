@@ -13,7 +13,7 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name, peak_tflops
 from pangu.models.size import layer_matrices
-from pangu.pipeline.spans import Matmul
+from pangu.schedule.spans import Matmul
 from tools.calibrate import Clock, product
 
 RANKS = {"gpt2_124m": 1, "pangu_350m": 1, "gpt3_1_3b": 1, "pangu_2_6b": 1, "pangu_13b": 8, "pangu_200b": 8}

@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from pangu.config.files import write_atomically
+from pangu.common.files import write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.metrics.devices import processor_name

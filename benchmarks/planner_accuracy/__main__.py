@@ -26,8 +26,8 @@ from benchmarks.planner_accuracy.accuracy import (
     summarise,
 )
 from benchmarks.planner_accuracy.measurements import Row, Scope, kind_of, load_clusters, read_rows
-from pangu.config.errors import UserError
-from pangu.config.exit_status import exit_status
+from pangu.common.errors import UserError
+from pangu.common.exit_status import exit_status
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"

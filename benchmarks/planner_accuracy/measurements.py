@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.published import Recompute, Setup, Shape, System
+from pangu.common.errors import UserError
 from pangu.config.cluster import ClusterConfig
-from pangu.config.errors import UserError
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.topology.layout import Layout
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from pangu.pipeline.spans import Collective, Matmul, Work
+from pangu.schedule.spans import Collective, Matmul, Work
 from pangu.topology.layout import Layout
 
 Recompute = Literal["none", "selective", "full"]

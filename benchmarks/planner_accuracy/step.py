@@ -15,11 +15,11 @@ import numpy as np
 
 from benchmarks.planner_accuracy.published import Module, Setup, System, embedding_work, head_work, layer_work
 from pangu.config.cluster import ClusterConfig
-from pangu.pipeline.held import held_in
-from pangu.pipeline.orders import SCHEDULES
-from pangu.pipeline.spans import Axis, Collective, Work
 from pangu.planning.cost import Phase, beside, collective_seconds, phase_seconds, started
-from pangu.planning.groups import Group, groups_of
+from pangu.schedule.groups import Group, groups_of
+from pangu.schedule.held import held_in
+from pangu.schedule.orders import SCHEDULES
+from pangu.schedule.spans import Axis, Collective, Work
 
 OPTIMIZER_BYTES = 12
 """Bytes of a parameter's fp32 copy and Adam moments."""

@@ -1,1 +1,1 @@
-"""Checkpoints in logical space: writing, reading under any layout, run folders, and conversion."""
+"""Checkpoints in logical space: writing, reading under any layout, and run folders."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.checkpoint.standing import indispensable
-from pangu.config.errors import UserError, reading
-from pangu.config.files import flush, write_atomically
+from pangu.common.errors import UserError, reading
+from pangu.common.files import flush, write_atomically
 
 if TYPE_CHECKING:
     from pangu.zero.flat_parameter import Shard

@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 from pangu.checkpoint.files import FORMAT, VERSION, checksum, list_checkpoints
 from pangu.checkpoint.safetensors_file import CODES
-from pangu.config.errors import UserError, writing
-from pangu.config.files import flush, open_regular, read_json, write_atomically
+from pangu.common.errors import UserError, writing
+from pangu.common.files import flush, open_regular, read_json, write_atomically
 
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
 """Safetensors code and bytes per element, by dtype name."""

@@ -17,10 +17,10 @@ from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
 from pangu.checkpoint.standing import continuation_order, read_standing
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import gather_objects
+from pangu.common.errors import ConfigError, UserError, reading
+from pangu.common.files import open_regular
 from pangu.config.build import build
 from pangu.config.data import DataConfig
-from pangu.config.errors import ConfigError, UserError, reading
-from pangu.config.files import open_regular
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
 from pangu.models.parameters import logical_shapes

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from pangu.common.errors import UserError, reading, writing
+from pangu.common.files import new_path, refuse_links, remove, write_atomically
 from pangu.config.data import DataConfig, InstructionsData, TokenizerConfig
-from pangu.config.errors import UserError, reading, writing
-from pangu.config.files import new_path, refuse_links, remove, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.prompts import portable_template
 from pangu.data.sources import tokenizer_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pangu.config.files import flush
+from pangu.common.files import flush
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Safetensors codes of weight formats."""

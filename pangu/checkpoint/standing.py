@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pangu.config.errors import UserError, reading
-from pangu.config.files import flush, read_json, write_atomically
+from pangu.common.errors import UserError, reading
+from pangu.common.files import flush, read_json, write_atomically
 
 FILE = "standing.json"
 MOST_FAULTS = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.index import read_index
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 
 _EXPERT = re.compile(r"(layers\.\d+\.mlp)\.experts\.\d+")
 _ROUTER = re.compile(r"layers\.\d+\.mlp\.router\..*")

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from pangu.collectives.meeting import meet, silent_ranks
-from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LostError, UserError
+from pangu.common.errors import SILENCE_SECONDS, STORE_SECONDS, LostError, UserError
 from pangu.topology.mesh import Mesh, is_silence
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from pangu.collectives.agreement import StuckError, complete, first_message, meet_all, outcome
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.topology.mesh import Mesh
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from pangu.config.errors import SILENCE_SECONDS
+from pangu.common.errors import SILENCE_SECONDS
 from pangu.topology.mesh import Mesh
 
 T = TypeVar("T")

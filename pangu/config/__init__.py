@@ -1,1 +1,1 @@
-"""Configuration of a run: schema, checks, help texts, and the errors and files that all layers share."""
+"""Configuration of a run: schema, checks and help texts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pangu.config.errors import Problem
+from pangu.common.errors import Problem
 from pangu.config.model import ModelConfig
 
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pangu.common.errors import ConfigError, Problem
 from pangu.config.bounds import FREE, Bounds, Encodable
-from pangu.config.errors import ConfigError, Problem
 from pangu.config.suggest import close_names
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from pangu.common.errors import ConfigError, Problem
 from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
-from pangu.config.errors import ConfigError, Problem
 from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+from pangu.common.errors import ConfigError
 from pangu.config.bounds import Bounds, Count, Filename, NotNegative, Positive
 from pangu.config.build import read
-from pangu.config.errors import ConfigError
 
 Part = Annotated[float, Bounds(above=0, most=1)]
 """Fraction of a peak that is reached."""

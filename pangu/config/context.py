@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from pangu.common.errors import Problem
 from pangu.config.attention import ABILITIES
-from pangu.config.errors import Problem
 from pangu.config.schema import RunConfig
 
 

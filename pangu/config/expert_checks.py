@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pangu.common.errors import Problem
 from pangu.config.build import findings
-from pangu.config.errors import Problem
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.schema import CheckpointConfig

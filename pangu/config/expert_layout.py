@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pangu.config.errors import Problem
+from pangu.common.errors import Problem
 from pangu.config.nearest import any_of, divisors_near
 from pangu.config.schema import RunConfig
 

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
+from pangu.common.errors import UserError, shown
+from pangu.common.exit_status import exit_status
 from pangu.config.build import describe, hints_of, options_of, tag_of
-from pangu.config.errors import UserError, shown
-from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
 

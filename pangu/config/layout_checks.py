@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pangu.common.errors import Problem, shown
 from pangu.config.build import findings
 from pangu.config.context import context_problems
-from pangu.config.errors import Problem, shown
 from pangu.config.expert_layout import least_data, spread_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near

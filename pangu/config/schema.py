@@ -161,7 +161,7 @@ class TrainConfig:
     """Steps between bitwise comparisons of all copies of compute weights and moments; the run ends if they differ, and
     checkpoints since the last comparison are condemned. 0: none."""
     check_step: bool
-    """Compare every operation of a step with the list that `pangu/pipeline/expand.py` makes, and end the run at the
+    """Compare every operation of a step with the list that `pangu/schedule/expand.py` makes, and end the run at the
     first difference. Use it after a change to sharding, or with a new schedule."""
     device: Literal["auto", "cpu", "cuda", "npu"]
     """Device type. `auto`: the accelerator if there is one. `npu`: Huawei's Ascend, with its plug-in torch_npu."""
@@ -217,7 +217,7 @@ TaskName = Literal[
     "lambada",
     "wikitext",
 ]
-"""Names of the tasks in `evaluation.tasks.catalogue`."""
+"""Names of the tasks in `tasks.catalogue`."""
 
 
 @dataclass(frozen=True)

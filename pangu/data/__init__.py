@@ -1,1 +1,1 @@
-"""Datasets, tokenizers and preprocessing: from text files to batches of training samples."""
+"""Datasets, tokenizers and batches: from texts or files of tokens to training samples."""

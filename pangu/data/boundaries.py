@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pangu.common.files import read_json_object
 from pangu.config.data import PackingConfig
-from pangu.config.files import read_json_object
 
 if TYPE_CHECKING:
     from pangu.data.tokenizers import Tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import TemplateError
 
-from pangu.config.errors import UserError, reading, shown
-from pangu.config.files import read_json_object
+from pangu.common.errors import UserError, reading, shown
+from pangu.common.files import read_json_object
 from pangu.data.messages import BEGIN, END, Dialog, Message, map_text, unwritten
 from pangu.data.sandbox import Allowance, template_environment
 from pangu.data.templates import TEMPLATES

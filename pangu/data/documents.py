@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pangu.config.errors import UserError, shown
-from pangu.config.files import parse_json
+from pangu.common.errors import UserError, shown
+from pangu.common.files import parse_json
 from pangu.data.inputs import MOST_VALUES, Chunk, has_too_many_values, read_chunks
 
 _BLANK_LINES = re.compile(r"\n\s*\n")

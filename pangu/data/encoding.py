@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.errors import UserError, reading
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, reading
 from pangu.data.tokenizers import load_tokenizer
 from pangu.topology.random import random_key
 

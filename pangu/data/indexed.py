@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.config.errors import UserError, reading
+from pangu.common.errors import UserError, reading
 
 MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"

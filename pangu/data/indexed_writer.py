@@ -11,7 +11,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.config.files import NewFile
+from pangu.common.files import NewFile
 from pangu.data.indexed import FORMATS, HEADER, MAGIC, bin_path, idx_path, token_format
 
 _AT_ONCE = 1 << 20  # lengths held in memory at once while an index is written

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from pangu.config.errors import UserError, reading
+from pangu.common.errors import UserError, reading
 from pangu.data.remote import find_urls, is_url, open_url, size_of
 from pangu.data.saved_datasets import saved_dataset
 from pangu.data.tables import (

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.errors import UserError, reading, writing
+from pangu.common.files import new_path, read_json_object, remove
 from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
-from pangu.config.errors import UserError, reading, writing
-from pangu.config.files import new_path, read_json_object, remove
 from pangu.config.model import ModelConfig
 from pangu.data import sandbox
 from pangu.data.boundaries import spelled_end

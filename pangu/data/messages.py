@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pangu.config.errors import shown
-from pangu.config.files import parse_json
+from pangu.common.errors import shown
+from pangu.common.files import parse_json
 from pangu.data.token_spans import APART
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pangu.config.errors import UserError, reading
+from pangu.common.errors import UserError, reading
 from pangu.data.boundaries import beginning_of_text, end_of_document, piece_of, tokenizer_facts
 from pangu.data.token_spans import TokenSpan, library_spans, text_spans
 from pangu.data.tokenizer_checks import CANNOT_ENCODE, check_growth, largest_id, library_errors

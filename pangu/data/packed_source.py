@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.errors import UserError
 from pangu.config.data import StreamData, TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.data.documents import BadLine, documents, leave_out
 from pangu.data.encoding import encode, held_out
 from pangu.data.inputs import Place, read_chunks

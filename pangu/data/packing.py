@@ -22,9 +22,9 @@ from typing import BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.errors import UserError, reading, writing
+from pangu.common.files import NewFile
 from pangu.config.data import PackingConfig
-from pangu.config.errors import UserError, reading, writing
-from pangu.config.files import NewFile
 from pangu.data.batch import Row
 from pangu.data.indexed import IndexedTokens, bin_path, idx_path, open_indexed
 from pangu.data.stream import check_ids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pangu.common.errors import UserError
 from pangu.config.data import InstructionsData
-from pangu.config.errors import UserError
 from pangu.data.boundaries import spelled_end
 from pangu.data.chat import ChatTemplate
 from pangu.data.encoding import cached_tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pangu.config.errors import UserError, shown
-from pangu.config.files import read_json_object
+from pangu.common.errors import UserError, shown
+from pangu.common.files import read_json_object
 
 
 def saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pangu.common.errors import UserError
 from pangu.config.data import (
     DataConfig,
     IndexedData,
@@ -16,7 +17,6 @@ from pangu.config.data import (
     SyntheticData,
     TokenizerConfig,
 )
-from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
 from pangu.data.encoding import cached_tokenizer

@@ -19,10 +19,10 @@ from typing import Any
 
 import sentencepiece
 
-from pangu.config.cores import available_cores
+from pangu.common.cores import available_cores
+from pangu.common.errors import UserError, writing
+from pangu.common.files import open_regular, read_json, write_atomically
 from pangu.config.data import PackingConfig
-from pangu.config.errors import UserError, writing
-from pangu.config.files import open_regular, read_json, write_atomically
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.progress import ProgressBar

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.batch import Sample
 from pangu.data.indexed import IndexedTokens
 from pangu.data.order import Blend, permuted

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.remote import is_url, open_url
 
 DATASET = "hf:"

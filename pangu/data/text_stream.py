@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.errors import UserError, reading, shown
 from pangu.config.data import StreamData
-from pangu.config.errors import UserError, reading, shown
 from pangu.config.model import ModelConfig
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import find_inputs, input_record

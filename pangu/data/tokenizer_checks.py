@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pangu.config.errors import UserError, shown
-from pangu.config.files import read_json_object
+from pangu.common.errors import UserError, shown
+from pangu.common.files import read_json_object
 
 MOST_GROWTH = 100
 """Maximum number of characters that a tokenizer may substitute for one; Unicode normalization produces at most 18."""

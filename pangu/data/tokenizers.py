@@ -10,8 +10,8 @@ from typing import Protocol
 
 import sentencepiece
 
+from pangu.common.errors import UserError, reading
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, reading
 from pangu.data import other_tokenizers as other
 from pangu.data.boundaries import beginning_of_text, end_of_document, tokenizer_facts
 from pangu.data.segmentation import NEWLINE, SPACE, Segmenter

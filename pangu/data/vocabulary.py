@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import sentencepiece
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.segmentation import NEWLINE, SPACE
 from pangu.data.tokenizers import jieba_segmenter
 

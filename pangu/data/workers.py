@@ -13,7 +13,7 @@ from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import TypeVar
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SIGNALS = (*_LEFT_TO_PARENT, signal.SIGTERM)

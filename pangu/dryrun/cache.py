@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pangu.config.errors import UserError
-from pangu.config.files import read_json, write_atomically
+from pangu.common.errors import UserError
+from pangu.common.files import read_json, write_atomically
 
 log = logging.getLogger("pangu")
 PATIENCE_SECONDS = 120.0

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from pangu.collectives.point_to_point import Channels
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.dryrun.audit import Audit
@@ -21,11 +21,11 @@ from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake
 from pangu.dryrun.traces import TraceRequest, as_data
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
-from pangu.pipeline.actions import SENDS, Action, Durations, Kind
 from pangu.pipeline.layouts import Chosen, choose_layout
-from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.spans import END, START, Span, SpanKey, Trace, UpdateTrace, keys_of, module_kinds
 from pangu.pipeline.stages import Stages
+from pangu.schedule.actions import SENDS, Action, Durations, Kind
+from pangu.schedule.schedule import Schedule
+from pangu.schedule.spans import END, START, Span, SpanKey, Trace, UpdateTrace, keys_of, module_kinds
 from pangu.topology.placement import Placement, TensorRank
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from pangu.dryrun.audit import Audit
 from pangu.dryrun.memory import OWNED
 from pangu.models.language_model import ModuleHooks
-from pangu.pipeline.actions import COMPUTE, Action, Kind
-from pangu.pipeline.spans import END, START, Axis, Collective, Mark, Matmul, Segment, Span, Work, matmuls_of
+from pangu.schedule.actions import COMPUTE, Action, Kind
+from pangu.schedule.spans import END, START, Axis, Collective, Mark, Matmul, Segment, Span, Work, matmuls_of
 from pangu.training.step import Trainer
 from pangu.zero.unshard import passing
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
+from pangu.common.cores import available_cores
+from pangu.common.errors import UserError
 from pangu.config.cluster import DeviceMemoryConfig
-from pangu.config.cores import available_cores
-from pangu.config.errors import UserError
 from pangu.data.progress import ProgressBar
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.topology.layout import Coordinates, Layout

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pangu.config.errors import ConfigError
+from pangu.common.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun import kernels
@@ -26,11 +26,11 @@ from pangu.layers import attention_blocks, dropping_attention, expert_exchange, 
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
-from pangu.pipeline.actions import COMPUTE
-from pangu.pipeline.held import Held, held_in
 from pangu.pipeline.layouts import Chosen
-from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import Stages, plan_stages
+from pangu.schedule.actions import COMPUTE
+from pangu.schedule.held import Held, held_in
+from pangu.schedule.schedule import Schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room

@@ -14,7 +14,7 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
 from pangu.dryrun.roles import run_with_progress
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.pipeline.spans import (
+from pangu.schedule.spans import (
     Collective,
     Mark,
     Matmul,

@@ -1,1 +1,1 @@
-"""Evaluation of models: loading, text generation, scoring, and benchmark tasks."""
+"""Evaluation of a model in any layout: inference, scoring and text generation."""

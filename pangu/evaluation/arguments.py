@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.layers.builder import DTYPES
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pangu.collectives.reduce import all_reduce, gather_objects
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.batch import Batch
 from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.inference import LoadedModel
 from pangu.layers.attention import KVCache
-from pangu.pipeline.schedule import forward_only
+from pangu.schedule.schedule import forward_only
 from pangu.topology.random import generator, random_key
 
 UNFINISHED = "\ufffd"

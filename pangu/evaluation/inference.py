@@ -13,7 +13,7 @@ from pangu.collectives.reduce import all_reduce
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.pipeline.runner import Runner
-from pangu.pipeline.schedule import Schedule, forward_only
+from pangu.schedule.schedule import Schedule, forward_only
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 

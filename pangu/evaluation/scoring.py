@@ -11,7 +11,7 @@ from torch import Tensor
 from pangu.collectives.reduce import all_reduce
 from pangu.data.batch import Batch
 from pangu.evaluation.inference import LoadedModel, padded_length
-from pangu.pipeline.schedule import forward_only
+from pangu.schedule.schedule import forward_only
 
 
 @dataclass(frozen=True)

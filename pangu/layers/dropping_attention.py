@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.config.errors import LocalError
+from pangu.common.errors import LocalError
 from pangu.layers.attention_blocks import Attended, Drops, Gradients, Scores, Tile
 from pangu.layers.dropout import Dropout, DropoutKeys, Masks
 from pangu.layers.dropout_masks import bound_of, signed

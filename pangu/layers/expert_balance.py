@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.reduce import all_reduce
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.topology.recorder import AxisGroup
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pangu.collectives.reduce import Completion, Handle, start_all_reduce
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.layers.fused import fused
 from pangu.topology.recorder import AxisGroup
 

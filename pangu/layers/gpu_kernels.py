@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._triton import has_triton
 
-from pangu.config.errors import Problem
+from pangu.common.errors import Problem
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropout_masks import is_kept
 from pangu.layers.dropping_attention import Triton

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pangu.common.errors import ConfigError
 from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.context import context_kind
-from pangu.config.errors import ConfigError
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import SparseConfig

@@ -17,7 +17,7 @@ from pangu.checkpoint.reading import load_weights, read_tensor
 from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import largest_of
-from pangu.config.errors import UserError, reading
+from pangu.common.errors import UserError, reading
 from pangu.library.sharded_model import ShardedModel
 from pangu.optim.lamb import Lamb
 from pangu.zero.flat_parameter import Shard

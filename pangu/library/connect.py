@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pangu.common.errors import UserError, shown
 from pangu.config.build import build
-from pangu.config.errors import UserError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.optim.lamb import Lamb
 

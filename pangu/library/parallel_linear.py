@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from pangu.collectives.regions import TensorRegion
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.layers.builder import Builder
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pangu.library.requirements import require_no_tensor_hooks

@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_map
 
 from pangu.collectives.agreement import agree
 from pangu.collectives.regions import TensorRegion
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.layers.linear import ParallelLinear
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.library.requirements import storage_of
 from pangu.library.sharded_model import ShardedModel
 from pangu.models.parameters import ModelPart
-from pangu.pipeline.orders import NumbersError
 from pangu.pipeline.runner import ParameterHooks, Runner
-from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
+from pangu.schedule.orders import NumbersError
+from pangu.schedule.schedule import Schedule, forward_only, make_schedule
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import Regions
 from pangu.zero.unshard import Unsharder

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.collectives.reduce import gather_objects
-from pangu.config.errors import UserError, shown
+from pangu.common.errors import UserError, shown
 from pangu.config.schema import usual_bucket_mib
 from pangu.layers.linear import ParallelLinear
 from pangu.topology.mesh import Mesh

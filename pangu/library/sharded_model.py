@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pangu.collectives.reduce import all_reduce
+from pangu.common.errors import UserError, shown
 from pangu.config.build import build
-from pangu.config.errors import UserError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.library.optimizers import Groups, options_of, require_alone, watch
 from pangu.library.regions import COPIES, Hook, Names, RegionHooks, nothing, regions_of

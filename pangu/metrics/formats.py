@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.metrics.devices import device_name
 
 

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from pangu.config.errors import writing
-from pangu.config.files import write_atomically
+from pangu.common.errors import writing
+from pangu.common.files import write_atomically
 from pangu.metrics.record import read_records
 
 Series = NDArray[np.float64]

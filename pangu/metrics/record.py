@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pangu.config.files import open_regular, parse_json
+from pangu.common.files import open_regular, parse_json
 
 _OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_")
 """Prefixes of the fields that are omitted from a line when they are None."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pangu.config.errors import writing
-from pangu.config.files import open_regular, write_atomically
+from pangu.common.errors import writing
+from pangu.common.files import open_regular, write_atomically
 from pangu.metrics.record import StepRecord
 
 _log = logging.getLogger(__name__)

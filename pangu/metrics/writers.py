@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from pangu.config.errors import writing
-from pangu.config.files import flush, open_regular, write_atomically
+from pangu.common.errors import writing
+from pangu.common.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.record import StepRecord, from_json, read_lines, to_json
 from pangu.metrics.text import compact, duration

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from pangu.config.errors import ConfigError, LocalError, Problem
+from pangu.common.errors import ConfigError, LocalError, Problem
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fused import allow_kinds
 from pangu.layers.graph import GraphDropout, GraphTensors, TensorKeys, hold_in_graph

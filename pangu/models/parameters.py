@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from pangu.config.errors import ConfigError, Problem
+from pangu.common.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.optim.moments import load_moments, start_moments, updates_at_once
 from pangu.optim.uncompiled import Uncompiled

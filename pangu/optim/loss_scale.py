@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.optimizer import LossScaleConfig
 
 

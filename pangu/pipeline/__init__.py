@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, their simulation and expansion, and the runner that executes them."""
+"""Pipeline parallelism: the stages of a model, and the runner that executes their schedule."""

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pangu.pipeline.orders import NumbersError
+from pangu.schedule.orders import NumbersError
 
 
 def split_layers(

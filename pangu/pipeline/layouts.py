@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from pangu.common.errors import ConfigError, Problem
 from pangu.config.build import UnusableError, read
 from pangu.config.checks import find_problems
-from pangu.config.errors import ConfigError, Problem
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.schema import ParallelConfig, RunConfig
 from pangu.pipeline.stages import Stages, plan_stages

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.point_to_point import Channels
-from pangu.config.errors import LostError
+from pangu.common.errors import LostError
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.root import Root
 from pangu.models.parameters import ModelPart
-from pangu.pipeline.actions import CONTENTS, Action, Kind
-from pangu.pipeline.schedule import Schedule
+from pangu.schedule.actions import CONTENTS, Action, Kind
+from pangu.schedule.schedule import Schedule
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 from pangu.topology.recorder import Recorder

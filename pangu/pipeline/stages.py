@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pangu.config.errors import ConfigError, Problem
+from pangu.common.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
-from pangu.pipeline.actions import Durations
 from pangu.pipeline.balance import split_layers
-from pangu.pipeline.orders import SCHEDULES, NumbersError
-from pangu.pipeline.schedule import Schedule, make_schedule
+from pangu.schedule.actions import Durations
+from pangu.schedule.orders import SCHEDULES, NumbersError
+from pangu.schedule.schedule import Schedule, make_schedule
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
 

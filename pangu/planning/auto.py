@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pangu.common.errors import ConfigError, Problem, UserError, shown
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
-from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import count_frozen
 from pangu.planning.cluster import cluster_names
 from pangu.planning.plan import Plan
-from pangu.planning.search import KEYS, keys_of, search, space_of
-from pangu.planning.search_report import Outcome, overrides_of, refusals
+from pangu.planning.search import KEYS, SearchResult, Space, keys_of, search, space_of
 from pangu.topology.launch import Launch
 
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
@@ -26,6 +26,17 @@ CHOSEN_GROUPS = ("parallel", "batch", "memory")
 """Configuration groups that a layout sets."""
 CHOICES = 3
 """Number of fastest layouts that the log names."""
+_NUMBERS = re.compile(r"( = \d+( x \d+)*)+\b")
+"""Pattern of the values of numeric keys in a reason, which vary between layouts rejected for the same reason."""
+
+
+class Outcome(NamedTuple):
+    """Result of a search, with the space that was searched."""
+
+    space: Space
+    result: SearchResult
+    tokens: float | None
+    """Training tokens of the whole run."""
 
 
 def find_layouts(
@@ -140,3 +151,18 @@ def cluster_of_device(name: str, files: Collection[str]) -> str | None:
     """
     words = re.split(r"[\s_-]+", name.lower())
     return None if "mig" in words else next((file for file in files if file in words), None)
+
+
+def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:
+    """Return the command-line overrides that select a layout, or those that differ from a layout `base`."""
+    known = {} if base is None else keys_of(base)
+    values = keys_of(plan).items()
+    return [f"{key}={shown(value)}" for key, value in values if base is None or value != known[key]]
+
+
+def refusals(refused: Mapping[str, int], most: int = 5) -> str:
+    """Return the most frequent reasons why layouts were rejected."""
+    kinds = Counter[str]()
+    for reason, count in refused.items():
+        kinds[_NUMBERS.sub("", reason)] += count
+    return "; ".join(f"{count:,} {reason}" for reason, count in kinds.most_common(most))

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 from pangu.config.cluster import ClusterConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
-from pangu.pipeline.actions import Kind
-from pangu.pipeline.held import most_held
-from pangu.pipeline.orders import SCHEDULES, reduces_each, splits_backward
-from pangu.pipeline.spans import END, START, Axis, Collective, Matmul, Span, SpanKey, Trace, Work
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.buffers import Formats, buffers_of, copied_bytes, lasting_bytes
 from pangu.planning.cost import collective_seconds, phase_seconds
-from pangu.planning.groups import Group, groups_of
 from pangu.planning.plan import Plan
 from pangu.planning.program import SKETCHED, Program, StagePart, shortest
-from pangu.planning.stage_ledger import HIDDEN
+from pangu.schedule.actions import Kind
+from pangu.schedule.buffers import Formats, buffers_of, copied_bytes, lasting_bytes
+from pangu.schedule.groups import Group, groups_of
+from pangu.schedule.held import most_held
+from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
+from pangu.schedule.spans import END, START, Axis, Collective, Matmul, Span, SpanKey, Trace, Work
+from pangu.schedule.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers, place_stage

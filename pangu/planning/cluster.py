@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
+from pangu.common.errors import UserError
+from pangu.common.files import refuse_expanding
 from pangu.config.cluster import ClusterConfig, cluster_in
-from pangu.config.errors import UserError
-from pangu.config.files import refuse_expanding
 
 
 def load_cluster(path: Path) -> ClusterConfig:

@@ -17,21 +17,22 @@ from operator import add
 from typing import NamedTuple, get_args
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
-from pangu.pipeline.actions import Durations, Kind
-from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.simulate import makespan
-from pangu.pipeline.spans import Axis, Collective, Matmul, Replicas, Work
-from pangu.planning.groups import Group, groups_of
-from pangu.planning.ledger import Pass
 from pangu.planning.plan import Plan
 from pangu.planning.program import StepLedger
-from pangu.planning.stage_ledger import StageLedger
+from pangu.schedule.actions import Durations, Kind
+from pangu.schedule.groups import Group, groups_of
+from pangu.schedule.ledger import Pass
+from pangu.schedule.schedule import Schedule
+from pangu.schedule.simulate import makespan
+from pangu.schedule.spans import Axis, Collective, Matmul, Replicas, Work
+from pangu.schedule.stage_ledger import StageLedger
 
 _GIB = 2.0**30
 REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
 """Rows and columns of the tiles that matmuls are cut into."""
+TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
 
 
 class Phase(NamedTuple):
@@ -307,3 +308,8 @@ def _after(
     device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = stage.update.launches * cluster.launch_us * 1e-6
     return waited, started(device, host, cluster)
+
+
+def terms_of(*times: StepTime) -> tuple[str, ...]:
+    """Return the names of the time terms; the expert term only if one of the times has any."""
+    return tuple(term for term in TERMS if term != "expert" or any(one.expert for one in times))

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from pangu.common.errors import UserError
 from pangu.config.cluster import cluster_in
-from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
-from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
+from pangu.planning.auto import overrides_of
+from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time, terms_of
 from pangu.planning.plan import LAYOUT, Plan
 from pangu.planning.search import search, space_of
-from pangu.planning.search_report import overrides_of, terms_of
 from pangu.topology.layout import Coordinates, Layout
 
 log = logging.getLogger("pangu")

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.pipeline.held import most_held
-from pangu.pipeline.orders import SIMPLEST, splits_backward
-from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
-from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.groups import groups_of
 from pangu.planning.plan import Plan, Recompute, configured
-from pangu.planning.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
+from pangu.schedule.groups import groups_of
+from pangu.schedule.held import most_held
+from pangu.schedule.orders import SIMPLEST, splits_backward
+from pangu.schedule.schedule import Schedule, chunk_stages, make_schedule
+from pangu.schedule.spans import Span, SpanKey, Trace, keys_of, module_kinds
+from pangu.schedule.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import IN_FLIGHT

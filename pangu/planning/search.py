@@ -16,19 +16,19 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any, Literal, NamedTuple
 
+from pangu.common.errors import ConfigError, Problem
 from pangu.config.cluster import ClusterConfig
-from pangu.config.errors import ConfigError, Problem
 from pangu.config.expert_layout import holds_groups
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import kept_workers, measured_gib
-from pangu.pipeline import orders
 from pangu.pipeline.stages import cut
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.plan import Plan, Recompute, configured
 from pangu.planning.program import Program, shortest
+from pangu.schedule import orders
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
 from pangu.zero.choices import can_offload, worth_trying

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 
 if TYPE_CHECKING:  # importing torch fails when one of its plug-ins fails to load
     import torch

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pangu.config.cores import cpu_quota
-from pangu.config.errors import LocalError, UserError, shown
+from pangu.common.cores import cpu_quota
+from pangu.common.errors import LocalError, UserError, shown
 from pangu.topology.accelerator import PLUG_IN, VISIBLE, load_plug_in, not_imported
 
 if TYPE_CHECKING:  # composing a configuration needs the rank, but not torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.schema import ParallelConfig
 
 AXES = ("pipeline", "data", "context", "tensor")

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import LocalError, LostError, UserError, shown
+from pangu.common.errors import LocalError, LostError, UserError, shown
 from pangu.topology import experts
 from pangu.topology.accelerator import VISIBLE, number_on_node
 from pangu.topology.backends import connect_groups, group_options

@@ -18,9 +18,9 @@ import torch
 
 from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.reduce import gather_objects, largest_of
+from pangu.common.errors import LocalError, writing
+from pangu.common.files import write_atomically
 from pangu.config.attention import ABILITIES
-from pangu.config.errors import LocalError, writing
-from pangu.config.files import write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES

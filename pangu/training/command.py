@@ -20,9 +20,9 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from pangu.common.errors import MOST_DIGITS, ConfigError, Problem, UserError, shown
+from pangu.common.exit_status import INTERRUPTED, exit_status
 from pangu.config.build import build, keys_of
-from pangu.config.errors import MOST_DIGITS, ConfigError, Problem, UserError, shown
-from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
 from pangu.topology.launch import is_first_process

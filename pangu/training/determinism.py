@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import deterministic as memory
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from threading import Event, Thread, current_thread, main_thread
 from typing import Self
 
-from pangu.config.exit_status import INTERRUPTED
+from pangu.common.exit_status import INTERRUPTED
 
 SAME_SECONDS = 0.3
 """Time within which interrupts count as one: a terminal and a launcher may both pass it on."""

@@ -11,7 +11,7 @@ import torch
 
 from pangu.collectives.reduce import largest_of
 from pangu.collectives.regions import TensorRegion
-from pangu.config.errors import LocalError
+from pangu.common.errors import LocalError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.builder import DTYPES, Builder

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pangu.collectives.agreement import name_silent_ranks
 from pangu.collectives.reduce import gather_objects
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.data.loader import Loader
@@ -30,7 +30,7 @@ from pangu.training.profile import PROFILED, Profile, find_stragglers
 from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.step import PendingResult, StepResult, Trainer
-from pangu.training.validation import trust_ratios
+from pangu.training.validation import in_training, trust_ratios
 
 if TYPE_CHECKING:
     from pangu.training.validation import Benchmarks, Validation
@@ -223,7 +223,7 @@ class Loop:
                 validation = self.validation.figures(trainer)
         if self.benchmarks is not None and self._due(config.evaluate.every):
             with self._interlude("evaluating"):
-                evaluation = self.benchmarks.figures(trainer)
+                evaluation = self.benchmarks(in_training(config, trainer, self.sources.tokenizer))
         if config.metrics.trust_ratios:
             ratios = trust_ratios(trainer)
         return StepRecord(

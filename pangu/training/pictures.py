@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from pangu.metrics.plots import plot_loss, write_figure
-from pangu.pipeline.draw import draw
-from pangu.pipeline.simulate import simulate
+from pangu.schedule.draw import draw
+from pangu.schedule.simulate import simulate
 from pangu.training.loop import Loop
 from pangu.training.profile import PARTS, Profile, durations_of
 

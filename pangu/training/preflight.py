@@ -18,7 +18,7 @@ import torch
 import pangu
 from pangu.collectives.agreement import agree, meet_all
 from pangu.collectives.reduce import gather_objects
-from pangu.config.errors import LocalError, UserError, writing
+from pangu.common.errors import LocalError, UserError, writing
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name
 from pangu.topology.layout import Layout

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from pangu.config.errors import LAUNCHER_SECONDS, UserError, writing
-from pangu.config.files import open_regular, write_atomically
+from pangu.common.errors import LAUNCHER_SECONDS, UserError, writing
+from pangu.common.files import open_regular, write_atomically
 from pangu.metrics.devices import device_name
 from pangu.topology.mesh import Mesh
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from pangu.collectives.reduce import all_reduce, gather_objects, largest
-from pangu.config.errors import writing
-from pangu.config.files import write_atomically
+from pangu.common.errors import writing
+from pangu.common.files import write_atomically
 from pangu.data.batch import Batch
-from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, Kind
-from pangu.pipeline.check import Message, message_of
-from pangu.pipeline.timeline import Event, Timeline
+from pangu.schedule.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, Kind
+from pangu.schedule.check import Message, message_of
+from pangu.schedule.timeline import Event, Timeline
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
 from pangu.topology.recording import RecordedSpan, Recording, Tape, stop

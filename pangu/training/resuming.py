@@ -16,8 +16,8 @@ from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing
 from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
+from pangu.common.errors import UserError
 from pangu.config.data import DataConfig, IndexedData
-from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION

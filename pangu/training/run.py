@@ -20,8 +20,8 @@ from pangu.checkpoint.run_folder import keep_generation, keep_template, keep_tok
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
-from pangu.config.console import outlive_console
-from pangu.config.errors import PrintableFormatter
+from pangu.common.console import outlive_console
+from pangu.common.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
@@ -33,9 +33,9 @@ from pangu.metrics.text import size
 from pangu.metrics.writers import ForecastWriter
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
-from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
+from pangu.schedule.advice import advise
 from pangu.topology.backends import backend_of, describe_environment, record_collectives
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
@@ -61,12 +61,15 @@ log = logging.getLogger("pangu")
 Expect = Callable[[RunConfig, Layout, Stages, Callable[[], None]], ForecastWriter | None]
 """Function that returns the forecast of a run, or None if nothing is known; it calls its last argument to report
 progress. Raises UserError if the run needs more memory than a device has."""
+ReadBenchmarks = Callable[[RunConfig], Benchmarks]
+"""Function that reads the benchmarks of a run. Raises UserError if their files are missing or wrong."""
 
 
-def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
+def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks: ReadBenchmarks | None = None) -> int:
     """Check the configuration, composed as plain dictionaries, then train, and return the exit status.
 
-    `expect` makes the forecast if the cluster is known. Raises UserError for all errors that the user can fix.
+    `expect` makes the forecast if the cluster is known, and `read_benchmarks` reads those of `evaluate.tasks`.
+    Raises UserError for all errors that the user can fix.
     """
     began = time.perf_counter()
     launch = Launch.from_environment()
@@ -108,7 +111,7 @@ def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
         signals = StopSignals(began, config.train.stop_after_s)
-        return _train(config, mesh, launch, stages, signals, forecast, watchdog)
+        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks)
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -157,6 +160,7 @@ def _train(
     signals: StopSignals,
     forecast: ForecastWriter | None,
     watchdog: Watchdog | None,
+    read_benchmarks: ReadBenchmarks | None,
 ) -> int:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch, watchdog)
@@ -167,7 +171,7 @@ def _train(
         bos = begin_id(packing.bos, sources.tokenizer)
         log.info("%-12s %s", "tokenizer", describe_ids(sources.tokenizer, packing.eod, bos))
     prompts = _prompts(config, sources)
-    validation, benchmarks = _measurements(config, sources, mesh)
+    validation, benchmarks = _measurements(config, sources, mesh, read_benchmarks)
     checkpoint = find_checkpoint(config, mesh)
     warn_of_slow_format(config, mesh)
     recorded = None
@@ -269,13 +273,16 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog |
     return sources
 
 
-def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Validation | None, Benchmarks | None]:
+def _measurements(
+    config: RunConfig, sources: Sources, mesh: Mesh, read_benchmarks: ReadBenchmarks | None
+) -> tuple[Validation | None, Benchmarks | None]:
     """Return validation and benchmarks, if the run asks for them. Raises UserError if benchmark files are wrong."""
     validation, benchmarks = None, None
     if sources.validation is not None and config.validation.every:
         validation = Validation(config, sources, mesh)
     if config.evaluate.every:
-        benchmarks = Benchmarks(config, sources)
+        assert read_benchmarks is not None
+        benchmarks = read_benchmarks(config)
     return validation, benchmarks
 
 

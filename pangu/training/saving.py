@@ -19,8 +19,8 @@ from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import StuckError, agree, complete
 from pangu.collectives.long_work import agree_on_long_work
-from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
-from pangu.config.files import flush
+from pangu.common.errors import SAVE_SECONDS, LocalError, UserError, writing
+from pangu.common.files import flush
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh

@@ -10,7 +10,7 @@ from pangu.checkpoint.files import list_checkpoints, step_of
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
 from pangu.collectives.agreement import agree
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")

@@ -1,4 +1,4 @@
-"""Comparison of every operation of a step with the list from `pipeline.expand` (`train.check_step`)."""
+"""Comparison of every operation of a step with the list from `schedule.expand` (`train.check_step`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pangu.config.errors import LocalError
+from pangu.common.errors import LocalError
 from pangu.models.language_model import ModuleHooks
-from pangu.pipeline.actions import MESSAGES, Action, Kind
-from pangu.pipeline.expand import UPDATE, StepOp, expand
+from pangu.schedule.actions import MESSAGES, Action, Kind
+from pangu.schedule.expand import UPDATE, StepOp, expand
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation
 from pangu.zero.stage_parameters import StageParameters

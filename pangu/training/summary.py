@@ -15,9 +15,9 @@ from textwrap import indent
 from typing import Any
 
 import pangu
+from pangu.common.errors import UserError, writing
+from pangu.common.files import read_json_object, write_atomically
 from pangu.config.data import StdlibData
-from pangu.config.errors import UserError, writing
-from pangu.config.files import read_json_object, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.text import duration

@@ -1,9 +1,8 @@
-"""Measurements during training: validation loss, benchmarks, LAMB's trust ratios."""
+"""Measurements during training: validation loss, LAMB's trust ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pangu.collectives.reduce import gather_objects
@@ -13,15 +12,16 @@ from pangu.data.boundaries import begin_id
 from pangu.data.sources import Sources
 from pangu.data.stream import Stream
 from pangu.evaluation.inference import LoadedModel, mean_loss, padded_length
-from pangu.evaluation.tasks.ask import ask, read_questions, summary
-from pangu.evaluation.tasks.catalogue import find_task
-from pangu.evaluation.tasks.prompts import Setup
 from pangu.metrics.record import perplexity
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 
 if TYPE_CHECKING:
     from pangu.data.tokenizers import Tokenizer
+
+
+Benchmarks = Callable[[LoadedModel], dict[str, float]]
+"""Function that asks a model all questions and returns the figures by `task/measure`, on all processes."""
 
 
 class Validation:
@@ -83,29 +83,6 @@ class Split:
         batch = batch_of(rows, indices, self._packing)
         batch.weights[[place >= self._num_samples for place in places]] = 0.0
         return batch
-
-
-class Benchmarks:
-    """Benchmarks of `evaluate.tasks`, with equal questions every time and in every layout."""
-
-    def __init__(self, config: RunConfig, sources: Sources) -> None:
-        """Read the questions. Raises UserError if a task's files are missing or of another format."""
-        evaluate = config.evaluate
-        assert evaluate.data is not None
-        setup = Setup(evaluate.shots, config.train.seed, limit=evaluate.limit)
-        folder = Path(evaluate.data)
-        self._questions = [read_questions(find_task(name), folder / name, setup) for name in evaluate.tasks]
-        self._config = config
-        self._tokenizer = sources.tokenizer
-
-    def figures(self, trainer: Trainer) -> dict[str, float]:
-        """Return the figures by `task/measure`; all processes call this together."""
-        model = in_training(self._config, trainer, self._tokenizer)
-        figures: dict[str, float] = {}
-        for questions in self._questions:
-            answers = [answer for some in ask(model, questions) for answer in some]
-            figures |= {f"{questions.task.name}/{name}": figure for name, figure in summary(answers).items()}
-        return figures
 
 
 def trust_ratios(trainer: Trainer) -> dict[str, float]:

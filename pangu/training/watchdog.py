@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pangu.collectives.agreement import answer_of_store
 from pangu.collectives.meeting import absent
-from pangu.config.errors import STORE_SECONDS, printable
+from pangu.common.errors import STORE_SECONDS, printable
 from pangu.topology.mesh import Mesh
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Rules that decide when flat parameters are unsharded and their gradients reduced.
 
 They turn the events of a step into operations, without tensors. The runtime executes these operations, and
-`pipeline.expand` lists them; nothing else decides.
+`schedule.expand` lists them; nothing else decides.
 """
 
 from __future__ import annotations

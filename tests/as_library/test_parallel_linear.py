@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pangu
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.threads import Ranks

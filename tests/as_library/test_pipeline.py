@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import pangu
 from pangu.checkpoint.files import checkpoint_path
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

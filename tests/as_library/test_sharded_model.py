@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pangu
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.library.regions import regions_of
 from pangu.library.sharded_model import ShardedModel
 from pangu.topology.layout import Layout

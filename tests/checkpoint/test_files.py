@@ -29,7 +29,7 @@ from pangu.checkpoint.files import (
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
 from pangu.checkpoint.reading import load, newest_checkpoint
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 
 TENSORS = {"weight/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/b": torch.zeros(4).double()}
 

@@ -21,7 +21,7 @@ from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoi
 from pangu.checkpoint.index import checksum, cover, find_damage, read_index, require_facts
 from pangu.checkpoint.reading import load
 from pangu.checkpoint.safetensors_file import write_safetensors
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from tests.pace import processor_time_below
 
 FACTS = {

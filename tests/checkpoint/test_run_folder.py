@@ -14,8 +14,8 @@ from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import trained_model
 from pangu.checkpoint.run_folder import FOLDERS, make_run_folder, save_config
+from pangu.common.errors import UserError
 from pangu.config.build import build
-from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 from tests.configs import composed

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from pangu.checkpoint.run_folder import keep_tokenizer
+from pangu.common.errors import UserError
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError
-from pangu.evaluation.loading import load_model
+from pangu.interop.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices
 from pangu.training.run import _describe_folder
-from tests.checkpoint.test_formats import HEADS, convert, weights
-from tests.checkpoint.test_formats_transformers import small_vocabulary
 from tests.configs import config
+from tests.interop.test_formats import HEADS, convert, weights
+from tests.interop.test_formats_transformers import small_vocabulary
 from tests.references import foreign_checkpoints as foreign
 
 

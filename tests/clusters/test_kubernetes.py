@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pangu.config.exit_status import RETRYABLE, USER_ERROR
+from pangu.common.exit_status import RETRYABLE, USER_ERROR
 from tests.configs import config
 from tests.end_to_end.test_pages import understood
 from tests.spawn import repository

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pangu.collectives import agreement, meeting
 from pangu.collectives.agreement import StuckError, agree, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
-from pangu.config.errors import LostError, UserError
+from pangu.common.errors import LostError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.pace import at_some_pace

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.collectives.point_to_point import Channels
-from pangu.pipeline.schedule import make_schedule
+from pangu.schedule.schedule import make_schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.threads import Ranks

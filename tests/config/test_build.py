@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from pangu.common.errors import ConfigError, shown
 from pangu.config import schema
 from pangu.config.build import build, keys_of
 from pangu.config.data import StdlibData
-from pangu.config.errors import ConfigError, shown
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import RunConfig

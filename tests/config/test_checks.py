@@ -7,11 +7,11 @@ from typing import get_args
 import pytest
 from omegaconf import ListConfig, OmegaConf
 
+from pangu.common.errors import ConfigError
 from pangu.config.checks import check, find_problems
-from pangu.config.errors import ConfigError
 from pangu.config.layout_checks import layout_problems
 from pangu.config.schema import TaskName
-from pangu.evaluation.tasks.catalogue import TASKS
+from pangu.tasks.catalogue import TASKS
 from tests.configs import RECIPES, composed, config
 
 SCALING = "model.rope_scaling={factor:8,low_freq_factor:1,high_freq_factor:4,original_sequence:64}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.errors import ConfigError, UserError
+from pangu.common.errors import ConfigError, UserError
 from pangu.pipeline.layouts import choose_layout
 from pangu.training.command import compose
 from pangu.training.run import run

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from pangu.common.errors import UserError
 from pangu.config.build import keys_of
-from pangu.config.errors import UserError
 from pangu.config.help import explain, overview, reference, show_help
 from pangu.config.schema import RunConfig
 from tests.spawn import repository

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pangu.common.errors import ConfigError
 from pangu.config.checks import check
-from pangu.config.errors import ConfigError
 from pangu.config.nearest import divisors_near, multiples_near
 from tests.config.test_checks import problems
 from tests.configs import config

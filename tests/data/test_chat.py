@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data import sandbox
 from pangu.data.chat import ChatTemplate
 from pangu.data.messages import Dialog, messages_of, read_dialog

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data import inputs, tables
 from pangu.data.documents import BadLine, Document, documents, read_documents
 from pangu.data.inputs import find_inputs, read_chunks

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data import inputs, tables
 from pangu.data.documents import read_documents
 from pangu.data.inputs import read_chunks

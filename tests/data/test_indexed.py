@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.indexed import bin_path, idx_path, open_indexed, token_format
 from pangu.data.indexed_writer import IndexedWriter
 from tests.documents import document_lengths

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pangu.common.errors import UserError
 from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, Row, batch_of
 from pangu.data.instructions import Encoder

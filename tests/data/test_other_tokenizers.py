@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pangu.common.errors import UserError
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.data.other_tokenizers import ENCODINGS, ByteTokenizer
 from pangu.data.tokenizers import load_tokenizer
 from tests.data.conftest import library_files

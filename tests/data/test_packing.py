@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pangu.common.errors import UserError
 from pangu.config.data import PackingConfig
-from pangu.config.errors import UserError
 from pangu.data import packing as module
 from pangu.data.batch import Row, batch_of
 from pangu.data.indexed import IndexedTokens
@@ -23,7 +23,7 @@ from pangu.data.loader import Loader
 from pangu.data.packing import Method, PackedDocuments, Packing, best_fit_decreasing, write_packing
 from pangu.data.stream import SampleStream
 from pangu.evaluation.scoring import ScoredSpan, score
-from pangu.pipeline.schedule import forward_only
+from pangu.schedule.schedule import forward_only
 from pangu.topology.layout import Layout
 from pangu.training.run import run
 from tests.configs import composed

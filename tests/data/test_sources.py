@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pangu.common.errors import UserError
 from pangu.config.data import IndexedData, PackingConfig, StdlibData, SyntheticData, TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import IndexedTokens
 from pangu.data.sources import open_sources, prepare, tokenizer_of

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pangu.common.errors import UserError
 from pangu.config.data import PackingConfig, TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.data import stdlib
 from pangu.data.indexed import open_indexed
 from pangu.data.stdlib import Source, StdlibPaths, is_prepared, prepare_stdlib, validation_split

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data import stream as module
 from pangu.data.indexed import IndexedTokens
 from pangu.data.stream import SampleStream, SyntheticStream

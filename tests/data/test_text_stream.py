@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pangu.common.errors import UserError
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data import inputs, packed_source, tables
 from pangu.data import loader as loader_module

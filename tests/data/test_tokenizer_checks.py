@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import sentencepiece
 
+from pangu.common.errors import UserError
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.data.tokenizer_checks import charsmap_growth
 from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pangu.common.errors import UserError
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError
 from pangu.data.segmentation import Segmenter
 from pangu.data.stdlib import StdlibPaths
 from pangu.data.tokenizers import Tokenizer, load_tokenizer

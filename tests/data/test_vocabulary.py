@@ -12,7 +12,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.vocabulary import sampled, train_sentencepiece, training_sentences
 from tests.data.conftest import library_files
 from tests.spawn import repository

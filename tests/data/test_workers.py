@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.workers import parallel_map
 
 

@@ -20,9 +20,9 @@ from pangu.dryrun.recorder import SpanRecorder, spans_in
 from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
 from pangu.dryrun.traces import TraceRequest, Way, as_data, jobs_of, trace_of
 from pangu.models.parameters import place_tensors
-from pangu.pipeline.actions import Action
 from pangu.pipeline.layouts import Chosen, choose_layout
-from pangu.pipeline.spans import Span, SpanKey, Trace, module_kinds
+from pangu.schedule.actions import Action
+from pangu.schedule.spans import Span, SpanKey, Trace, module_kinds
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import TensorRank
 

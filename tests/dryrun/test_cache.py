@@ -19,7 +19,7 @@ from pangu.dryrun import cache, roles, traces
 from pangu.dryrun.cache import cache_folder, read_cached
 from pangu.dryrun.roles import DryRunError
 from pangu.dryrun.traces import TraceRequest, Traces, Way
-from pangu.pipeline.spans import UpdateTrace
+from pangu.schedule.spans import UpdateTrace
 from tests.configs import config
 
 REQUEST = TraceRequest(config("+config=quickstart"), (("embedding", "layer", "layer", "head"),))

@@ -12,7 +12,7 @@ from pangu.dryrun.traces import TraceRequest, Traces
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import layer_flops
 from pangu.pipeline.layouts import choose_layout
-from pangu.pipeline.spans import Matmul, Span, Trace, Work, module_kinds
+from pangu.schedule.spans import Matmul, Span, Trace, Work, module_kinds
 from pangu.topology.placement import TensorRank
 from tests.dryrun.layouts import values
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.errors import UserError
-from pangu.dryrun import report as reports
+from pangu.common.errors import UserError
+from pangu.dryrun.plan import _fit
 from pangu.dryrun.roles import Worker, role_ranks
+from pangu.report.dry_run import _fits
 from pangu.topology.layout import Layout
 from tests.configs import config
 from tests.dryrun.conftest import SharedWorker
@@ -84,14 +85,14 @@ def test_what_is_no_tensor_counts_as_well(gib: float, fits: bool, words: str) ->
     beside = {"gib": gib, "context_gib": 0.5, "workspace_gib": 0.25, "communicator_gib": 0.125}
     memory = [f"cluster.memory.{name}={value}" for name, value in beside.items()]
     small = config("cluster=a100", "cluster.name=small", *memory)
-    found = reports._fit(small, {"peak": 4 * GIB, "groups": 2})
+    found = _fit(small, {"peak": 4 * GIB, "groups": 2})
     assert found == {
         "cluster": "small",
         "needed_bytes": 5 * GIB,
         "fits": fits,
         "room_bytes": round((gib - 5) * GIB),
     }
-    said = reports._fits({**found, "groups": 2})
+    said = _fits({**found, "groups": 2})
     assert said.startswith(words)
     assert "5.00 GiB" in said
 

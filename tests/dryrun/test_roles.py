@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.dryrun.roles import Worker, run_jobs
 from tests.spawn import repository
 

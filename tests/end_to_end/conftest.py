@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from pangu.data.stdlib import StdlibPaths
 from tests.end_to_end.commands import SMALL, pretrain
-from tests.evaluation.tasks.files import write_benchmarks
+from tests.tasks.files import write_benchmarks
 
 
 @pytest.fixture(scope="session")

@@ -140,8 +140,8 @@ FORMS: dict[str, Form] = {
     "tools/inspect_checkpoint": Form("the trained model has fewer steps", instead=TRAINED_STEP),
     "tools/convert_checkpoint": Form("files of small models", instead=MODEL_OF_FILES),
     "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
-    "tools/translate_config": Form("tests/tools/test_translate_config.py has such files", runs=False),
-    "tools/report": Form("tests/tools/test_report.py has such run folders", runs=False),
+    "tools/translate_config": Form("tests/interop/test_translate_config.py has such files", runs=False),
+    "tools/report": Form("tests/report/test_report.py has such run folders", runs=False),
     "scripts/generate": Form("one process", ("--max-tokens", "4"), {"2": "1"}),
     "scripts/evaluate": Form(
         "one process, one question, files without examples", ("--limit", "1"), {"2": "1", "few": "0"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.errors import printable
+from pangu.common.errors import printable
 from scripts.generate import main
 from tests.end_to_end.commands import called, on_ranks
 from tools.convert_checkpoint import main as convert

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
+from pangu.common.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 from pangu.training.interrupts import SAME_SECONDS
 from scripts import launch
 from tests.end_to_end.commands import is_running, kill_all, wait_until

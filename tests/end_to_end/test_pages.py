@@ -24,16 +24,16 @@ from docs.line_breaks import join_lines
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
 from pangu.models.size import num_parameters
-from pangu.pipeline.orders import SCHEDULES
+from pangu.schedule.orders import SCHEDULES
 from pangu.training.process import Heartbeat
-from tests.checkpoint.test_formats import given, weights
 from tests.configs import RECIPES, config
 from tests.dryrun.conftest import commands_share_it, process  # noqa: F401
 from tests.end_to_end.commands import SMALL, called, metrics, on_ranks
 from tests.end_to_end.commands import command as python
 from tests.end_to_end.pages import PAGES, Command, cheap, chinese, commands, shown
-from tests.pipeline.pictures import draw_schedule
-from tests.pipeline.test_draw import texts
+from tests.interop.test_formats import given, weights
+from tests.schedule.pictures import draw_schedule
+from tests.schedule.test_draw import texts
 from tests.spawn import repository
 
 README, DOCS = PAGES[0], {page.stem: page for page in PAGES[1:]}

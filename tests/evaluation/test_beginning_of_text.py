@@ -14,17 +14,17 @@ import yaml
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.loading import load_model
 from pangu.evaluation.scoring import ScoredSpan, score
-from pangu.evaluation.tasks.catalogue import find_task
-from pangu.evaluation.tasks.prompts import Prompts, Setup
-from pangu.evaluation.tasks.task import Item
+from pangu.interop.loading import load_model
+from pangu.tasks.catalogue import find_task
+from pangu.tasks.prompts import Prompts, Setup
+from pangu.tasks.task import Item
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.run import run as run_training
-from tests.checkpoint.test_formats import convert
 from tests.configs import composed
 from tests.data.test_boundaries import write_folder
+from tests.interop.test_formats import convert
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,7 +102,7 @@ def test_log_likelihoods_are_those_of_lm_eval(folder: Path) -> None:
     HFLM = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval[hf] is not installed").HFLM  # noqa: N806
     from lm_eval.api.instance import Instance
 
-    from pangu.evaluation.lm_eval import PanguLM
+    from pangu.tasks.lm_eval import PanguLM
 
     models = [PanguLM(loaded(folder)), HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)]
 
@@ -163,8 +163,8 @@ def test_continued_pretraining_keeps_ids_and_sampling(folder: Path, run: Path, t
 
 
 def test_an_export_of_a_sentencepiece_file_puts_the_beginning_of_a_text_too(tmp_path: Path) -> None:
-    from pangu.checkpoint.formats.huggingface import _write_tokenizer
     from pangu.config.data import TokenizerConfig
+    from pangu.interop.formats.huggingface import _write_tokenizer
     from tests.data.test_boundaries import sentencepiece_model
 
     ours = sentencepiece_model(tmp_path, ["some words of a text"] * 20)

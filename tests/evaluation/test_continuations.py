@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.evaluation.generation import Continuation, Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel
 from tests.evaluation import test_generation as ids

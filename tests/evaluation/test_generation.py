@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from pangu.common.errors import UserError
 from pangu.config.attention import obstacles
-from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.evaluation.generation import Reader, Sampling, draw, generate, pick
 from pangu.evaluation.inference import LoadedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
-from pangu.pipeline.schedule import make_schedule
+from pangu.schedule.schedule import make_schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank

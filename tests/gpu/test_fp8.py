@@ -10,8 +10,8 @@ from torch._inductor import metrics
 from torch.utils._triton import has_triton
 
 from benchmarks.gpu_suite.setting import preset
+from pangu.common.errors import UserError
 from pangu.config.build import build
-from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pangu.common.errors import LocalError
 from pangu.config import attention as abilities
-from pangu.config.errors import LocalError
 from pangu.layers import dropping_attention
 from pangu.layers.attention import AttentionCore
 from pangu.layers.attention_blocks import Attended, Drops, ExplicitBlocks, Gradients, Scores, Tile

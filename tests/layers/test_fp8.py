@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.evaluation.inference import mean_loss
 from pangu.layers.fp8 import HISTORY, Fp8Scales, cast, cast_columns, product, require_fp8
 from pangu.topology.layout import Layout

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention.flex_attention import create_block_mask
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.sparse import BigBirdSparsity, FixedSparsity, SparseConfig, StridedSparsity
 from pangu.layers import gpu_kernels
 from pangu.layers.attention import AttentionCore

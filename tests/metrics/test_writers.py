@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json

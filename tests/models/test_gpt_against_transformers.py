@@ -11,7 +11,7 @@ from pangu.evaluation.generation import Sampling, generate
 from pangu.evaluation.inference import LoadedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
-from pangu.pipeline.schedule import make_schedule
+from pangu.schedule.schedule import make_schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank

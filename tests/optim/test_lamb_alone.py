@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.optim import lamb
 from pangu.optim.lamb import Lamb
 from tests.references.lamb_reference import LambReference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.config.optimizer import LossScaleConfig
 from pangu.optim.loss_scale import LossScale
 

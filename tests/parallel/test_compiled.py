@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
 
-from pangu.config.errors import ConfigError, LocalError
+from pangu.common.errors import ConfigError, LocalError
 from pangu.layers.dropout import DropoutKeys
 from pangu.models import compiled
 from pangu.models.compiled import ways

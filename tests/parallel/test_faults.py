@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pangu.collectives.point_to_point import Transfer
-from pangu.pipeline.actions import Action
 from pangu.pipeline.runner import Runner
+from pangu.schedule.actions import Action
 from pangu.topology.layout import Layout
 from pangu.topology.recorder import Recorder
 from pangu.topology.recording import Tape

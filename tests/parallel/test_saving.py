@@ -19,7 +19,7 @@ from pangu.collectives import agreement, meeting
 from pangu.collectives.agreement import StuckError, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
-from pangu.config.errors import LocalError
+from pangu.common.errors import LocalError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.saving import Saver

@@ -16,16 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pangu.collectives import meeting
 from pangu.collectives.agreement import name_silent_ranks
-from pangu.config.errors import LocalError
-from pangu.pipeline.actions import CONTENTS, Action
+from pangu.common.errors import LocalError
 from pangu.pipeline.runner import Runner, StageError, _key
+from pangu.schedule.actions import CONTENTS, Action
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.pace import at_some_pace
 from tests.parallel.cases import CHUNKS
 from tests.parallel.harness import small_trainer
 from tests.parallel.test_pipeline import MODEL
-from tests.pipeline.formulas import peak_live
+from tests.schedule.formulas import peak_live
 from tests.spawn import Pool, WorkerError
 from tests.threads import Ranks, replaced_here
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.errors import LocalError
+from pangu.common.errors import LocalError
 from pangu.topology.layout import Layout
 from pangu.zero.gradients import GradientSum
 from pangu.zero.unshard import Unsharder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.evaluation.inference import LoadedModel
 from pangu.topology.layout import Layout
 from pangu.training.resuming import begin_with

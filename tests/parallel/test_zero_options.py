@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pangu.config.errors import ConfigError
+from pangu.common.errors import ConfigError
 from pangu.models.language_model import build_model
 from pangu.models.parameters import count_frozen
 from pangu.topology.layout import Layout

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from pangu.config.errors import ConfigError
+from pangu.common.errors import ConfigError
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Layout
 from tests.configs import tiny

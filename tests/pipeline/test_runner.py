@@ -16,9 +16,9 @@ from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.block import HiddenStates
 from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart
-from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.runner import Key
-from pangu.pipeline.schedule import forward_only
+from pangu.schedule.actions import Action, Kind
+from pangu.schedule.schedule import forward_only
 from pangu.topology.layout import Layout
 from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import FlatParameter

@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
+from pangu.common.errors import ConfigError
 from pangu.config.build import hints_of
 from pangu.config.checks import check
-from pangu.config.errors import ConfigError
 from pangu.config.schema import ParallelConfig
-from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.stages import plan_stages
+from pangu.schedule.orders import SCHEDULES
 from pangu.topology.layout import Layout
 from tests.configs import tiny
 

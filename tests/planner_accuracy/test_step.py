@@ -18,10 +18,10 @@ from benchmarks.planner_accuracy.published import (
     layer_work,
 )
 from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memory_gib, pass_time, step_seconds
-from pangu.pipeline.actions import Durations
-from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import simulate
-from pangu.planning.groups import groups_of
+from pangu.schedule.actions import Durations
+from pangu.schedule.groups import groups_of
+from pangu.schedule.schedule import make_schedule
+from pangu.schedule.simulate import simulate
 from pangu.topology.layout import Layout
 from tests.spawn import repository
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pangu.config.errors import ConfigError, UserError
+from pangu.common.errors import ConfigError, UserError
 from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
 from pangu.plan_run import cluster_here, plan_layout, with_cluster_here

@@ -9,7 +9,6 @@ import pytest
 from benchmarks.planner_accuracy.measurements import load_clusters
 from benchmarks.planner_accuracy.published import MEGATRON_2021, Setup, Shape, layer_work
 from pangu.config.cluster import ClusterConfig
-from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import (
     collective_seconds,
@@ -17,9 +16,10 @@ from pangu.planning.cost import (
     phase_seconds,
     step_time,
 )
-from pangu.planning.groups import Group, groups_of
 from pangu.planning.plan import Plan
 from pangu.planning.program import Program, StepLedger
+from pangu.schedule.groups import Group, groups_of
+from pangu.schedule.spans import Collective, Matmul
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
 from tests.configs import config

@@ -62,7 +62,7 @@ def extend(root: Path, text: str) -> None:
                 change(path, hunk.splitlines())
     for example in doctest.DocTestParser().get_examples(text):
         if example.source.startswith("@register"):
-            with (root / "pangu" / "pipeline" / "orders.py").open("a", encoding="utf-8") as orders:
+            with (root / "pangu" / "schedule" / "orders.py").open("a", encoding="utf-8") as orders:
                 orders.write(f"\n\n{example.source}")
 
 

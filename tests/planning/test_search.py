@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from pangu.config.errors import ConfigError, UserError
+from pangu.common.errors import ConfigError, UserError
 from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
+from pangu.planning.auto import refusals
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
@@ -31,7 +32,6 @@ from pangu.planning.search import (
     time_of,
     with_layout,
 )
-from pangu.planning.search_report import refusals
 from tests.configs import config
 from tests.spawn import repository
 from tools import plan as plan_tool

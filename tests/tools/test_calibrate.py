@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.exit_status import INTERRUPTED
-from pangu.pipeline.spans import Matmul
+from pangu.common.exit_status import INTERRUPTED
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import matmul_seconds
 from pangu.planning.search import search, space_of
+from pangu.schedule.spans import Matmul
 from pangu.topology.launch import Launch
 from tests.configs import config
 from tests.end_to_end.commands import on_ranks

@@ -11,7 +11,7 @@ import pytest
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.sources import prepare
 from tests.configs import config
-from tests.tools.test_preprocess_data import DOCUMENTS, folder, preprocess, tool  # noqa: F401
+from tests.prepare.test_preprocess_data import DOCUMENTS, folder, preprocess, tool  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from pangu.dryrun.roles import DryRunError
 from pangu.planning import auto
 from tests.end_to_end.commands import called, command
-from tests.tools.test_preprocess_data import shell
+from tests.prepare.test_preprocess_data import shell
 from tools import plan
 
 SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")

@@ -10,7 +10,7 @@ import pytest
 from pangu.config.data import TokenizerConfig
 from pangu.data.tokenizers import load_tokenizer
 from tests.data.conftest import library_files
-from tests.tools.test_preprocess_data import tool
+from tests.prepare.test_preprocess_data import tool
 
 
 def train(output: Path, *arguments: object) -> None:

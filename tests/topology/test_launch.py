@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pangu.config.errors import LocalError, UserError
-from pangu.config.exit_status import USER_ERROR, exit_status
+from pangu.common.errors import LocalError, UserError
+from pangu.common.exit_status import USER_ERROR, exit_status
 from pangu.topology import launch
 from pangu.topology.accelerator import number_on_node
 from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_memory_settings, is_first_process
@@ -164,7 +164,7 @@ def test_the_message_comes_at_once(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delattr("pangu.config.exit_status.FIRST_SPEAKS_SECONDS")
+    monkeypatch.delattr("pangu.common.exit_status.FIRST_SPEAKS_SECONDS")
     words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=1")
     assert exit_status(lambda: run(composed(*words, "train.device=cpu")), "error", is_first_process()) == status
     said = capsys.readouterr().err

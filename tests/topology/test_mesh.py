@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.collectives.reduce import all_reduce
-from pangu.config.errors import LocalError
+from pangu.common.errors import LocalError
 from pangu.topology.backends import describe_environment, record_collectives
 from pangu.topology.launch import GROWING
 from pangu.topology.layout import Layout

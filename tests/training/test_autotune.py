@@ -18,8 +18,8 @@ import torch.distributed as dist
 from pangu.checkpoint.index import read_index
 from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.reduce import start_reduce_scatter
-from pangu.config.errors import LocalError, UserError
-from pangu.evaluation.loading import load_model
+from pangu.common.errors import LocalError, UserError
+from pangu.interop.loading import load_model
 from pangu.layers import fp8, fp32_matmul
 from pangu.layers.fp32_matmul import MatmulShape, matmul_precisions
 from pangu.layers.kernel_choice import AttentionShape

@@ -10,26 +10,26 @@ import pytest
 import sentencepiece
 import torch
 
-from pangu.checkpoint.formats.huggingface import _write_template, _write_tokenizer
 from pangu.checkpoint.run_folder import CHAT_TEMPLATE
+from pangu.common.errors import UserError, printable
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, printable
 from pangu.data.chat import ChatTemplate
 from pangu.data.instructions import Encoder, Recipe
 from pangu.data.messages import Dialog, read_prompt
 from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loading import load_model
+from pangu.interop.formats.huggingface import _write_template, _write_tokenizer
+from pangu.interop.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.run import run
 from scripts.generate import encode
 from scripts.generate import main as generate
-from tests.checkpoint.test_formats import convert
 from tests.configs import composed
 from tests.data.test_boundaries import write_folder
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL
+from tests.interop.test_formats import convert
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.training.command import compose

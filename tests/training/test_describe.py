@@ -7,8 +7,8 @@ import time
 import pytest
 
 from pangu.models.size import num_parameters
-from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import plan_stages
+from pangu.schedule.advice import advise
 from pangu.topology.layout import Layout
 from pangu.training.describe import describe
 from pangu.zero.states import fullest_states, plan_states

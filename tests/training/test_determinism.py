@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import deterministic as memory
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.layers import fp32_matmul
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

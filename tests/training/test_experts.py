@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pangu.checkpoint.index import read_index
-from pangu.config.errors import UserError
-from pangu.evaluation.loading import load_model
+from pangu.common.errors import UserError
+from pangu.interop.loading import load_model
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -14,8 +14,8 @@ import torch
 
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.standing import read_standing
+from pangu.common.errors import LostError, UserError
 from pangu.config.build import build
-from pangu.config.errors import LostError, UserError
 from pangu.config.schema import FaultsConfig, RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from pangu.common.errors import UserError
 from pangu.config import data, model, optimizer, schema, sparse
 from pangu.config.build import keys_of
-from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths
-from pangu.pretrain import forecast
+from pangu.pretrain import forecast, read_benchmarks
 from pangu.topology.layout import Layout
 from pangu.training.run import run
 from tests.configs import composed
@@ -157,7 +157,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
     for number, overrides in enumerate(runs):
-        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"), forecast)
+        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"), forecast, read_benchmarks)
     (tmp_path / "chat.jsonl").write_text('{"p": "one", "r": "two"}\nx\n', encoding="utf-8")
     words = (f"data.train=[{tmp_path}/chat.jsonl]", f"data.validation=[{tmp_path}/chat.jsonl]", "data.weights=[1]")
     keys = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.training.process import only_run
 
 

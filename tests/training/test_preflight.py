@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import LocalError, UserError
+from pangu.common.errors import LocalError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import preflight

@@ -19,7 +19,7 @@ from multiprocessing import active_children, current_process
 from pathlib import Path
 
 from pangu.collectives import long_work
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data import instructions
 from pangu.pretrain import pretrain
 

@@ -21,9 +21,9 @@ from pangu.collectives.context import _start_shift
 from pangu.collectives.exchange import start_exchange
 from pangu.collectives.reduce import all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from pangu.data.loader import Loader
-from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.runner import Runner
 from pangu.planning.cost import StepTime
+from pangu.schedule.actions import Action, Kind
 from pangu.topology import copy_stream, recording
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh

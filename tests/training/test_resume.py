@@ -17,7 +17,7 @@ import torch
 from pangu.checkpoint.files import amend
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import read_tensor
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.training.process import only_run
 from pangu.training.run import run
 from tests.configs import composed

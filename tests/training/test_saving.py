@@ -14,7 +14,7 @@ import pytest
 
 from pangu.checkpoint import files, together
 from pangu.checkpoint.files import list_checkpoints
-from pangu.config.errors import UserError
+from pangu.common.errors import UserError
 from pangu.data.order import ORDER_VERSION
 from pangu.metrics import writers
 from pangu.training import loop, process

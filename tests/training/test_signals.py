@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pangu.config.exit_status import INTERRUPTED
+from pangu.common.exit_status import INTERRUPTED
 from pangu.training import interrupts
 from pangu.training.interrupts import Interrupts
 from pangu.training.run import run

@@ -1,0 +1,80 @@
+"""Checks of another program's configuration: every field is used, known to be harmless, or refused by name.
+
+An ignored field may change the function of the model; converted weights would then load without an error and give wrong
+results. Hence fields that a format does not list are refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pangu.common.errors import Problem, UserError, shown
+
+
+@cache
+def load_table(name: str) -> Any:
+    """Return the table of foreign names NAME.yaml in this folder."""
+    return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def check_fields(
+    config: Mapping[str, Any],
+    where: object,
+    used: Iterable[str],
+    harmless: Iterable[str],
+    only: Mapping[str, Sequence[Any]],
+) -> None:
+    """Raise a UserError that names every field with which a model would compute a different function.
+
+    Args:
+        config: The fields.
+        where: Their source, e.g. a file, for the message.
+        used: Fields that the format reads and checks.
+        harmless: Fields that do not change the function, or patterns of such (`wandb_*`).
+        only: Fields that change the function but are not read, with the values that pangu computes.
+    """
+    names = {*used, *harmless}
+    patterns = [name for name in names if "*" in name]
+    problems = disagreements(config, only, "is not computed here; {} is")
+    for key, value in config.items():
+        if key not in only and key not in names and not any(fnmatchcase(str(key), pattern) for pattern in patterns):
+            rule = "is not known here and may change what the model computes"
+            problems.append(Problem(key, value, rule, "take it out of the file if it changes nothing"))
+    refuse(where, problems)
+
+
+def disagreements(config: Mapping[str, Any], only: Mapping[str, Sequence[Any]], rule: str) -> list[Problem]:
+    """Return a problem for each field with a value outside `only`; `rule` has a slot for the allowed values."""
+    return [
+        Problem(key, config[key], rule.format(" or ".join(dict.fromkeys(map(shown, values)))))
+        for key, values in only.items()
+        if key in config and not any(_same(config[key], value) for value in values)
+    ]
+
+
+def refuse(where: object, problems: Sequence[Problem]) -> None:
+    """Raise a UserError that names all problems of a file, if there are any."""
+    if problems:
+        raise UserError(f"{where}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def wrong_field(where: object, key: str, value: object, rule: str, works: str = "") -> UserError:
+    """Return the error about one field of a file."""
+    return UserError(f"{where}:\n  {Problem(key, value, rule, works)}")
+
+
+def _same(value: object, works: object) -> bool:
+    """Return whether two plain values are equal; foreign values may be anything, so that `==` alone may raise."""
+    if isinstance(works, list | tuple):
+        same_size = isinstance(value, list | tuple) and len(value) == len(works)
+        return same_size and all(map(_same, value, works))  # type: ignore[call-overload]
+    if isinstance(works, Mapping):
+        same_keys = isinstance(value, Mapping) and value.keys() == works.keys()
+        return same_keys and all(_same(value[key], works[key]) for key in works)  # type: ignore[index]
+    return isinstance(value, bool | int | float | str | None) and value == works

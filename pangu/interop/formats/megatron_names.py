@@ -1,0 +1,79 @@
+"""Tensor names of Megatron: the PanGu-α port of Megatron-LM 1.1, and GPT of Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pangu.common.errors import ConfigError, Problem, UserError
+from pangu.config.model import ModelConfig
+from pangu.interop.formats.fields import load_table
+from pangu.interop.formats.megatron_options import ROPE_SCALING, ROWS
+from pangu.interop.formats.stored import Stored, make_table, require_expressible
+
+EXPERT = "mlp.experts.local_experts.{}."
+"""Prefix of an expert's modules in tensor_names.yaml."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File that names the newest iteration of a folder for `--load`."""
+
+
+def table(model: ModelConfig, tensor: int) -> list[Stored]:
+    """Return the tensors of a model. Raises UserError if Megatron has no such model or cannot shard it like that."""
+    pangu, heads = model.kind == "pangu", model.kv_heads or model.heads
+    name = "megatron_pangu" if pangu else "megatron_core"
+    # Megatron-Core's approximation by tanh is a kernel fused with the bias
+    choices: dict[str, list[Any]] = {"activation": ["gelu_tanh", "gelu"] if pangu or model.biases is True else ["gelu"]}
+    if not pangu:
+        choices = {"positions": ["learned", "rope"], "activation": [*choices["activation"], "swiglu"]}
+        choices |= {"biases": [True, False, "qkv"], "router.balance": ["sequence", "global", "none"]}
+    label = "Megatron's PanGu-α port" if pangu else "Megatron-Core"
+    require_expressible(model, label, load_table("tensor_names")[name]["means"], **choices)
+    scaling = model.rope_scaling
+    if scaling is not None and scaling != replace(ROPE_SCALING, factor=scaling.factor):
+        rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
+        raise ConfigError([Problem("model.rope_scaling", scaling, rule)])
+    widths = {model.expert_size if model.has_experts(layer) else model.ffn_size for layer in range(model.layers)}
+    if any(width % tensor for width in {heads, *widths}):
+        raise UserError(
+            f"tensor-parallel size {tensor}: must divide the {heads} (key) heads and the "
+            f"feed-forward width {' and '.join(map(str, sorted(widths)))}"
+        )
+    if pangu:
+        # the released files have 40,064 rows, which every usual number of ranks divides
+        return make_table(model, name, math.lcm(ROWS, tensor), ROWS * tensor - 1)
+    # rows of the queries, keys and values that belong together; gate and up of each rank
+    groups = {"self_attention.linear_qkv": heads, "mlp.linear_fc1": tensor, f"{EXPERT}linear_fc1": tensor}
+    return make_table(model, name, ROWS * tensor, ROWS * tensor - 1, groups)
+
+
+def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:
+    """Return the tensors of a model with the experts of each layer in one module."""
+    return [replace(stored, name=grouped_name(stored.name)) for stored in table(model, tensor)]
+
+
+def begin_release(path: Path) -> Path:
+    """Create a folder for `--load`, marked as a release; return the folder of its only iteration."""
+    path.mkdir(parents=True)
+    (path / TRACKER).write_text("release", encoding="utf-8")
+    return path / "release"
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name in Megatron-Core without Transformer Engine's fused norms and grouped experts."""
+    name = re.sub(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2", name)
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def fused_name(name: str, experts: bool) -> str:
+    """Return the name of a layer's norm with Transformer Engine, which fuses no norm with experts."""
+    name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    return name if experts else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+
+def grouped_name(name: str) -> str:
+    """Return the name of an expert's tensor in the module of all experts (`--moe-grouped-gemm`)."""
+    return re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"\2.\3\1", name)

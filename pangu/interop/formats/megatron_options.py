@@ -1,0 +1,291 @@
+"""Megatron's options, the `args` of its checkpoints (listed in megatron_options.yaml), as read and written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pangu.common.errors import UserError
+from pangu.config.build import read_keys
+from pangu.config.model import ModelConfig, RopeScaling
+from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
+from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
+
+ROWS = 128
+"""Unit of Megatron-Core's vocabulary padding: to a multiple of this times the tensor-parallel size."""
+ROPE_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+"""RoPE scaling of Megatron-Core (`--use-rope-scaling`), in which only the factor is an option."""
+TOP = "language_model.topQueryEmbedding.top_query_embeddings.weight"
+"""Name of PanGu-α's query embedding, which no GPT has."""
+
+_NUMBERS = {
+    "num_attention_heads": "heads",
+    "hidden_dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "norm_epsilon": "norm_eps",
+    "layernorm_epsilon": "norm_eps",
+    "init_method_std": "init_std",
+    "rotary_base": "rope_base",
+    "max_position_embeddings": "sequence",
+    "vocab_size": "vocab",
+    "moe_router_topk": "experts_per_token",
+    "ffn_hidden_size": "ffn",
+}
+"""Keys of `ModelConfig` that a single option gives. Versions differ in the name of epsilon."""
+
+_Options = Mapping[str, Any]
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_model(
+    options: _Options, shapes: _Shapes, ranks: int, layout: Mapping[str, Sequence[Any]], where: object
+) -> dict[str, Any]:
+    """Return keys of `ModelConfig` of a checkpoint.
+
+    `options`: Megatron's, as far as the files have them. `shapes`: of all layers' tensors on one of the `ranks`
+    tensor-parallel ranks. `layout`: options of the layout, with the values that fit the number of files. `where`: start
+    of messages. Raises UserError, naming every option that is unsupported or contradicts the tensors, or a tensor that
+    every such model has and this one lacks.
+    """
+    table = load_table("megatron_options")
+    check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
+    names = {key: option for option, key in _NUMBERS.items() if options.get(option) is not None}
+    keys, problems = read_keys(ModelConfig, {key: options[option] for key, option in names.items()}, names)
+    refuse(where, problems)
+    if any(".router.weight" in name for name in shapes):
+        experts = {key: value for key, value in options.items() if str(key).startswith("moe_")}
+        check_fields(experts, where, table["used"].split(), table["experts_harmless"].split(), table["experts_only"])
+    try:
+        keys = (_port if TOP in shapes else _core)(options, shapes, ranks, keys)
+    except KeyError as error:
+        raise UserError(
+            f"{where}: neither a PanGu-α of Megatron 1.1 nor a GPT of Megatron-Core: no {error} in it"
+        ) from error
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        raise UserError(f"{where}: the tensors have other shapes than those of a GPT or PanGu-α of Megatron") from error
+    layers = len({number[1] for name in shapes if (number := re.search(r"layers\.(\d+)\.", name))})
+    agree = dict(layout) | {
+        "num_layers": [layers],
+        "encoder_num_layers": [layers, None],
+        "hidden_size": [keys["hidden"]],
+        "ffn_hidden_size": [keys["ffn"], None],
+    }
+    if heads := keys.get("heads"):
+        head = keys["head_dim"] if TOP not in shapes else keys["hidden"] / heads
+        agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
+    if TOP not in shapes:
+        agree |= _core_agrees(options, keys, shapes)
+    refuse(where, disagreements(options, agree, "does not agree with the tensors; {} does"))
+    return keys | {"layers": layers + (TOP in shapes)}
+
+
+def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
+    rows, hidden = shapes["language_model.embedding.word_embeddings.weight"]
+    keys = {
+        "kind": "pangu",
+        "hidden": hidden,
+        "vocab": numbers.get("vocab", PANGU_VOCAB.get(rows * ranks, rows * ranks)),
+        "sequence": shapes[TOP][0],
+        "ffn": shapes["language_model.transformer.topQueryLayer.mlp.dense_h_to_4h.weight"][0] * ranks,
+    }
+    if gelus := [options[name] is True for name in ("bias_gelu_fusion", "openai_gelu") if name in options]:
+        keys["activation"] = "gelu_tanh" if any(gelus) else "gelu"
+    return {key: value for key, value in numbers.items() if key not in ("rope_base", "experts_per_token")} | keys
+
+
+def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
+    rows, hidden = shapes["embedding.word_embeddings.weight"]
+    layer = "decoder.layers.0.self_attention."
+    experts = _experts(options, shapes, ranks, numbers)
+    dense = [name for name in shapes if re.search(r"layers\.\d+\.mlp\.linear_fc2\.weight$", name)]
+    ffn = shapes[dense[0]][1] * ranks if dense else numbers.get("ffn")
+    down = dense[0] if dense else _expert_of(shapes)
+    gated = shapes[down.replace("linear_fc2", "linear_fc1")][0] == 2 * shapes[down][1]
+    biases = True if f"{layer}linear_proj.bias" in shapes else "qkv" if f"{layer}linear_qkv.bias" in shapes else False
+    # the fused kernel is the approximation by tanh; it needs biases
+    tanh = biases is True and options.get("bias_gelu_fusion") is True
+    plain: object = ("gelu_tanh" if tanh else "gelu") if options else UNTOLD
+    table = shapes.get("embedding.position_embeddings.weight")
+    keys: dict[str, Any] = {
+        "kind": "gpt",
+        "hidden": hidden,
+        "vocab": numbers.get("vocab", rows * ranks),
+        "ffn": ffn,
+        "activation": "swiglu" if gated else plain,
+        "norm": "layernorm" if "decoder.final_layernorm.bias" in shapes else "rmsnorm",
+        "norm_eps": numbers.get("norm_eps", 1e-5 if options else UNTOLD),
+        "biases": biases,
+        "tied_head": "output_layer.weight" not in shapes,
+        "positions": "learned" if table else "rope",
+        "rope_base": None if table else numbers.get("rope_base", 10000.0 if options else UNTOLD),
+        "rope_scaling": None if table else _rope_scaling(options) if options else UNTOLD,
+        "qk_norm": f"{layer}q_layernorm.weight" in shapes,
+    }
+    if table:
+        keys["sequence"] = table[0]
+    elif not options:
+        keys["sequence"] = UNTOLD
+    query = shapes[f"{layer}linear_proj.weight"][1] * ranks
+    qkv = shapes[f"{layer}linear_qkv.weight"][0] * ranks
+    if keys["qk_norm"]:
+        keys["heads"] = query // shapes[f"{layer}q_layernorm.weight"][0]
+    keys["head_dim"] = lambda heads: query // heads
+    keys["kv_heads"] = lambda heads: (qkv - query) * heads // query // 2
+    if heads := keys.get("heads", numbers.get("heads")):
+        keys |= {key: keys[key](heads) for key in ("head_dim", "kv_heads")}
+    return numbers | keys | experts
+
+
+def _expert_of(shapes: _Shapes) -> str:
+    name = next((name for name in shapes if re.search(r"local_experts\.0\.linear_fc2\.weight$", name)), None)
+    if name is None:
+        raise KeyError("mlp.linear_fc2.weight")
+    return name
+
+
+def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
+    chosen = numbers.pop("experts_per_token", 2 if options else UNTOLD)
+    routers = {
+        int(found[1]): shape
+        for name, shape in shapes.items()
+        if (found := re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", name))
+    }
+    if not routers:
+        return {"experts": None}
+    has = _has_experts(shapes)
+    dense, every = _pattern(has) or (0, 1)
+    pre_softmax = options.get("moe_router_pre_softmax", False)
+    return {
+        "experts": routers[min(routers)][0],
+        "experts_per_token": chosen,
+        "expert_ffn": shapes[_expert_of(shapes)][1] * ranks,
+        "expert_every": every,
+        "dense_layers": dense,
+        "router.normalised": pre_softmax is not True if options else UNTOLD,
+        "router.score": "softmax",
+        "router.scale": 1.0,
+        "router.selection": "top",
+    }
+
+
+def _has_experts(shapes: _Shapes) -> list[int]:
+    numbers = [int(found[1]) for name in shapes if (found := re.search(r"layers\.(\d+)\.mlp\.", name))]
+    return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
+
+
+def _pattern(has: list[int]) -> tuple[int, int] | None:
+    """Return `dense_layers` and `expert_every` of layers, or None if they follow no such pattern."""
+    first = has.index(1)
+    for dense, every in ((dense, first - dense + 1) for dense in range(first + 1)):
+        if has == [int(i >= dense and (i - dense) % every == every - 1) for i in range(len(has))]:
+            return dense, every
+    return None
+
+
+def _rope_scaling(options: _Options) -> RopeScaling | None:
+    """Return Llama 3.1's scaling with the factor of the options, or None. Raises UserError for an invalid factor."""
+    if options.get("use_rope_scaling") is not True:
+        return None
+    factor = options.get("rope_scaling_factor", ROPE_SCALING.factor)
+    keys, problems = read_keys(RopeScaling, {"factor": factor}, {"factor": "rope_scaling_factor"})
+    refuse("args", problems)
+    return replace(ROPE_SCALING, **keys)
+
+
+def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
+    gated, biases = keys["activation"] == "swiglu", keys["biases"]
+    agree: dict[str, Sequence[Any]] = {
+        "normalization": ["LayerNorm" if keys["norm"] == "layernorm" else "RMSNorm"],
+        "add_bias_linear": [biases is True],
+        "add_qkv_bias": [biases is not False, biases == "qkv"],
+        "swiglu": [gated],
+        "gated_linear_unit": [gated],
+        "position_embedding_type": ["learned_absolute" if keys["positions"] == "learned" else "rope"],
+        "untie_embeddings_and_output_weights": [not keys["tied_head"]],
+        "qk_layernorm": [keys["qk_norm"]],
+        "use_rope_scaling": [keys["rope_scaling"] is not None, False],
+        "num_experts": [keys["experts"]],
+        "num_moe_experts": [keys["experts"]],
+    }
+    if keys["experts"] is not None:
+        agree |= _experts_agree(options, keys, shapes)
+    if keys["positions"] == "learned":
+        agree["max_position_embeddings"] = [keys["sequence"]]
+    if "heads" in keys:
+        grouped = keys["kv_heads"] != keys["heads"]
+        agree |= {"group_query_attention": [grouped, True], "num_attention_heads": [keys["heads"]]}
+        if options.get("group_query_attention") is True:
+            agree["num_query_groups"] = [keys["kv_heads"]]
+    return agree
+
+
+def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
+    """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
+    has = _has_experts(shapes)
+    if _pattern(has) is None:
+        rule = "is not computed here; some dense layers, then experts in every n-th layer counted from the n-th, is"
+        raise wrong_field("args", "moe_layer_freq", options.get("moe_layer_freq", has), rule)
+    frequency = options.get("moe_layer_freq", 1)
+    same = isinstance(frequency, int) and frequency > 0 and has == [int(i % frequency == 0) for i in range(len(has))]
+    return {
+        "moe_layer_freq": [has, *([frequency] if same else [])],
+        "moe_ffn_hidden_size": [keys["expert_ffn"], *([None] if keys["expert_ffn"] == keys["ffn"] else [])],
+        "moe_router_pre_softmax": [not keys["router.normalised"]] if options else [],
+    }
+
+
+def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = False) -> argparse.Namespace:
+    """Return Megatron's options of a model; `rows` include padding, `grouped` puts a layer's experts in one module."""
+    pangu, tanh = model.kind == "pangu", model.activation == "gelu_tanh"
+    rope = model.positions == "rope"
+    values: dict[str, Any] = {option: getattr(model, key) for option, key in _NUMBERS.items()} | {
+        "num_layers": model.layers - pangu,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "seq_length": model.sequence,
+        "padded_vocab_size": rows,
+        "make_vocab_size_divisible_by": ROWS,
+        "model_parallel_size": ranks,
+        "tensor_model_parallel_size": ranks,
+        "pipeline_model_parallel_size": 1,
+        "group_query_attention": model.kv_heads not in (None, model.heads),
+        "num_query_groups": model.kv_heads or model.heads,
+        "add_bias_linear": model.biases is True,
+        "add_qkv_bias": model.biases == "qkv",
+        "qk_layernorm": model.qk_norm,
+        "use_rope_scaling": model.rope_scaling is not None,
+        "rope_scaling_factor": (model.rope_scaling or ROPE_SCALING).factor,
+        "num_experts": model.experts,
+        "moe_router_topk": model.num_chosen,
+        # Megatron-Core knows the approximation by its fused kernel alone, the port by either
+        "bias_gelu_fusion": tanh and not pangu,
+        "openai_gelu": tanh and pangu,
+        "swiglu": model.activation == "swiglu",
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "position_embedding_type": "rope" if rope else "learned_absolute",
+        "add_position_embedding": not rope,
+        "use_rotary_position_embeddings": rope,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": 1.0,
+        "untie_embeddings_and_output_weights": not model.tied_head,
+    }
+    if model.experts is not None:
+        has = [int(model.has_experts(layer)) for layer in range(model.layers)]
+        losses = {"sequence": "seq_aux_loss", "global": "global_aux_loss"}
+        values |= {
+            "moe_layer_freq": 1 if all(has) else has,
+            "moe_ffn_hidden_size": model.expert_size,
+            "moe_router_pre_softmax": not model.router.normalised,
+            "moe_router_score_function": model.router.score,
+            "moe_router_load_balancing_type": losses.get(model.router.balance, "none"),
+            "moe_aux_loss_coeff": model.router.balance_weight,
+            "moe_grouped_gemm": grouped,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": ranks,
+        }
+    return argparse.Namespace(**values)

@@ -1,0 +1,195 @@
+"""Tensor layouts of other programs' files, as data: names, orientation, fusion, cuts; and their readers.
+
+A *logical* tensor is pangu's (`layers.3.attention.query.weight`, [outputs, inputs]). A *stored* one is theirs: one or
+several stacked logical tensors, perhaps transposed. A format is a table of stored tensors for a model, a `Source` and a
+function that writes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pangu.common.errors import ConfigError, Problem
+from pangu.config.data import TokenizerConfig
+from pangu.config.model import ModelConfig
+from pangu.config.schema import RunConfig
+from pangu.interop.formats.fields import load_table
+from pangu.models.parameters import logical_shapes
+
+if TYPE_CHECKING:
+    from pangu.layers.expert_balance import ExpertBalance
+
+PANGU_VOCAB = {40064: 40000}
+"""Vocabulary size by number of rows of PanGu-α's padded token embedding."""
+PANGU_PADDING = 64
+"""Largest number of padding rows in PanGu-α's files."""
+UNTOLD = object()
+"""Value of a key of `Source.model_keys` that the files do not tell and the user has to give."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Tensor in a file of another program, made of one or more logical tensors."""
+
+    name: str
+    parts: tuple[str, ...]
+    """Logical tensors in it, stacked along dimension 0."""
+    shape: tuple[int, ...]
+    """Shape of the full stored tensor, with padding."""
+    transposed: bool = False
+    """True if stored as [inputs, outputs]."""
+    groups: int = 1
+    """Number of blocks that each part is cut into; block 0 of all parts comes first, then block 1 of all."""
+    cut: int | None = None
+    """Dimension that the files of tensor-parallel ranks shard; None: replicated."""
+    rows: range | None = None
+    """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
+
+
+class Source(ABC):
+    """Opened files of one format."""
+
+    model_keys: dict[str, Any]
+    """Keys of `ModelConfig` that the files tell, or `UNTOLD`; a function computes a value from the number of heads."""
+    packing: Mapping[str, Any] = MappingProxyType({})
+    """Keys of `PackingConfig` that the files tell."""
+    generation: Mapping[str, Any] = MappingProxyType({})
+    """Token ids and sampling defaults of each transformers file, by file name; exports keep them."""
+    tokenizer: TokenizerConfig | None = None
+    chat_template: str | None = None
+    """Chat template of fine-tuning, see `ChatTemplate.portable`."""
+    balance: ExpertBalance | None = None
+    """Load balance of the routers, where the files have it."""
+    tensors: Mapping[str, Tensor]
+    """Meta tensors of the files, complete; without buffers and optimizer state."""
+    problems: Sequence[str] = ()
+    """Problems of the pieces of tensors."""
+
+    @abstractmethod
+    def table(self, model: ModelConfig) -> list[Stored]:
+        """Return the tensors of a model in this format."""
+
+    def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
+        """Return the tensors of files that hold those of `table`; append the problems of their pieces to `problems`."""
+        problems += self.problems
+        return self.tensors
+
+    @abstractmethod
+    def read(self, stored: Stored) -> Tensor:
+        """Return one full tensor."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Model to be written."""
+
+    config: RunConfig
+    """Model, and the ids of its data (`IndexedData`)."""
+    tokenizer: TokenizerConfig | None
+    """Tokenizer whose files exist."""
+    output: Path
+    """Final path of the files."""
+    tensor: int
+    """Tensor-parallel size of the files."""
+    table: Sequence[Stored]
+    described: Sequence[Tensor]
+    """Meta tensors in the order of `table`."""
+    contents: Iterator[Tensor]
+    """Values of the tensors, one at a time."""
+    balance: ExpertBalance | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+
+def make_table(
+    model: ModelConfig, names: str, multiple: int = 1, spare: int = 0, groups: Mapping[str, int] | None = None
+) -> list[Stored]:
+    """Return the stored tensors of a model that the format can express.
+
+    Args:
+        model: The architecture.
+        names: The format's entry in tensor_names.yaml.
+        multiple: Unit to which rows of token embedding and head are padded.
+        spare: Largest number of padding rows in files.
+        groups: Number of blocks of the parts of a module, see `Stored.groups`.
+    """
+    shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
+    table = []
+    for part, name in naming["outside"].items():
+        if part in shapes:
+            table.append(Stored(name, (part,), shapes[part]))
+            if part in ("embedding.word.weight", "head.weight"):
+                rows, width = shapes[part]
+                padded = (-(-rows // multiple) * multiple, width)
+                table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + spare + 1))
+    for layer in range(model.layers):
+        prefix = naming["layer"].format(layer)
+        if layer == model.query_layer:
+            prefix = naming.get("query_layer", prefix)
+        for pattern, module, modules in _modules(naming["modules"], model.experts or 0):
+            for kind in ("weight", "bias"):
+                parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{kind}") in shapes)
+                if parts:
+                    matrix = kind == "weight"
+                    suffix = naming.get("norms", {}).get(kind, kind) if "norm" in parts[0] else kind
+                    shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+                    transposed = matrix and pattern in naming.get("transposed", ())
+                    cut = 0 if pattern in naming.get("columns", ()) else None
+                    if matrix and pattern in naming.get("rows", ()):
+                        cut = 1
+                    blocks = (groups or {}).get(pattern, 1)
+                    shape = shape[::-1] if transposed else shape
+                    table.append(Stored(f"{prefix}{module}.{suffix}", parts, shape, transposed, blocks, cut))
+    left_out = shapes.keys() - {part for stored in table for part in stored.parts}
+    assert not left_out, f"the format has no names for {sorted(left_out)}"
+    return table
+
+
+def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, str, Sequence[str]]]:
+    for pattern, ours in naming.items():
+        for number in range(experts if "{}" in pattern else 1):
+            yield pattern, pattern.format(number), [name.format(number) for name in ours]
+
+
+def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
+    """Return the stored tensor made of logical ones; padding is 0."""
+    whole = parts[0]
+    # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
+    # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
+    if len(parts) > 1:
+        whole = torch.cat([part.unflatten(0, (stored.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    if stored.transposed:
+        whole = whole.t()
+    missing = stored.shape[0] - whole.shape[0]
+    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+
+
+def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """Return a logical tensor cut out of a stored one; `shapes` are those of the logical tensors."""
+    whole = tensor.t() if stored.transposed else tensor
+    if len(stored.parts) == 1:
+        return whole[: shapes[part][0]]
+    widths = [shapes[name][0] // stored.groups for name in stored.parts]
+    blocks = whole.unflatten(0, (stored.groups, -1)).split(widths, dim=1)
+    return blocks[stored.parts.index(part)].flatten(0, 1)
+
+
+def require_expressible(model: ModelConfig, format_: str, only: Mapping[str, Any], **choices: Sequence[Any]) -> None:
+    """Raise a ConfigError that names all keys of a model with other values than `only` and `choices` allow."""
+    needs = {key: [value] for key, value in only.items()} | choices
+    problems = [
+        Problem(f"model.{key}", value, f"cannot be expressed in {format_}", f"{list(values)} can")
+        for key, values in needs.items()
+        if (value := attrgetter(key)(model)) not in values
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,399 @@
+"""Rules for interdependent options of Megatron-LM's and MindSpeed-LLM's pretrain_gpt.py."""
+# From megatron/training/arguments.py (`validate_args`) and megatron/core/optimizer_param_scheduler.py.
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from pangu.config.expert_layout import least_data
+from pangu.interop.translation.expert_layers import layer_pattern, spread
+from pangu.interop.translation.table import Translation
+
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm"}
+_SPECS = ("qwen3_spec", "bailing_spec", "gpt_layer_specs")
+"""Modules whose layers are those that the other options describe."""
+_TOKENIZERS = {
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "huggingface",
+    "SFTTokenizer": "huggingface",
+    "PretrainedFromHF": "huggingface",
+}
+
+
+def translate(source: Translation) -> None:
+    """Fill in the overrides. Raises UserError for values that Megatron would not take either."""
+    source.set("model", "gpt2_124m")
+    source.set_direct()
+    for rule in (_model, _attention, _vocabulary, _experts, _layout, _memory, _precision, _optimizer, _schedule, _data):
+        rule(source)
+    if minutes := source.number("exit-duration-in-mins"):
+        source.set("train.stop_after", f"{round(minutes)}m", "exit-duration-in-mins")
+    if source.said(["tensorboard-dir"]):
+        source.set("metrics.tensorboard", True, "tensorboard-dir")
+
+
+def _model(source: Translation) -> None:
+    layers = source.integer("num-layers")
+    if layers is not None and (skipped := _skipped(source)):
+        source.set("model.layers", layers - sum(layer < layers for layer in skipped), "num-layers", "noop-layers")
+    if any(spec.rpartition(".")[2] not in _SPECS for spec in source.words("spec")[:1]):
+        source.lacks("spec", "other_function")
+    gated, plain = source.flag("swiglu"), source.flag("disable-bias-linear")
+    if gated:
+        source.set("model.activation", "swiglu", "swiglu")
+    elif source.flag("openai-gelu"):
+        source.set("model.activation", "gelu_tanh", "openai-gelu")
+    else:
+        # the fused kernel is the approximation by tanh; it needs biases
+        exact = plain or source.flag("no-bias-gelu-fusion")
+        source.set("model.activation", "gelu" if exact else "gelu_tanh", "no-bias-gelu-fusion")
+    width, hidden = source.integer("ffn-hidden-size"), source.integer("hidden-size")
+    if width is None and gated and hidden is not None:
+        width = int(4 * hidden * 2 / 3 / 64) * 64
+    if width is not None:
+        source.set("model.ffn", width, "ffn-hidden-size", "swiglu")
+    if plain:
+        source.set("model.biases", "qkv" if source.flag("add-qkv-bias") else False, "disable-bias-linear")
+    if source.flag("untie-embeddings-and-output-weights"):
+        source.set("model.tied_head", False, "untie-embeddings-and-output-weights")
+    source.choose("model.norm", "normalization", _NORMS)
+
+
+def _attention(source: Translation) -> None:
+    kinds = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope", "alibi": "alibi"}
+    if source.flag("use-rotary-position-embeddings"):
+        source.set("model.positions", "rope", "use-rotary-position-embeddings")
+    else:
+        source.choose("model.positions", "position-embedding-type", kinds)
+    positions = source.overrides.get("model.positions", ("", ()))[0]
+    if positions == "learned" and source.flag("no-position-embedding"):
+        source.lacks("no-position-embedding", "other_function")
+    if positions == "rope":
+        _rotary(source)
+    rows = source.integer("max-position-embeddings")
+    if positions == "learned" and rows not in (None, source.integer("seq-length")):
+        source.differs("positions_rows")
+    if heads := source.integer("num-key-value-heads"):
+        source.set("model.kv_heads", heads, "num-key-value-heads")
+    elif source.flag("group-query-attention"):
+        source.set("model.kv_heads", source.integer("num-query-groups") or 1, "num-query-groups")
+    width, heads, hidden = (
+        source.integer("kv-channels"),
+        source.integer("num-attention-heads"),
+        source.integer("hidden-size"),
+    )
+    if width is not None and (heads is None or width * heads != hidden):
+        source.set("model.head_dim", width, "kv-channels")
+    if sides := [int(side) for word in source.words("window-size") for side in re.findall(r"-?\d{1,9}", word)]:
+        if len(sides) == 2 and sides[0] >= 0 and sides[1] == 0:
+            source.set("model.window", sides[0] + 1, "window-size")
+        else:
+            source.lacks("window-size", "value")
+
+
+def _rotary(source: Translation) -> None:
+    if base := source.number("rotary-base"):
+        source.set("model.rope_base", float(base), "rotary-base")
+    kind = source.text("rope-scaling-type")
+    if kind not in (None, "llama3"):
+        source.lacks("rope-scaling-type", "other_function")
+    elif kind is not None or source.flag("use-rope-scaling"):
+        numbers = {
+            "factor": source.number("rope-scaling-factor"),
+            "low_freq_factor": source.number("low-freq-factor") or 1.0,
+            "high_freq_factor": source.number("high-freq-factor") or 4.0,
+            "original_sequence": source.integer("original-max-position-embeddings") or 8192,
+        }
+        source.set("model.rope_scaling", numbers, "use-rope-scaling", "rope-scaling-type")
+
+
+def _vocabulary(source: Translation) -> None:
+    kind = source.text("tokenizer-type")
+    if kind is None and source.said(["merge-file"]):
+        kind = "GPT2BPETokenizer"
+    for name in ("pad-vocab-size-to", "padded-vocab-size", "vocab-size"):
+        if (size := source.integer(name)) is not None:
+            # NullTokenizer adds the end of a document
+            source.set("model.vocab", size + (kind == "NullTokenizer" and name == "vocab-size"), name)
+            break
+    else:
+        if kind == "GPT2BPETokenizer":
+            source.set("model.vocab", 50257, "tokenizer-type")
+        else:
+            source.needs("model.vocab", "number of the tokenizer's pieces, e.g. 32000 of Llama 2, 128256 of Llama 3")
+    path = source.text("tokenizer-model") or source.text("tokenizer-name-or-path")
+    if kind in _TOKENIZERS and path is not None:
+        source.set("data.tokenizer", {"kind": _TOKENIZERS[kind], "path": path}, "tokenizer-model")
+    files = [PurePath(source.text(name) or "") for name in ("vocab-file", "merge-file")]
+    if [file.name for file in files] == ["vocab.json", "merges.txt"] and files[0].parent == files[1].parent:
+        source.set("data.tokenizer", {"kind": "gpt2", "path": str(files[0].parent)}, "vocab-file")
+    source.set("data", "indexed_gpt2" if kind == "GPT2BPETokenizer" else "indexed")
+
+
+def _experts(source: Translation) -> None:
+    if source.value("num-experts") is None:
+        return
+    source.set("model.experts_per_token", source.integer("moe-router-topk"), "moe-router-topk")
+    width = source.count("moe-ffn-hidden-size")
+    if width is not None:
+        source.set("model.expert_ffn", width, "moe-ffn-hidden-size")
+    shared, each = source.integer("moe-shared-expert-intermediate-size"), width or source.count("ffn-hidden-size")
+    if number := source.integer("n-shared-experts"):
+        source.set("model.shared_experts", number, "n-shared-experts")
+    elif shared:
+        if each is None or shared % each:
+            source.lacks("moe-shared-expert-intermediate-size", "other_function")
+        else:
+            source.set("model.shared_experts", shared // each, "moe-shared-expert-intermediate-size")
+    _expert_layers(source)
+    if source.flag("moe-use-upcycling"):
+        source.set("checkpoint.upcycle", True, "moe-use-upcycling")
+        source.needs("checkpoint.init_from", "the dense model's checkpoint, as tools/convert_checkpoint.py writes it")
+    if capacity := source.number("moe-expert-capacity-factor"):
+        source.set("model.expert_capacity", float(capacity), "moe-expert-capacity-factor")
+    _router(source)
+    if (factor := source.number("moe-z-loss-coeff")) is not None:
+        source.set("model.router.z_loss", float(factor), "moe-z-loss-coeff")
+    _balance(source)
+
+
+def _router(source: Translation) -> None:
+    score = source.value("moe-router-score-function")
+    source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
+    if source.flag("moe-router-pre-softmax") and not source.flag("norm-topk-prob") and score == "softmax":
+        source.set("model.router.normalised", False, "moe-router-pre-softmax")
+    if (scale := source.number("moe-router-topk-scaling-factor")) is not None:
+        source.set("model.router.scale", float(scale), "moe-router-topk-scaling-factor")
+    groups, chosen = source.integer("moe-router-num-groups"), source.count("moe-router-group-topk")
+    if groups is not None and groups > 1:
+        source.set("model.router.selection", "group_limited", "moe-router-num-groups")
+        source.set("model.router.groups", groups, "moe-router-num-groups")
+        source.set("model.router.groups_per_token", chosen, "moe-router-group-topk")
+        # a group's score is the sum of its best (experts per token / groups per token) experts there, of 2 here
+        if chosen is not None and (source.integer("moe-router-topk") or 0) // chosen != 2:
+            source.lacks("moe-router-group-topk", "other_function")
+
+
+def _balance(source: Translation) -> None:
+    name, factor = "moe-router-load-balancing-type", source.number("moe-aux-loss-coeff")
+    kinds = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "softmax_topk": "none"}
+    kind = source.value(name)
+    if kind not in (*kinds, "none"):
+        source.lacks(name, "other_function")
+        return
+    without = kind in ("none", "softmax_topk") or not factor
+    if source.flag("moe-router-enable-expert-bias"):
+        if not without:
+            source.lacks(name, "value")
+        source.set("model.router.balance", "bias", "moe-router-enable-expert-bias")
+        source.set(
+            "model.router.bias_rate", source.number("moe-router-bias-update-rate"), "moe-router-bias-update-rate"
+        )
+    elif without:
+        source.set("model.router.balance", "none", "moe-aux-loss-coeff")
+    else:
+        source.choose("model.router.balance", name, kinds)
+        source.set("model.router.balance_weight", factor, "moe-aux-loss-coeff")
+        if kind == "global_aux_loss" or (kind == "aux_loss" and not source.flag("seq-aux")):
+            source.differs("balance_sequence" if kind == "aux_loss" else "balance_global")
+
+
+def _expert_layers(source: Translation) -> None:
+    """Set the expert layers of `moe-layer-freq` and MindSpeed-LLM's `first-k-dense-replace`, without skipped layers."""
+    name, layers = "moe-layer-freq", source.count("num-layers") or 1
+    dense = max(0, source.integer("first-k-dense-replace") or 0)
+    frequency = source.value(name)
+    if frequency in (None, 1, -1) and not dense:
+        return
+    skipped = _skipped(source)
+    pattern = layer_pattern(1 if frequency is None else frequency, layers, dense)
+    found = spread([value for layer, value in enumerate(pattern) if layer not in skipped])
+    if found is None:
+        source.lacks(name, "value")
+        return
+    source.set("model.dense_layers", found[0], name, "first-k-dense-replace")
+    source.set("model.expert_every", found[1], name)
+
+
+def _skipped(source: Translation) -> set[int]:
+    """Return MindSpeed-LLM's empty layers, which only balance the stages of a pipeline."""
+    words = [number for word in source.words("noop-layers") for number in word.split(",")]
+    if not all(word.strip().isdecimal() for word in words):
+        raise source.wrong("noop-layers", "must be numbers of layers")
+    return {int(word) for word in words}
+
+
+def _layout(source: Translation) -> None:
+    stages, layers = source.count("pipeline-model-parallel-size") or 1, source.count("num-layers")
+    per, virtual = "num-layers-per-virtual-pipeline-stage", source.count("num-virtual-stages-per-pipeline-rank")
+    if layers is not None and (each := source.count(per)):
+        virtual = max(1, layers // stages // each)
+    if virtual is not None and virtual > 1 and stages > 1:
+        source.set("parallel.virtual", virtual, per)
+        source.set("parallel.schedule", "interleaved", per)
+    tensor, context = source.count("tensor-model-parallel-size") or 1, source.count("context-parallel-size") or 1
+    share, one_copy = source.count("expert-tensor-parallel-size"), tensor * context * stages
+    least = least_data(source.count("expert-model-parallel-size") or 1, share, tensor, context)
+    is_told = not any(name in source.unset for name, key in source.table.direct.items() if key.startswith("parallel."))
+    if is_told and source.processes is not None and source.processes % (one_copy * least) == 0:
+        source.set("parallel.data", source.processes // one_copy)
+    if tensor == 1:  # Megatron switches it off itself
+        source.overrides.pop("parallel.sequence", None)
+    if share == 1 and tensor > 1:
+        source.set("parallel.expert_tensor", 1, "expert-tensor-parallel-size")
+    elif share not in (None, tensor):
+        source.lacks("expert-tensor-parallel-size", "value")
+    if context > 1:
+        ways = {"p2p": "ring", "allgather": "gather", "all_gather": "gather", "a2a": "ulysses"}
+        ways |= {"megatron_cp_algo": "ring", "kvallgather_cp_algo": "gather", "ulysses_cp_algo": "ulysses"}
+        name = "context-parallel-algo" if source.said(["context-parallel-algo"]) else "cp-comm-type"
+        source.choose("parallel.context_kind", name, ways)
+    if sizes := [int(size) for word in source.words("num-layer-list") for size in re.findall(r"\d{1,4}", word)]:
+        source.set("parallel.layers", sizes, "num-layer-list")
+    if source.said(["zero-stage"]):
+        source.set("parallel.zero", source.integer("zero-stage"), "zero-stage")
+    elif source.flag("use-torch-fsdp2"):
+        source.set("parallel.zero", 3, "use-torch-fsdp2")
+    elif source.said(["data-parallel-sharding-strategy"]):
+        stage = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+        source.choose("parallel.zero", "data-parallel-sharding-strategy", stage)
+    elif source.flag("use-distributed-optimizer"):
+        source.set("parallel.zero", 1, "use-distributed-optimizer")
+    if minutes := source.number("distributed-timeout-minutes"):
+        source.set("parallel.timeout_s", 60 * minutes, "distributed-timeout-minutes")
+
+
+def _memory(source: Translation) -> None:
+    granularity = source.text("recompute-granularity")
+    if source.flag("recompute-activations"):
+        granularity = "selective"
+    if granularity == "full" or source.flag("checkpoint-activations"):
+        layers = source.integer("recompute-num-layers") if source.text("recompute-method") == "block" else None
+        source.set("memory.recompute", "full" if layers is None else layers, "recompute-granularity")
+    elif granularity == "selective":
+        parts = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
+        modules = source.words("recompute-modules")
+        if any(module not in parts for module in modules):
+            source.lacks("recompute-modules", "value")
+        if chosen := [parts[module] for module in modules if module in parts]:
+            source.set("memory.recompute", "selective", "recompute-granularity")
+            source.set("memory.selective", chosen, "recompute-modules")
+    elif source.flag("recompute-activation-function"):
+        source.set("memory.recompute", "selective", "recompute-activation-function")
+        source.set("memory.selective", ["activation"], "recompute-activation-function")
+    moved = {"cpu-offloading": "activations", "swap-attention": "activations"}
+    moved |= {"optimizer-cpu-offload": "optimizer", "swap-optimizer": "optimizer"}
+    if parts_moved := [part for name, part in moved.items() if source.flag(name)]:
+        source.set("memory.offload", list(dict.fromkeys(parts_moved)), *moved)
+
+
+def _precision(source: Translation) -> None:
+    if source.value("fp8-format") and source.value("num-experts") is None:
+        source.set("precision", "fp8", "fp8-format")
+    elif source.value("fp8-format"):
+        source.set("precision", "bf16", "fp8-format")
+        source.lacks("fp8-format", "fp8_experts")
+    elif source.flag("fp16"):
+        source.set("precision", "fp16", "fp16")
+        names = {"initial": "initial-loss-scale", "growth_interval": "loss-scale-window", "minimum": "min-loss-scale"}
+        for key, name in names.items():
+            source.set(f"precision.loss_scale.{key}", source.number(name), name)
+        if not source.said(["hysteresis"]):  # it is 2 then
+            source.differs("hysteresis")
+        if not source.flag("accumulate-allreduce-grads-in-fp32"):
+            source.differs("reduce_fp32")
+    else:
+        source.set("precision", "bf16" if source.flag("bf16") else "fp32", "bf16")
+    if source.flag("grad-reduce-in-bf16"):
+        source.set("precision.reduce", "bf16", "grad-reduce-in-bf16")
+
+
+def _optimizer(source: Translation) -> None:
+    source.choose("optimizer", "optimizer", {"adam": "adam"})
+    betas = [source.number("adam-beta1"), source.number("adam-beta2")]
+    source.set("optimizer.betas", betas, "adam-beta1", "adam-beta2")
+    source.set("optimizer.clip", source.number("clip-grad") or None, "clip-grad")
+
+
+def _schedule(source: Translation) -> None:
+    samples, size = source.integer("train-samples"), source.count("global-batch-size")
+    steps = source.integer("train-iters")
+    micro, replicas = source.count("micro-batch-size"), source.overrides.get("parallel.data", (None, ()))[0]
+    if size is None and micro is not None and isinstance(replicas, int):
+        size = micro * replicas
+        source.open.pop("batch.global_size", None)
+        source.set("batch.global_size", size, "micro-batch-size")
+    if steps is None and samples is not None and size is not None:
+        steps = samples // size
+    if steps is None:
+        source.needs("train.steps", "neither --train-iters nor --train-samples is given")
+    else:
+        source.set("train.steps", steps, "train-iters", "train-samples")
+    shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"}
+    source.choose("lr_schedule", "lr-decay-style", shapes)
+    shape = source.overrides.get("lr_schedule", ("constant", ()))[0]
+
+    def in_steps(name: str) -> int | None:
+        count = source.integer(name)
+        return None if count is None or size is None else round(count / size)
+
+    end = source.integer("lr-decay-iters") or in_steps("lr-decay-samples") or steps
+    fraction = source.number("lr-warmup-fraction")
+    warm = source.integer("lr-warmup-iters") or in_steps("lr-warmup-samples") or 0
+    if fraction is not None and end is not None:
+        warm = round(fraction * end)
+    names = ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction")
+    source.set("lr_schedule.warmup_steps", warm, *names)
+    decay = end if end != steps else None
+    if shape == "wsd":
+        if source.text("lr-wsd-decay-style") != "linear":
+            source.lacks("lr-wsd-decay-style", "value")
+        if decay is not None:
+            source.lacks("lr-decay-iters", "value")
+        decay = source.integer("lr-wsd-decay-iters") or in_steps("lr-wsd-decay-samples")
+    if shape != "constant":
+        source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
+        source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
+
+
+def _data(source: Translation) -> None:
+    held_out = source.blend("valid-data-path")[0]
+    if source.flag("mock-data"):
+        source.set("data", "synthetic", "mock-data")
+        source.overrides.pop("data.tokenizer", None)
+    else:
+        name = "train-data-path" if source.said(["train-data-path"]) else "data-path"
+        prefixes, weights = source.blend(name)
+        files = "prefixes of indexed files, e.g. [/data/web]"
+        if source.flag("sft"):
+            files = "files of conversations, e.g. [chat.jsonl]"
+            source.set("data", "instructions", "sft")
+            source.needs("data.template", "e.g. chatml, or the path of a Jinja template")
+            if "data.tokenizer" not in source.overrides:
+                source.needs("data.tokenizer", "e.g. {kind:huggingface,path:FOLDER}")
+        if prefixes:
+            source.set("data.train", prefixes, name)
+        else:
+            source.needs("data.train", files)
+        if weights:
+            source.set("data.weights", weights, name)
+        _packing(source)
+    if held_out and not source.flag("mock-data"):
+        source.set("data.validation", held_out, "valid-data-path")
+        source.set("validation.every", source.integer("eval-interval"), "eval-interval")
+        if size := source.count("global-batch-size"):
+            source.set("validation.sequences", size * (source.integer("eval-iters") or 1), "eval-iters")
+    else:
+        source.set("validation.every", 0, "eval-interval")
+
+
+def _packing(source: Translation) -> None:
+    resets = {"reset-attention-mask": "reset_mask", "reset-position-ids": "reset_positions"}
+    for name, key in resets.items():
+        if source.flag(name):
+            source.set(f"data.packing.{key}", True, name)
+    if any(map(source.flag, resets)) and source.overrides["data"][0] == "indexed":
+        source.needs("data.packing.eod", "the tokenizer's id that ends a document")

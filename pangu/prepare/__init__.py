@@ -1,0 +1,1 @@
+"""Preparation of a corpus: from documents to files of tokens, in parallel and resumable."""

@@ -1,0 +1,265 @@
+"""Conversion of text to indexed token files: workers encode chunks, this process writes their results in order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pangu.common.errors import UserError
+from pangu.common.files import remove, write_atomically
+from pangu.config.data import TokenizerConfig
+from pangu.data.documents import BadLine, Document, documents, leave_out
+from pangu.data.encoding import encode, held_out
+from pangu.data.indexed import bin_path, idx_path
+from pangu.data.inputs import Chunk, Place, read_chunks
+from pangu.data.workers import parallel_map
+from pangu.prepare.journal import Journal
+from pangu.prepare.manifest import FORMAT, manifest_path
+from pangu.prepare.near_duplicates import bands_and_rows, bands_of
+from pangu.prepare.resumable_writer import ResumableWriter
+from pangu.prepare.statistics import length_statistics, plot_lengths
+
+_JOURNAL = "journal.sqlite"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings that determine the contents of the output files."""
+
+    inputs: tuple[tuple[str, int, int], ...]
+    """Name, size in bytes and modification time of each input file."""
+    text_key: str
+    tokenizer: TokenizerConfig
+    tokenizer_digest: str
+    vocab: int
+    eod: int | None
+    """Id appended to each document."""
+    holdout: float
+    """Fraction of the documents, chosen by a hash of their text, that goes to a separate pair of files."""
+    exact_duplicates: bool
+    """True to drop documents whose text occurred before."""
+    near_duplicates: float | None
+    """Shingle similarity at which documents are dropped as near duplicates of an earlier one; None keeps them."""
+    whole_files: bool = False
+    """True if each text file is one document."""
+    bos: int | None = None
+    """Id prepended to each document."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Encoded chunk, the result of a worker."""
+
+    ids: NDArray[np.int32]
+    """Concatenated ids of all documents of the chunk."""
+    lengths: NDArray[np.int32]
+    sizes: NDArray[np.int64]
+    """Text size of each document in bytes."""
+    validation: NDArray[np.bool_]
+    digests: list[bytes]
+    """Digest of each text, if exact duplicates are dropped."""
+    bands: NDArray[np.int64]
+    """MinHash bands of each text, [documents, bands], if near duplicates are dropped."""
+    bad: list[BadLine]
+    after: Place
+
+
+@dataclass
+class Progress:
+    """Progress of a preprocessing run, apart from the tokens written."""
+
+    place: Sequence[int] = Place(0, 0, 0)
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    exact_duplicates: int = 0
+    near_duplicates: int = 0
+    finished: bool = False
+    """True once all input is read; the files may already have their final names."""
+
+
+def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
+    """Encode a chunk, in a worker process."""
+    texts: list[Document] = []
+    bad: list[BadLine] = []
+    for document in documents(chunk, recipe.text_key):
+        if isinstance(document, BadLine):
+            bad.append(document)
+        else:
+            texts.append(document)
+    strings = [document.text for document in texts]
+    tokens, lengths = encode(strings, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
+    return Encoded(
+        ids=tokens,
+        lengths=lengths,
+        sizes=np.array([document.size for document in texts], dtype=np.int64),
+        validation=np.array([held_out(document.text, recipe.holdout) for document in texts], dtype=bool),
+        digests=[_digest(document) for document in texts] if recipe.exact_duplicates else [],
+        bands=_bands(recipe, texts),
+        bad=bad,
+        after=chunk.after,
+    )
+
+
+def _digest(document: Document) -> bytes:
+    return blake2b(document.text.encode(), digest_size=16).digest()
+
+
+def _bands(recipe: Recipe, texts: Sequence[Document]) -> NDArray[np.int64]:
+    if recipe.near_duplicates is None:
+        return np.empty((0, 0), dtype=np.int64)
+    rows = [bands_of(document.text, recipe.near_duplicates) for document in texts]
+    return np.array(rows, dtype=np.int64).reshape(len(texts), bands_and_rows(recipe.near_duplicates)[0])
+
+
+class Preprocessing:
+    """Run that produces the files of one output, resuming an interrupted run with the same recipe.
+
+    A context manager that keeps the committed state if the block ends with an exception.
+    """
+
+    def __init__(self, output: str, recipe: Recipe, overwrite: bool) -> None:
+        """Start or resume. Raises UserError if files exist or belong to another recipe, OSError if not writable."""
+        self.recipe = recipe
+        self.prefixes = [output, *([f"{output}-validation"] if recipe.holdout else [])]
+        self._wanted = json.loads(json.dumps(asdict(recipe)))
+        self._folder = Path(f"{output}.partial")
+        state = self._begin(overwrite)
+        self.resumed = bool(state)
+        self.progress = Progress(**state.get("progress", {}))
+        written = state.get("written", [{}] * len(self.prefixes))
+        self.writers = [
+            ResumableWriter(prefix, self._folder, recipe.vocab, one)
+            for prefix, one in zip(self.prefixes, written, strict=True)
+        ]
+
+    def _begin(self, overwrite: bool) -> dict[str, Any]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(self._folder / _JOURNAL)
+        state = self._journal.state
+        begun = {} if state is None else state["recipe"]
+        if begun == self._wanted or (overwrite and state is None):
+            return state or {}
+        if overwrite:
+            self._journal.close()
+            remove(self._folder)
+            return self._begin(overwrite)
+        different = [key for key, value in self._wanted.items() if begun.get(key) != value]
+        message = (
+            f"{self._folder} is what a command with other inputs or options has begun ({', '.join(different)}); give"
+            " its options to go on, remove the folder, or add --overwrite"
+        )
+        if state is None:
+            paths = [path(prefix) for prefix in self.prefixes for path in (bin_path, idx_path, manifest_path)]
+            existing = [str(path) for path in paths if path.exists()]
+            if not existing:
+                return {}
+            message = f"{', '.join(existing)} exist already; choose another --output or add --overwrite"
+        self._journal.close()
+        if state is None:
+            remove(self._folder)
+        raise UserError(message)
+
+    def run(
+        self, workers: int, max_bad: int, every: float, tell: Callable[[int], object], warn: Callable[[str], object]
+    ) -> None:
+        """Encode the remaining input and commit every `every` seconds. Raises UserError beyond `max_bad` bad lines.
+
+        `tell` is called with the number of documents of each chunk, `warn` with a message for bad lines.
+        """
+        if self.progress.finished:
+            return
+        sources = [source for source, *_ in self.recipe.inputs]
+        chunks = read_chunks(
+            sources, self.recipe.text_key, Place(*self.progress.place), whole_files=self.recipe.whole_files
+        )
+        committed = time.monotonic()
+        for encoded in parallel_map(partial(encode_chunk, self.recipe), chunks, workers):
+            self._count_bad(encoded.bad, max_bad, warn)
+            self._add(encoded)
+            self.progress.place = encoded.after
+            tell(len(encoded.lengths))
+            if time.monotonic() - committed >= every:
+                self._commit()
+                committed = time.monotonic()
+
+    def _count_bad(self, bad: list[BadLine], max_bad: int, warn: Callable[[str], object]) -> None:
+        for line in bad:
+            self.progress.num_bad += 1
+            if leave_out(line, self.progress.num_bad, max_bad, f"--max-bad {max_bad} such lines", warn):
+                self.progress.bad.append(str(line))
+
+    def _add(self, encoded: Encoded) -> None:
+        stays = np.ones(len(encoded.lengths), dtype=bool)
+        if self.recipe.exact_duplicates:
+            stays = self._journal.unseen(encoded.digests)
+            self.progress.exact_duplicates += int(np.count_nonzero(~stays))
+        if self.recipe.near_duplicates is not None:
+            unlike = self._journal.unlike(encoded.bands[stays])
+            self.progress.near_duplicates += int(np.count_nonzero(~unlike))
+            stays[stays] = unlike
+        for writer, chosen in zip(
+            self.writers, (~encoded.validation & stays, encoded.validation & stays), strict=False
+        ):
+            ids = encoded.ids if chosen.all() else encoded.ids[np.repeat(chosen, encoded.lengths)]
+            writer.add(ids, encoded.lengths[chosen], int(encoded.sizes[chosen].sum()))
+
+    def _commit(self) -> None:
+        written = [writer.commit() for writer in self.writers]
+        self._journal.commit({"recipe": self._wanted, "progress": asdict(self.progress), "written": written})
+
+    def publish(self) -> list[dict[str, Any]]:
+        """Rename all files and return the statistics of each pair. After a kill, the same command finishes the job."""
+        self.progress.finished = True
+        self._commit()
+        statistics = []
+        for writer in self.writers:
+            manifest_path(writer.prefix).unlink(missing_ok=True)
+            files = writer.publish()
+            of_pair = self._statistics(writer)
+            plot_lengths(of_pair, Path(f"{writer.prefix}.png"), Path(writer.prefix).name)
+            manifest = {"format": FORMAT, "files": files, "recipe": self._wanted, "statistics": of_pair}
+            write_atomically(manifest_path(writer.prefix), json.dumps(manifest, indent=2, ensure_ascii=False).encode())
+            statistics.append(of_pair)
+        self._journal.close()
+        # first: a command that finds the journal considers the files unfinished
+        (self._folder / _JOURNAL).unlink()
+        remove(self._folder)
+        return statistics
+
+    def _statistics(self, writer: ResumableWriter) -> dict[str, Any]:
+        counts = length_statistics(writer.lengths())
+        return {
+            **counts,
+            "bytes": writer.num_bytes,
+            "bytes_per_token": writer.num_bytes / counts["tokens"],
+            "exact_duplicates": self.progress.exact_duplicates,
+            "near_duplicates": self.progress.near_duplicates,
+            "bad_lines": {"count": self.progress.num_bad, "first": self.progress.bad},
+        }
+
+    def close(self) -> None:
+        """Close the files; remove the folder if nothing was committed."""
+        for writer in self.writers:
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                writer.close()
+        self._journal.close()
+        if self._journal.state is None:
+            remove(self._folder)
+
+    def __enter__(self) -> Preprocessing:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        self.close()

@@ -1,0 +1,81 @@
+"""Report of a dry run as text and data: the device with the highest peak, whether it fits, each role."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pangu.dryrun.plan import plan_dry_run
+from pangu.metrics.text import size
+from pangu.pipeline.layouts import choose_layout
+from pangu.topology.layout import Layout
+
+WIDTH = 200
+"""Width in columns of tables where the output is not a terminal."""
+
+
+def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], every: bool) -> None:
+    """Print the report of a dry run; with `every`, also a table of all roles."""
+    for name, text in _rows(layout, report):
+        console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
+    if not every:
+        return
+    heads = ("rank", "stage", "tensor", "replica", "peak", "needs", "launches", "reads", "copies", "races")
+    table = Table(*heads, box=None, header_style="italic", pad_edge=False)
+    for role in report["roles"]:
+        counts = (sum(role[key].values()) for key in ("host_syncs", "blocking_copies", "races"))
+        row = (*(role[head] for head in heads[:4]), size(role["peak"]), size(role["needed_bytes"]), role["launches"])
+        table.add_row(*map(str, (*row, *counts)))
+    console.print()
+    console.print(table)
+
+
+def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if report["device"] is not None:
+        yield "no device", f"{report['device']}: tensors are a CPU's, kernels and copies of a device are not seen"
+    if report["compile"]:
+        given = str(report["compile"]).lower()
+        yield "not seen", f"compile={given}: this is the step without it, which has more launches and moves more bytes"
+    yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
+    kinds = ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
+    yield "each device", f"needs at most {size(report['peak'])} for tensors: {kinds}"
+    yield "fullest", f"rank {report['rank']} (stage {report['stage']}), at its peak in {report['peak_place']}"
+    for axis, kinds in report["collectives"].items():
+        words = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
+        exposed = sum(one["bytes"] - one.get("hidden_bytes", 0) for one in kinds.values())
+        yield f"over {axis}", "; ".join(words) + (f", {size(exposed)} exposed" if exposed else "")
+    bound, flops = size(report["memory_bound_bytes"]), report["flops"]
+    yield "step", f"{report['launches']:,} launches, {bound} moved beside products, {flops:.3g} FLOPs in products"
+    yield "host waits", _places(report["host_syncs"], "value of the device", "values of the device")
+    yield "blocked by", _places(report["blocking_copies"], "copy", "copies")
+    yield "races", _places(report["races"], "race", "races")
+    if report["findings"]:
+        yield "wrong", _places(report["findings"], "operation", "operations")
+    yield "memory", _fits(report)
+
+
+def _places(counts: Mapping[str, int], one: str, several: str) -> str:
+    total = sum(counts.values())
+    where = "; ".join(f"{place} {count} x" for place, count in counts.items())
+    return f"{total:,} {one if total == 1 else several}" + (f" ({where})" if where else "")
+
+
+def _fits(report: Mapping[str, Any]) -> str:
+    if report["cluster"] is None:
+        return f"needs {size(report['needed_bytes'])} for tensors; cluster=NAME says whether that fits"
+    needs = f"needs {size(report['needed_bytes'])} with context, workspaces and {report['groups']} communicators"
+    if report["fits"]:
+        return f"fits on {report['cluster']}: {needs}, {size(report['room_bytes'])} are left"
+    return f"does not fit on {report['cluster']}: {needs}, {size(-report['room_bytes'])} too much"
+
+
+def show_dry_run(values: Mapping[str, Any]) -> None:
+    """Carry out and print a dry run for `pretrain.py ... dry_run=true`; raise UserError if that fails."""
+    config, layout, _ = choose_layout(values, 1)
+    # the stream of all other messages of a run
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+    print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")

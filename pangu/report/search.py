@@ -1,0 +1,229 @@
+"""Reports of a search, for people and programs."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+from pangu.config.context import context_kind
+from pangu.models.size import training_flops_per_token
+from pangu.planning import search
+from pangu.planning.auto import Outcome, overrides_of
+from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
+from pangu.planning.plan import Plan
+from pangu.planning.search import Candidate, Space
+from pangu.schedule import orders
+from pangu.schedule.groups import groups_of
+from pangu.schedule.simulate import simulate
+from pangu.zero.choices import STAGES
+
+WIDTH = 900
+"""Width of a chart in pixels."""
+COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
+
+
+def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
+    """Return the numbers of a layout as plain data."""
+    config, cluster, seconds = outcome.space.config, outcome.space.cluster, one.time.total
+    tokens = config.batch.global_size * config.model.sequence
+    flops = tokens * training_flops_per_token(config.model)
+    data: dict[str, Any] = {
+        "overrides": overrides_of(one.plan),
+        "step_time_s": seconds,
+        "terms_s": vars(one.time).copy(),
+        "memory_gib": [stage.total for stage in one.memory],
+        "measured_memory_gib": one.measured,
+        "tokens_per_s": tokens / seconds,
+        "mfu": flops / (seconds * cluster.devices * cluster.matmul.tflops * 1e12),
+    }
+    if outcome.tokens is not None:
+        hours = outcome.tokens / tokens * seconds / 3600
+        data["days"] = hours / 24
+        data["energy_mwh"] = hours * cluster.devices * cluster.price.watts / 1e6
+        data["cost"] = hours * cluster.devices * cluster.price.per_hour or None
+    return data
+
+
+def search_data(outcome: Outcome) -> dict[str, Any]:
+    """Return the whole search as plain data."""
+    result, cluster = outcome.result, outcome.space.cluster
+    return {
+        "cluster": cluster.name,
+        "devices": cluster.devices,
+        "device_memory_gib": cluster.memory.gib,
+        "layouts": result.layouts,
+        "costed": result.costed,
+        "refused": dict(result.refused),
+        "model_error": search.MODEL_ERROR,
+        "ties": search.ties(result.best) if result.best else 0,
+        "best": [as_data(outcome, one) for one in result.best],
+        "front": [as_data(outcome, one) for one in result.front],
+    }
+
+
+def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table of the fastest layouts: column title -> cell."""
+    best = outcome.result.best
+    tied, terms = search.ties(best), terms_of(*(one.time for one in best))
+    for number, one in enumerate(best):
+        data, plan = as_data(outcome, one), one.plan
+        saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
+        yield {
+            "": f"{number + 1}{' =' if 0 < number < tied else ''}",
+            "tensor / chunks": f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
+            "pipeline": f"{plan.pipeline}",
+            "schedule": f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
+            "data x context": f"{plan.data}{_sharing(plan)}",
+            "ZeRO": f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
+            "micro": f"{plan.micro_size}",
+            "recompute": saved + "".join(f", {part} offloaded" for part in plan.offload),
+            "step": f"{one.time.total:.3f} s",
+            " + ".join(terms): " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
+            "memory": f"{one.fullest:.1f} GiB{'?' * (one.measured is None)}",
+            "tokens/s": f"{data['tokens_per_s']:,.0f}",
+            "MFU": f"{data['mfu']:.1%}",
+        }
+
+
+def _sharing(plan: Plan) -> str:
+    kind = "" if plan.context_kind == "auto" else f" {plan.context_kind}"
+    context = f" x {plan.context}{kind}" if plan.context > 1 else ""
+    whole = "whole " * (plan.expert_tensor not in (0, plan.tensor))
+    return context + (f", {whole}experts / {plan.expert}" if whole or plan.expert > 1 else "")
+
+
+def run_words(outcome: Outcome) -> str:
+    """Return a sentence with the time and energy that the fastest layout needs for the tokens of the run."""
+    data = as_data(outcome, outcome.result.best[0])
+    if outcome.tokens is None:
+        return ""
+    cost = "" if data["cost"] is None else f", {data['cost']:,.0f} of money"
+    return f"{outcome.tokens:.3g} tokens take {data['days']:,.1f} days and {data['energy_mwh']:,.0f} MWh{cost}"
+
+
+def explain(outcome: Outcome) -> Iterator[str]:
+    """Yield explanations why the neighbors of the fastest layout are slower or do not fit."""
+    space, best, room = outcome.space, outcome.result.best[0], outcome.space.cluster.memory.gib
+    batch, plans = space.config.batch.global_size, dict[str, Plan | str]()
+    for name, values in _changes(space, best.plan):
+        other = best.plan._replace(**values, layers=())
+        other = other._replace(micro_batches=max(1, batch // (other.micro_size * other.data)))
+        plans[name] = search.with_schedule(space, other)
+    reasons = {name: made if isinstance(made, str) else search.problem_of(space, made) for name, made in plans.items()}
+    valid = {name: made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name]}
+    space.program.prepare(valid.values())
+    for name, reason in reasons.items():
+        if name not in valid:
+            yield f"{name}: cannot be: {reason}"
+            continue
+        memory = memory_of(space.program.describe(valid[name]), space.cluster)
+        stage, needed = max(enumerate(one.total for one in memory), key=itemgetter(1))
+        if needed > room:
+            yield f"{name}: {search.TOO_LARGE}: stage {stage} needs {needed:.1f} GiB of {room:.1f}"
+            continue
+        time = search.time_of(space, valid[name])
+        changes = {term: getattr(time, term) - getattr(best.time, term) for term in TERMS}
+        term = max(changes, key=lambda name: abs(changes[name]))
+        yield f"{name}: {time.total / best.time.total - 1:+.1%}, most of it {term} ({changes[term]:+.3f} s)"
+
+
+def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield changes of a layout in one respect, with the same devices."""
+    for name in ("tensor", "pipeline", *["context"] * (plan.context > 1)):
+        value = getattr(plan, name)
+        if plan.data > 1:
+            yield f"{name} {2 * value}", {name: 2 * value, "data": plan.data // 2}
+        if value > 1:
+            yield f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}
+    for size in filter(None, (plan.micro_size * 2, plan.micro_size // 2)):
+        yield f"micro-batches of {size}", {"micro_size": size}
+    for zero in sorted({*STAGES} - {plan.zero}):
+        yield f"ZeRO {zero}", {"zero": zero, "zero_group": 0}
+    yield f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}
+    if plan.context > 1:
+        now = context_kind(search.with_layout(space, plan))
+        yield from ((f"context {kind}", {"context_kind": kind}) for kind in search.KINDS if kind != now)
+    if space.config.model.experts is not None:
+        for number in filter(None, (plan.expert * 2, plan.expert // 2)):
+            yield f"experts on {number} ranks", {"expert": number}
+        if plan.tensor > 1:
+            of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
+            yield ("whole experts" if of_each else "experts cut by tensor ranks"), {"expert_tensor": of_each}
+    for count in sorted({1, *search.CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
+        yield f"products in {count} chunks", {"chunks": count}
+    recompute = "none" if plan.recompute == "full" else "full"
+    yield f"recompute {recompute}", {"recompute": recompute, "recomputed": 0}
+    for schedule in orders.worth_trying() if plan.pipeline > 1 else ():
+        if schedule != plan.schedule:
+            yield schedule, {"schedule": schedule, "virtual": orders.SCHEDULES[schedule].virtual[0]}
+
+
+def page(outcome: Outcome) -> str:
+    """Return a self-contained HTML page: memory per stage, time terms, stage timelines, memory against time."""
+    best = outcome.result.best
+    cluster, table = outcome.space.cluster, list(rows(outcome))
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in table[0])
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row.values())}</tr>" for row in table)
+    times = [(f"{number}", vars(one.time)) for number, one in enumerate(best, 1)]
+    memory = [(f"stage {stage}", one._asdict()) for stage, one in enumerate(best[0].memory)]
+    parts = [
+        f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
+        f"<table><tr>{titles}</tr>{cells}</table><h2>Terms of the time</h2>",
+        _bars(times, TERMS, max(one.time.total for one in best), "s"),
+        f"<h2>Memory of each stage of the fastest, of {cluster.memory.gib:.1f} GiB</h2>",
+        _bars(memory, StageMemory._fields, cluster.memory.gib, "GiB"),
+        "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
+        "<h2>Memory against time</h2>" + _front(outcome.result.front, cluster.memory.gib),
+    ]
+    style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}svg{background:#fafafa}"
+    return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'
+
+
+def _chart(height: int, boxes: Iterable[tuple[float, float, int, str, str]]) -> str:
+    """Return a chart with rows of boxes: left end and width in pixels, row, name in the legend, tooltip."""
+    colours, shapes, bottom = dict[str, str](), [], 0
+    for x, width, row, name, says in boxes:
+        colour, bottom = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)]), max(bottom, (row + 1) * height)
+        place = f'x="{x:.1f}" y="{row * height}" width="{max(width, 0.5):.1f}" height="{height - 1}"'
+        shapes.append(f'<rect {place} fill="{colour}"><title>{html.escape(says)}</title></rect>')
+    legend = " ".join(f'<b style="color:{colour}">{name}</b>' for name, colour in colours.items())
+    return f'<p>{legend}</p><svg width="{WIDTH}" height="{bottom}">{"".join(shapes)}</svg>'
+
+
+def _bars(bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], most: float, unit: str) -> str:
+    """Return one bar per title with its parts; the value `most` spans the width of the chart."""
+    boxes = []
+    for row, (title, parts) in enumerate(bars):
+        x = 0.0
+        for name in names:
+            width = parts[name] / most * WIDTH
+            boxes.append((x, width, row, name, f"{title}: {name} {parts[name]:.3f} {unit}"))
+            x += width
+    return _chart(20, boxes)
+
+
+def _timeline(outcome: Outcome) -> str:
+    plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
+    groups, ledger = groups_of(plan.layout, cluster.node), outcome.space.program.describe(plan)
+    durations = durations_of(ledger.schedule, phases_of(ledger, groups, cluster), 0.0)
+    timeline = simulate(ledger.schedule, durations, checked=True)
+    scale = WIDTH / timeline.makespan
+    boxes = (
+        (start * scale, (stop - start) * scale, stage, action.kind.name.lower(), f"stage {stage}: {action}")
+        for stage, action, start, stop in chain.from_iterable(timeline.computing)
+    )
+    return _chart(max(4, min(20, 400 // plan.pipeline)), boxes)
+
+
+def _front(front: Sequence[Candidate], room: float) -> str:
+    slowest = max(one.time.total for one in front)
+    shapes = [
+        f'<circle cx="{one.time.total / slowest * 880:.1f}" cy="{300 - one.fullest / room * 290:.1f}" r="5" '
+        f'fill="{COLOURS[0]}"><title>{one.time.total:.3f} s, {one.fullest:.1f} GiB: '
+        f"{html.escape(' '.join(overrides_of(one.plan)))}</title></circle>"
+        for one in front
+    ]
+    return f'<svg width="{WIDTH}" height="300">{"".join(shapes)}</svg>'

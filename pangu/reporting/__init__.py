@@ -1,1 +1,0 @@
-"""Web pages that compare runs."""

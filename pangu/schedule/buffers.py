@@ -1,0 +1,135 @@
+"""Buffer sizes of flat parameters in bytes, and the collectives that use the buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple, cast
+
+from pangu.config.schema import RunConfig
+from pangu.schedule.spans import Axis, Collective
+from pangu.topology.placement import PlacementTable
+from pangu.zero.grouping import Sharding, buffer_table
+from pangu.zero.stage_parameters import FlatNumbers
+from pangu.zero.states import BYTES, sum_bytes
+
+GRAIN = 512
+"""Allocation granularity in bytes: device allocators round up to multiples of it."""
+
+
+def allocated(nbytes: float) -> int:
+    """Return the bytes of a tensor, rounded up as the device's allocator does."""
+    return -(-int(nbytes) // GRAIN) * GRAIN
+
+
+class Buffers(NamedTuple):
+    """Transient buffers of a flat parameter, in bytes, and the collectives that use them."""
+
+    weights: int
+    """Gathered weights; 0 if they are persistent."""
+    total: int
+    """Accumulated gradients; 0 if they are persistent."""
+    message: int
+    """Copy of the gradient sum in the communication format; 0 if the sum itself is sent."""
+    part: int
+    """Local shard of the reduced gradients; 0 if they are reduced into a persistent buffer."""
+    norms: int
+    """Norms of the gradients of a reduction, kept until the end of the step."""
+    gathers: tuple[Collective, ...]
+    reductions: tuple[Collective, ...]
+    fetched: float
+    """Bytes copied from host memory for each gather."""
+
+
+class Formats(NamedTuple):
+    """Bytes per element of each kind of buffer."""
+
+    weights: int
+    sums: int
+    """Gradients accumulated over micro-batches, and main parameters."""
+    messages: int
+    """Gradients sent to replicas."""
+    moments: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Formats:
+        """Return the formats of a configuration."""
+        wide = sum_bytes(config)
+        sent = 2 if config.precision.reduce == "bf16" else wide
+        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
+
+
+class Shards(NamedTuple):
+    """Logical tensors of a flat parameter that a rank's shard contains."""
+
+    numels: tuple[int, ...]
+    """Elements of each tensor in the local shard, for the tensors that have some."""
+    num_tensors: int
+    """Number of tensors in the whole buffer."""
+    partial: int
+    """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
+    shared: frozenset[str]
+    """Axes along which other ranks hold copies of tensors in the local shard."""
+
+    @classmethod
+    def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
+        """Return the shards of a flat parameter."""
+        span, begin, num_tensors, partial = flat.sharding.span(flat.padded), 0, 0, 0
+        numels, shared = list[int](), set[str]()
+        for name in flat.names:
+            for entry in table.stored_in(name):
+                start = begin + entry.offset
+                held = min(start + entry.local_numel, span.stop) - max(start, span.start)
+                num_tensors += 1
+                if held > 0:
+                    numels.append(held)
+                    partial += held * entry.partial
+                    shared |= {entry.shared} if entry.shared else set()
+            begin += math.prod(table.shapes[name])
+        return cls(tuple(numels), num_tensors, partial, frozenset(shared))
+
+
+def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
+    """Return the transient buffers and collectives of a flat parameter with `num_tensors` logical tensors."""
+    sharding, padded = flat.sharding, flat.padded
+    size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
+    rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
+    weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
+    gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) * (size > 1)
+    fetched = share * formats.weights * rows["local"].on_host
+    if not flat.trained:
+        return Buffers(weights, 0, 0, 0, 0, gathers, (), fetched)
+    sent = formats.messages if replicas > 1 else formats.sums
+    narrower = sent < formats.sums
+    total = 0 if "total" in rows else allocated(padded * formats.sums)
+    if size == 1:
+        message, part = 0, allocated(padded * sent) * narrower
+        reductions = [Collective("all_reduce", axis_of(sharding, "replicas"), padded * sent)] * (replicas > 1)
+    else:
+        message, part = allocated(padded * sent) * narrower, allocated(share * sent) * (reduce_each or narrower)
+        reductions = [Collective("reduce_scatter", axis_of(sharding, "shard"), padded * sent)]
+        reductions += [Collective("all_reduce", axis_of(sharding, "copies"), share * sent)] * (size < replicas)
+    return Buffers(weights, total, message, part, allocated(1) * num_tensors, gathers, tuple(reductions), fetched)
+
+
+def axis_of(sharding: Sharding, name: str) -> Axis:
+    """Return the mesh axis along which a flat parameter is communicated."""
+    return cast(Axis, sharding.axis(name))
+
+
+def lasting_bytes(flat: FlatNumbers, numels: Collection[int], formats: Formats) -> int:
+    """Return the device bytes of a flat parameter, whose shard has tensors of `numels`, that persist across steps."""
+    rows = buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained)
+    own = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+    lasting = sum(allocated(row.numel * (formats.sums if row.wide else formats.weights)) for row in own)
+    on_device = flat.trained and not flat.main_on_host
+    return lasting + on_device * sum(2 * allocated(numel * formats.moments) for numel in numels)
+
+
+def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
+    """Return the bytes an update copies between device and host: gradients to the host, updated weights back."""
+    if not flat.trained:
+        return 0.0
+    rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
+    published = rows["rounded"].on_host != rows["local"].on_host
+    return flat.padded // flat.sharding.size * (formats.sums * flat.main_on_host + formats.weights * published)

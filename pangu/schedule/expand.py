@@ -1,0 +1,173 @@
+"""Expansion of a schedule into the step of one rank: actions module by module, and operations on parameters.
+
+The trainer follows the same rules (`zero.rules`); no tensor is involved here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pangu.schedule.actions import COMPUTE, Action, Kind
+from pangu.zero.grouping import backward_order
+from pangu.zero.rules import Operation, ReduceRules, UnshardRules
+from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+
+
+class StepOp(NamedTuple):
+    """Operation of a step."""
+
+    kind: str
+    """Kind of an action (of a module if it computes), an `Operation` on a flat parameter, or `UPDATE`."""
+    module: str = ""
+    flat: FlatNumbers | None = None
+    chunk: int | None = None
+    micro: int | None = None
+    peer: int | None = None
+    """Stage at the other end of a message."""
+
+    def __str__(self) -> str:
+        """Format it like `F layers.3, micro-batch 7` or `UNSHARD flat parameter 2 (layers.3.norm.weight, ...)`."""
+        words = [self.kind, self.module, "" if self.flat is None else str(self.flat)]
+        where = [("chunk", None if self.module or self.flat else self.chunk), ("micro-batch", self.micro)]
+        said = " ".join(filter(None, words))
+        return ", ".join([said, *(f"{name} {value}" for name, value in where if value is not None)])
+
+
+UPDATE = "UPDATE"
+"""Kind of the optimizer's update of one flat parameter, or of all (None)."""
+
+
+class _Unsharding(UnshardRules[FlatNumbers]):
+    """Rules that list the operations on weights."""
+
+    def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
+        super().__init__(parameters.uses, parameters.regions, parameters.trained, parameters.overlap)
+        self._ops = ops
+
+    def do(self, operation: Operation, flat: FlatNumbers) -> None:
+        self._ops.append(StepOp(operation.value, flat=flat))
+
+
+class _Reducing(ReduceRules[FlatNumbers]):
+    """Rules that list the operations on gradients."""
+
+    def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
+        super().__init__(parameters.reduced, parameters.reduce_each, parameters.overlap)
+        self._ops = ops
+
+    def do(self, operation: Operation, flat: FlatNumbers) -> None:
+        self._ops.append(StepOp(operation.value, flat=flat))
+
+
+def expand(
+    actions: Iterable[Action],
+    parameters: StageParameters,
+    in_flight: Collection[int] | None = None,
+    one_by_one: bool = False,
+) -> list[StepOp]:
+    """Return the step of one rank.
+
+    Args:
+        actions: Actions of its stage, from the schedule.
+        parameters: Parameters of its stage.
+        in_flight: Indices of flat parameters whose weights are in flight at the start of the step; None: those that
+            the update of the previous step published.
+        one_by_one: True if an optimizer with its state on the host updates one flat parameter at a time.
+    """
+    return Expansion(parameters, in_flight).step(actions, one_by_one)
+
+
+class Expansion:
+    """Builder of the list of operations."""
+
+    def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
+        """Start as after the previous step, or with the flat parameters of these indices in flight."""
+        self.parameters, self.ops = parameters, list[StepOp]()
+        self.unsharding, self.reducing = _Unsharding(parameters, self.ops), _Reducing(parameters, self.ops)
+        self.trained = [flat for flat in parameters.flats if flat.trained]
+        if in_flight is None:
+            self.unsharding.publish(self.trained)
+            self.ops.clear()
+        else:
+            self.unsharding.in_flight = {flat: None for flat in parameters.flats if flat.index in in_flight}
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """State between two actions, which determines all later operations."""
+        return self.unsharding.state, self.reducing.state
+
+    @state.setter
+    def state(self, state: tuple[Any, Any]) -> None:
+        self.unsharding.state, self.reducing.state = state
+        self.ops.clear()
+
+    def add(self, action: Action) -> None:
+        """Append the operations of an action."""
+        if action.kind in COMPUTE:
+            self._compute(action)
+        elif action.kind is Kind.UNSHARD:
+            self.unsharding.unshard(action.chunk)
+        elif action.kind is Kind.RESHARD:
+            self.unsharding.reshard(action.chunk)
+        else:
+            self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
+
+    def step(self, actions: Iterable[Action], one_by_one: bool) -> list[StepOp]:
+        """Return the operations of a full step."""
+        for action in actions:
+            self.add(action)
+        self.reducing.finish_all()
+        on_host = any("optimizer" in flat.sharding.offload for flat in self.parameters.flats)
+        groups = [[flat] for flat in self.trained] if one_by_one and on_host else [self.trained]
+        for flats in groups:
+            self.ops.append(StepOp(UPDATE, flat=flats[0] if len(groups) > 1 else None))
+            self.unsharding.publish(flats)
+        return self.ops
+
+    def _compute(self, action: Action) -> None:
+        parameters, chunk = self.parameters, action.chunk
+        modules, regions = parameters.uses[chunk], parameters.regions
+        backward = backward_order(list(modules), parameters.trained, regions)
+        if action.kind is Kind.FORWARD:
+            for module in modules:
+                self.unsharding.begin(module, self.unsharding.forward)
+                self.ops.append(StepOp(action.kind.value, module, None, chunk, action.micro))
+                if module != regions.last or module not in backward:  # its backward pass follows directly
+                    self.unsharding.end(module, self.unsharding.forward)
+            return
+        order = [*backward, *(module for module in reversed(list(modules)) if module in regions.lookups)]
+        order = [module for module in order if module in backward or self._adds(modules[module])]
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            order = [module for module in order if self._postpones(module)]
+        if action.reduce:
+            users = Counter(flat for module in order for flat in modules[module])
+            self.reducing.expect_counts(chunk, [users[flat] for flat in self.reducing.flat_parameters.get(chunk, [])])
+        for module in order:
+            self._backward(action, module, modules[module], module in backward)
+        if action.reduce:
+            self.reducing.reduce(chunk)
+
+    def _backward(self, action: Action, module: str, flats: Sequence[FlatNumbers], reads_weights: bool) -> None:
+        """Append one module of a backward pass, or of its input or weight part."""
+        reads_weights = reads_weights and action.kind is not Kind.BACKWARD_WEIGHT
+        if reads_weights:
+            goes_on = module == self.parameters.regions.last
+            self.unsharding.begin(module, self.unsharding.backward, goes_on)
+        self.ops.append(StepOp(action.kind.value, module, None, action.chunk, action.micro))
+        if action.reduce:
+            places = self.reducing.flat_parameters.get(action.chunk, [])
+            for index in sorted(places.index(flat) for flat in flats if flat in places):
+                self.reducing.count(action.chunk, index)
+        if reads_weights:
+            self.unsharding.end(module, self.unsharding.backward)
+
+    def _adds(self, flats: Sequence[FlatNumbers]) -> bool:
+        return any(flat.trained for flat in flats)
+
+    def _postpones(self, module: str) -> bool:
+        """Return whether a module's weight gradients are computed apart from its input gradient."""
+        parameters = self.parameters
+        adds = any(self._adds(modules.get(module, ())) for modules in parameters.uses.values())
+        return adds and not (module == parameters.regions.last and parameters.loss_in_chunks)

@@ -1,0 +1,91 @@
+"""Micro-batches that a pipeline stage holds at the memory peaks of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from operator import ge
+from typing import NamedTuple
+
+from pangu.schedule.actions import Kind
+from pangu.schedule.orders import SCHEDULES, Order, reduces_each
+
+_PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
+"""Kind -> `Held.part`."""
+
+
+class Held(NamedTuple):
+    """Micro-batches that a stage holds at one time, for each of its chunks."""
+
+    forwards: tuple[int, ...]
+    """Micro-batches whose input gradient is pending, per chunk."""
+    inputs: tuple[int, ...]
+    """Micro-batches whose weight gradients alone are pending, per chunk."""
+    summed: tuple[int, ...]
+    """1 per chunk with gradients of earlier micro-batches, else 0; () if they are reduced after each one."""
+    chunk: int
+    """Index of the chunk that computes."""
+    part: int
+    """Part that computes: 0 forward, 1 backward or its input part, 2 weight part."""
+
+    @property
+    def begins(self) -> bool:
+        """True if this is the first backward pass of a chunk."""
+        return self.part == 1 and bool(self.summed) and not self.summed[self.chunk]
+
+    @property
+    def has_sums_ahead(self) -> bool:
+        """True if the head may have computed gradients in a forward pass while no backward pass of it has run yet."""
+        came = self.part == 1 and self.chunk == len(self.forwards) - 1
+        return self.forwards[-1] > 0 and bool(self.summed) and not (self.summed[-1] or came)
+
+
+@lru_cache(maxsize=10_000)
+def most_held(name: str, stages: int, virtual: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Return each stage's peak number of micro-batches with pending backward pass and with pending weight gradients."""
+    return [_most(order) for order in SCHEDULES[name].order(stages, virtual, micro_batches)]
+
+
+def _most(order: Order) -> tuple[int, int]:
+    forwards = inputs = 0
+    most = (0, 0)
+    for kind, _, _ in order:
+        forwards += 1 if kind is Kind.FORWARD else -(kind is not Kind.BACKWARD_WEIGHT)
+        inputs += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
+        most = max(most[0], forwards), max(most[1], inputs)
+    return most
+
+
+def held_in(order: Order, schedule: str, skipped: int = 0) -> list[Held]:
+    """Return the states of a stage that no other dominates, from the order of its work; `skipped`: backward passes."""
+    chunks = sorted({chunk for _, chunk, _ in order})
+    sums = len(chunks) * (not reduces_each(schedule))
+    return _fullest(set(_moments(order, chunks, sums, skipped)), len(chunks))
+
+
+def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Iterator[tuple[int, ...]]:
+    """Yield the state at each step: forwards per chunk, inputs per chunk, `summed`, chunk index and part."""
+    place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
+    held, summed = [0] * (2 * count), [0] * sums
+    for kind, chunk, _ in order:
+        slot = place[chunk]
+        held[slot] += kind is Kind.FORWARD
+        if skipped <= 0:
+            yield *held, *summed, slot, _PARTS[kind]
+        skipped -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if kind is Kind.BACKWARD_WEIGHT:
+            held[slot + count] -= 1
+        elif kind is not Kind.FORWARD:
+            held[slot] -= 1
+            held[slot + count] += kind is Kind.BACKWARD_INPUT
+        if sums:
+            summed[slot] |= kind is not Kind.FORWARD
+
+
+def _fullest(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
+    """Return the states without another one of the same chunk and part that holds at least as much of everything."""
+    fullest: list[tuple[int, ...]] = []
+    for one in sorted(moments, key=sum, reverse=True):
+        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in fullest):
+            fullest.append(one)
+    return [Held(one[:chunks], one[chunks : 2 * chunks], one[2 * chunks : -2], *one[-2:]) for one in fullest]

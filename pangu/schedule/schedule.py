@@ -1,0 +1,153 @@
+"""Pipeline schedules as data: the actions of one step for every stage, without processes or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from pangu.schedule.actions import CONTENTS, SENDS, Action, Kind
+from pangu.schedule.orders import SCHEDULES, NumbersError, Order, Step, reduces_each
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Actions of all stages in one step."""
+
+    name: str
+    stages: int
+    virtual: int
+    micro_batches: int
+    stage_of: tuple[int, ...]
+    """Stage of each chunk, in model order."""
+    actions: tuple[tuple[Action, ...], ...]
+    two_phases: bool = False
+    """True if a chunk stays unsharded through all its forward passes, then through all its backward passes."""
+    reduce_each: bool = False
+    """True if gradients are reduced after every micro-batch, keeping no full ones, rather than once per step."""
+
+    def __hash__(self) -> int:
+        """Hash the identifying numbers: hashing all actions would be slow."""
+        return hash((self.name, self.stages, self.virtual, self.micro_batches))
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True if weight gradients are computed apart from input gradients."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
+
+    @property
+    def channels(self) -> list[tuple[str, int, int]]:
+        """Kind, source and target stage of each channel of a step."""
+        channels = {
+            (CONTENTS[action.kind], stage, action.peer)
+            for stage, actions in enumerate(self.actions)
+            for action in actions
+            if action.kind in SENDS and action.peer is not None
+        }
+        return sorted(channels)
+
+    def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
+        """Return the peak number of activations on each stage, in activations of one chunk for one micro-batch.
+
+        An activation lives from the start of its forward to the end of its backward pass. If the latter is split, the
+        fraction `kept_for_weight` of it (with the output gradient) stays until the end of BACKWARD_WEIGHT: M_W / M_B of
+        arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
+        """
+        added = {
+            Kind.FORWARD: 1.0,
+            Kind.BACKWARD: -1.0,
+            Kind.BACKWARD_INPUT: kept_for_weight - 1.0,
+            Kind.BACKWARD_WEIGHT: -kept_for_weight,
+        }
+        changes = [[added[action.kind] for action in actions if action.kind in added] for actions in self.actions]
+        return tuple(max(accumulate(of_stage)) for of_stage in changes)
+
+
+def chunk_stages(name: str, stages: int, virtual: int) -> tuple[int, ...]:
+    """Return the stage of each chunk, in model order."""
+    down = tuple(range(stages))
+    return down + down[::-1] if SCHEDULES[name].v_shape else down * virtual
+
+
+def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
+    """Return schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
+
+    `reduce_each` applies if the schedule allows it (`orders.reduces_each`). Raise `NumbersError`, with values that
+    work, if there is no such schedule or it does not allow these numbers.
+    """
+    if name not in SCHEDULES:
+        raise NumbersError(f"schedule {name}", f"there is none of that name; {', '.join(sorted(SCHEDULES))} work")
+    for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise NumbersError(f"schedule {name} with {what} = {value}", "must be at least 1; 1 works")
+    family = SCHEDULES[name]
+    least, most = family.virtual
+    if virtual < least or (most is not None and virtual > most):
+        allowed = f"{'exactly' if most == least else 'at least'} {least} chunk{'s' if least > 1 else ''}"
+        raise NumbersError(
+            f"schedule {name} with virtual = {virtual}", f"{name} needs {allowed} per stage; {least} works"
+        )
+    stage_of = chunk_stages(name, stages, virtual)
+    orders = family.order(stages, virtual, micro_batches)
+    each = reduce_each and reduces_each(name)
+    actions = tuple(tuple(_complete(order, stage_of, family.two_phases, each)) for order in orders)
+    return Schedule(name, stages, virtual, micro_batches, stage_of, actions, family.two_phases, each)
+
+
+def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_each: bool) -> Iterator[Action]:
+    """Yield a stage's steps with their messages and parameter actions."""
+    # A receive is posted one step before the step that waits for it: it overlaps with one step, and no more than one
+    # step's worth of buffers waits. Sends follow the step that makes the tensors.
+    last = {step[1]: step for step in order}
+    kinds = {step[:2] for step in order}
+    receives = {(kind, chunk): _receive(kind, chunk, stage_of) for kind, chunk in kinds}
+    sends = {(kind, chunk): _send(kind, chunk, stage_of) for kind, chunk in kinds}
+    yield from _message(order[0], receives)
+    for before, step, after in zip([None, *order[:-1]], order, [*order[1:], None], strict=True):
+        if after is not None:
+            yield from _message(after, receives)
+        kind, chunk, micro = step
+        if two_phases and (before is None or before[1] != chunk):
+            yield Action(Kind.UNSHARD, chunk)
+        completes = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        yield Action(kind, chunk, micro, None, completes and (reduce_each or step == last[chunk]))
+        yield from _message(step, sends)
+        if two_phases and (after is None or after[1] != chunk):
+            yield Action(Kind.RESHARD, chunk)
+
+
+End = tuple[Kind, int] | None
+"""End of a message: its kind and the other stage; None if no message is needed."""
+
+
+def _message(step: Step, ends: Mapping[tuple[Kind, int], End]) -> tuple[Action, ...]:
+    kind, chunk, micro = step
+    end = ends[kind, chunk]
+    return () if end is None else (Action(end[0], chunk, micro, end[1]),)
+
+
+def _receive(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
+    forward = kind is Kind.FORWARD
+    peer = _peer(kind, chunk, chunk - 1 if forward else chunk + 1, stage_of)
+    return None if peer is None else (Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT, peer)
+
+
+def _send(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
+    forward = kind is Kind.FORWARD
+    peer = _peer(kind, chunk, chunk + 1 if forward else chunk - 1, stage_of)
+    return None if peer is None else (Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, peer)
+
+
+def _peer(kind: Kind, chunk: int, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
+    if kind is Kind.BACKWARD_WEIGHT or not 0 <= neighbour < len(stage_of) or stage_of[neighbour] == stage_of[chunk]:
+        return None
+    return stage_of[neighbour]
+
+
+def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Return a schedule of the forward passes of `micro_batches` micro-batches, chunk by chunk."""
+    chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
+    orders = [[(Kind.FORWARD, c, micro) for c in of_stage for micro in range(micro_batches)] for of_stage in chunks]
+    actions = tuple(tuple(_complete(order, schedule.stage_of, schedule.two_phases, False)) for order in orders)
+    return replace(schedule, name=f"{schedule.name}, forwards", micro_batches=micro_batches, actions=actions)

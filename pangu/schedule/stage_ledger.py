@@ -1,0 +1,261 @@
+"""Ledger of one pipeline stage: its modules and flat parameters, and the walk over the actions of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+from pangu.config.context import context_kind
+from pangu.config.optimizer import UPDATED_AT_ONCE
+from pangu.config.schema import RunConfig
+from pangu.models.parameters import logical_shapes
+from pangu.models.size import hidden_state_shapes
+from pangu.schedule.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
+from pangu.schedule.buffers import Formats, Shards, allocated, buffers_of, copied_bytes, lasting_bytes
+from pangu.schedule.expand import Expansion
+from pangu.schedule.groups import Group
+from pangu.schedule.ledger import Fold, Pass
+from pangu.schedule.schedule import Schedule
+from pangu.schedule.spans import Axis, Collective, Trace, Work
+from pangu.topology.placement import TensorRank
+from pangu.zero.stage_parameters import StageParameters
+from pangu.zero.states import BYTES
+
+ModuleKinds = Mapping[int, Mapping[str, str]]
+HIDDEN = 0.9
+"""Fraction of the replica communication in flight during compute that the compute hides."""
+
+
+@dataclass(frozen=True)
+class StageLedger:
+    """Memory, communication and work of one rank of a stage in a step."""
+
+    lasting: int
+    """Bytes that persist across steps: parameters, gradients, optimizer state."""
+    peak: int
+    """Peak live bytes of tensors."""
+    sent: Mapping[Collective, float]
+    """Mapping from the collectives and messages of a step to their counts."""
+    groups: int
+    """Number of process groups in which the rank communicates."""
+    passes: Mapping[tuple[Kind, int], Pass]
+    """Mapping from the kind of an action and its chunk to the action's ledger for most micro-batches."""
+    besides: Mapping[Collective, float]
+    """Counts of the step's collectives besides those of `passes` per micro-batch; negative if there are fewer."""
+    update: Work
+    """Optimizer step, and the copies between device and host for it."""
+    host_update_bytes: float
+    """Bytes that an optimizer on the host reads and writes."""
+
+
+class StageActions(NamedTuple):
+    """Actions of a stage in a step, with its chunks numbered from 0."""
+
+    distinct: tuple[Action, ...]
+    """Distinct actions, regardless of their micro-batch."""
+    order: tuple[int, ...]
+    """Sequence of the step, as indices into `distinct`."""
+    middle: tuple[int, ...]
+    """Indices into `order` of the middle round, which represents all rounds like it."""
+    period: int
+    """Micro-batches per round, after which schedules repeat: the number of stages."""
+    micro_batches: int
+
+
+@lru_cache(maxsize=100)
+def stage_actions(schedule: Schedule) -> list[StageActions]:
+    """Return the actions of each stage."""
+    period = min(schedule.stages, schedule.micro_batches)
+    first = (schedule.micro_batches - period) // 2
+    micros, found = range(first, first + period), []
+    place_of = [schedule.stage_of[:chunk].count(stage) for chunk, stage in enumerate(schedule.stage_of)]
+    for actions in schedule.actions:
+        numbers: dict[Action, int] = {}
+        alike = (Action(one.kind, place_of[one.chunk], None, one.peer, one.reduce) for one in actions)
+        order = tuple(numbers.setdefault(action, len(numbers)) for action in alike)
+        middle = tuple(place for place, action in enumerate(actions) if action.micro in micros)
+        found.append(StageActions(tuple(numbers), order, middle, period, schedule.micro_batches))
+    return found
+
+
+class StageProgram:
+    """Stage whose step can be folded for any list of actions."""
+
+    def __init__(self, config: RunConfig, parameters: StageParameters, kinds: ModuleKinds, trace: Trace) -> None:
+        """Create a stage; `kinds` maps a chunk to its modules in forward order, with their kinds (`module_kinds`)."""
+        self._config, self._trace, self._kinds = config, trace, kinds
+        self._hidden = HIDDEN if config.parallel.overlap else 0.0
+        self._formats = formats = Formats.of(config)
+        flats, table = parameters.flats, parameters.table
+        shards = [Shards.of(flat, table) for flat in flats]
+        self._buffers = [
+            buffers_of(flat, held.num_tensors, formats, parameters.reduce_each)
+            for flat, held in zip(flats, shards, strict=True)
+        ]
+        self._trained = [each for each in zip(flats, shards, self._buffers, strict=True) if each[0].trained]
+        self._flat_of = {name: flat.index for flat in flats for name in flat.names}
+        if (words := self._flat_of.get("embedding.word.weight")) is not None:
+            self._flat_of.setdefault("head.weight", words)  # a tied head may have been measured without the embedding
+        self._expansion = Expansion(parameters, None)
+        self._states: list[Any] = [(self._expansion.state, frozenset())]
+        """States of the flat parameters between actions; a step begins in the first one."""
+        self._passes: dict[tuple[int, Action | None], tuple[Pass, int]] = {}
+        """Mapping from a state and an action to the action's ledger, and the state after it."""
+        updated = sum(len(held.numels) for flat, held, _ in self._trained if not flat.main_on_host)
+        # each tensor has its own step count in fused Adam
+        fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
+        lasting = sum(lasting_bytes(flat, held.numels, formats) for flat, held in zip(flats, shards, strict=True))
+        self._lasting = lasting + allocated(1) * (updated if fused else min(updated, 1))
+        self._update, self._host_update_bytes, self._working = self._updated()
+        self._ending = self._sent_once(["expert_shard" if entry.expert else "shard" for entry in table])
+
+    def ledger(self, stage: StageActions, more: int, groups: Mapping[Axis, Group]) -> StageLedger:
+        """Return the ledger of a step, folded over its actions.
+
+        Args:
+            stage: actions of the step.
+            more: number of further micro-batches, which repeat the middle round.
+            groups: communication group of each axis.
+        """
+        passes, trace, rounds = self._walk(stage), self._trace, more // stage.period
+        alike, counts = {id(one): one for one in passes}, Counter(map(id, passes))
+        steady: dict[tuple[Kind, int], Counter[int]] = {}
+        left = rounds * stage.period * trace.move.end
+        for place in stage.middle:
+            action, one = stage.distinct[stage.order[place]], passes[place]
+            counts[id(one)] += rounds
+            left += rounds * one.change
+            if action.kind in COMPUTE:
+                steady.setdefault((action.kind, action.chunk), Counter())[id(one)] += 1
+        most = {key: alike[of_key.most_common(1)[0][0]] for key, of_key in steady.items()}
+        moves = [trace.move] * stage.micro_batches
+        levels = chain(
+            ((span.peak, span.end) for span in (*moves, trace.begin)),
+            ((one.peak, one.change) for one in passes),
+            [(trace.finish.peak, trace.finish.end)],
+        )
+        peak = max(_highest(levels), sum(one.buffers for one in passes) + self._working)
+        sent = Counter(each for each in self._ending if groups[each.axis].size > 1)
+        besides = sent.copy()
+        for key, one in alike.items():
+            for each in one.collectives:
+                besides[each] += counts[key]
+            for each in chain(one.collectives, *(span.work.collectives for span in one.spans)):
+                sent[each] += counts[key]
+        for one in most.values():
+            for each in one.collectives:
+                besides[each] -= stage.micro_batches + more
+        channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
+        axes = {each.axis for each in sent if each.axis != "pipeline" or each.kind not in ("send", "receive")}
+        axes |= {each.axis for buffers in self._buffers for each in buffers.gathers}  # frozen weights are gathered once
+        return StageLedger(
+            self._lasting,
+            self._lasting + trace.lasting_bytes + peak + left,
+            sent,
+            len(axes) + len(channels),
+            most,
+            besides,
+            self._update,
+            self._host_update_bytes,
+        )
+
+    def _walk(self, stage: StageActions) -> list[Pass]:
+        """Return the ledger of each action of a step, and that of the step's end."""
+        state, passes, known = 0, list[Pass](), self._passes
+        for number in stage.order:
+            action = stage.distinct[number]
+            one, state = known.get((state, action)) or self._pass(state, action)
+            passes.append(one)
+        return [*passes, (known.get((state, None)) or self._pass(state, None))[0]]
+
+    def _sent_once(self, shard_axes: list[Axis]) -> list[Collective]:
+        """Return the once-per-step collectives besides gathers and reductions.
+
+        They sum gradients of which several ranks hold copies, losses and norms, and gather updated weights.
+        `shard_axes`: axis along which each tensor is sharded.
+        """
+        config, width = self._config, self._formats.sums
+        sent: list[Collective] = []
+        for flat, held, buffers in self._trained:
+            size = flat.padded // flat.sharding.size * width
+            sent += [Collective("all_reduce", cast(Axis, axis), size) for axis in held.shared]
+            sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
+        partial = sum(held.partial for _, held, _ in self._trained)
+        sent += [Collective("all_reduce", "tensor", partial * width)] * (partial > 0)
+        world = [2 * 8]  # loss and norm
+        if config.precision.matmul == "fp8":
+            shapes = logical_shapes(config.model).items()
+            world.append(3 * 4 * sum(name.startswith("layers.") and len(shape) == 2 for name, shape in shapes))
+        if config.model.experts is not None:
+            world.append(8 * len(config.model.expert_layers) * (config.model.experts + 3))
+        sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]
+        sent.append(Collective("all_reduce", "replicas", 8))  # number of targets
+        if config.optimizer.name == "lamb":  # squared norms of directions, weights and updates
+            counts: Counter[Axis] = Counter(shard_axes)
+            counts["tensor"] = counts.total()
+            sent += [Collective("all_reduce", axis, 3 * count * width) for axis, count in counts.items()]
+        return sent
+
+    def _updated(self) -> tuple[Work, float, int]:
+        """Return the work of the optimizer step, the bytes it reads and writes on the host, and its working memory."""
+        numels = [numel for _, held, _ in self._trained for numel in held.numels]
+        moved, launches, working = self._trace.update.at(sum(numels), len(numels), UPDATED_AT_ONCE)
+        copied = sum(copied_bytes(flat, self._formats) for flat, *_ in self._trained)
+        if any(flat.main_on_host for flat, *_ in self._trained):
+            return Work((), 0.0, launches, host_bytes=copied), moved, 0
+        return Work((), moved, launches, host_bytes=copied), 0.0, int(working)
+
+    def _pass(self, state: int, action: Action | None) -> tuple[Pass, int]:
+        """Return the ledger of an action and the state of the flat parameters after it; None: the end of the step."""
+        expansion, trace = self._expansion, self._trace
+        expansion.state, begun = self._states[state][0], set(self._states[state][1])
+        fold = Fold(self._buffers, self._flat_of, begun, self._hidden)
+        if action is None:
+            expansion.reducing.finish_all()
+            fold.operations(expansion.ops)
+        elif action.kind in MESSAGES:
+            expansion.add(action)
+            span = trace.message(action.kind, list(self._kinds[action.chunk].values()))
+            fold.span("", replace(span, work=replace(span.work, collectives=self._messages(action.kind))))
+        elif action.kind in COMPUTE:
+            expansion.add(action)
+            kinds = self._kinds[action.chunk]
+            names = [*kinds] if action.kind is Kind.FORWARD else [*reversed([*kinds])]
+            spans = [span for _, span in trace.of_action(action.kind, list(kinds.values()))]
+            fold.modules(expansion.ops, zip(["", *names, ""], spans, strict=True))
+        else:
+            expansion.add(action)
+            fold.operations(expansion.ops)
+        after = expansion.state, frozenset(begun)
+        if after not in self._states:
+            self._states.append(after)
+        return self._passes.setdefault((state, action), (fold.result(), self._states.index(after)))
+
+    def _messages(self, kind: Kind) -> tuple[Collective, ...]:
+        """Return the messages of an action, one for each tensor of the hidden states."""
+        sends = cast(Any, "send" if kind in SENDS else "receive")
+        return tuple(Collective(sends, "pipeline", nbytes) for nbytes in message_bytes(self._config))
+
+
+def _highest(levels: Iterable[tuple[int, int]]) -> int:
+    """Return the peak of actions that follow each other, each with its peak and its net change."""
+    level = most = 0
+    for peak, change in levels:
+        if level + peak > most:
+            most = level + peak
+        level += change
+    return most
+
+
+def message_bytes(config: RunConfig) -> tuple[int, ...]:
+    """Return the bytes of the tensors that a chunk sends to the next one for a micro-batch."""
+    parallel, model = config.parallel, config.model
+    rank, length = TensorRank(0, parallel.tensor, parallel.sequence), model.sequence // parallel.context
+    shared = parallel.context if parallel.context > 1 and context_kind(config) == "ulysses" else 1
+    shapes = hidden_state_shapes(model, rank, config.batch.micro_size, length, model.sequence, shared)
+    return tuple(BYTES[config.precision.compute] * math.prod(shape) for shape in shapes)

@@ -1,0 +1,416 @@
+"""config.json and the other files of a folder of transformers: each field is used, harmless, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from pangu.common.errors import UserError, printable
+from pangu.config.checks import find_model_problems
+from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
+from pangu.interop.formats.convert import fitting_tensors
+from pangu.interop.formats.huggingface import HuggingFaceSource
+from pangu.interop.formats.huggingface_config import read_model
+from pangu.interop.loading import load_model
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from tests.interop.test_formats import HEADS, convert, weights
+from tests.references import foreign_checkpoints as foreign
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from pangu.interop.formats.modeling_pangu import PanguConfig
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 16}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+UNTOLD = {
+    **dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance")),
+    "attention": "auto",
+}
+SLIDES, SEES_ALL = "sliding_attention", "full_attention"
+
+
+def fields(kind: str, **changes: Any) -> dict[str, Any]:
+    """What transformers writes into config.json for a small model, with some fields changed."""
+    theirs = PanguConfig if kind == "Pangu" else getattr(transformers, f"{kind}Config")
+    return {**theirs(**SIZES).to_dict(), **changes}
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Pangu"])
+def test_whatever_transformers_writes_is_known(kind: str) -> None:
+    assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
+
+
+PUBLISHED = {
+    "Llama 3.1 8B": (
+        '{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
+        '"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",'
+        '"hidden_size": 4096, "initializer_range": 0.02,'
+        '"intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",'
+        '"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,'
+        '"rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,'
+        '"original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "use_cache": true,'
+        '"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",'
+        '"vocab_size": 128256}',
+        {"rope_base": 5e5, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192), "kv_heads": 8, "biases": False},
+    ),
+    "Mistral 7B 0.1": (
+        '{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",'
+        '"hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,'
+        '"model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,'
+        '"rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false,'
+        '"torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000}',
+        {"window": 4096, "biases": False, "qk_norm": False},
+    ),
+    "Qwen3 0.6B": (
+        '{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,'
+        '"bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1024, "use_cache": true,'
+        '"initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "vocab_size": 151936,'
+        '"max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,'
+        '"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,'
+        '"sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,'
+        '"transformers_version": "4.51.0"}',
+        {"head_dim": 128, "qk_norm": True, "window": None, "tied_head": True, "rope_base": 1e6},
+    ),
+    "Mixtral 8x7B 0.1": (
+        '{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,'
+        '"hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,'
+        '"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,'
+        '"num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,'
+        '"output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,'
+        '"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",'
+        '"transformers_version": "4.36.0.dev0", "use_cache": true, "vocab_size": 32000}',
+        {
+            "experts": 8,
+            "experts_per_token": 2,
+            "ffn": 14336,
+            "rope_base": 1e6,
+            "window": None,
+            "router": RouterConfig(),
+        },
+    ),
+    "Qwen3 30B-A3B": (
+        '{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
+        '"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,'
+        '"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,'
+        '"max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",'
+        '"moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,'
+        '"num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false,'
+        '"rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,'
+        '"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,'
+        '"transformers_version": "4.51.0", "use_sliding_window": false, "vocab_size": 151936}',
+        {"experts": 128, "experts_per_token": 8, "expert_ffn": 768, "expert_every": 1, "router": RouterConfig()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    text, expected = PUBLISHED[name]
+    told = read_model(json.loads(text), Path("config.json"))
+    assert {key: told[key] for key in expected} == expected
+    assert not list(find_model_problems(ModelConfig(**{**UNTOLD, **told})))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("GPT2", {"my_option": 3}, "my_option = 3: is not known here"),
+    ("GPT2", {"add_cross_attention": True}, "add_cross_attention = true: is not computed here; false is"),
+    ("GPT2", {"embd_pdrop": 0.5}, "embd_pdrop = 0.5: must be resid_pdrop = 0.1"),
+    ("GPT2", {"n_ctx": 8}, "n_ctx = 8: must be n_positions = 16"),
+    ("GPT2", {"n_head": "4"}, "n_head = '4': must be an integer"),
+    ("GPT2", {"n_head": 0, "n_layer": True}, "n_head = 0: must be at least 1"),
+    ("GPT2", {"vocab_size": None}, "vocab_size = null: must be an integer"),
+    ("GPT2", {"n_embd": 10**30}, "n_embd = 1000000000000000000000000000000: must be at least 1 and at most 1048576"),
+    ("GPT2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan: must be a finite number"),
+    ("GPT2", {"activation_function": ["gelu"]}, "activation_function = [gelu]: is none of gelu_new"),
+    ("GPT2", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
+    ("GPT2", {"quantization_config": {"bits": 4}}, "quantization_config = {bits: 4}: is not computed here"),
+    ("GPT2", {"model_type": ["gpt2"]}, "model_type = [gpt2]: cannot be converted"),
+    (
+        "Pangu",
+        {"position_embedding_type": "relative_key"},
+        "relative_key: is not computed here; absolute or rotary is",
+    ),
+    ("Pangu", {"position_embedding_type": ["rotary"]}, "position_embedding_type = [rotary]: is not computed"),
+    ("Pangu", {"rope_theta": -1}, "rope_theta = -1.0: must be above 0"),
+    ("Pangu", {"rope_scaling": {"factor": 4}}, "rope_scaling = {factor: 4}: is not known here"),
+    ("Llama", {"mlp_bias": True}, "mlp_bias = true: is not computed here without attention_bias"),
+    ("Llama", {"attention_bias": "yes"}, "attention_bias = yes: must be true or false"),
+    ("Llama", {"rope_parameters": []}, "rope_parameters = []: must be a JSON object or null"),
+    ("Llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_parameters.rope_theta = 1000"),
+    ("Llama", {"rope_scaling": "llama3"}, "rope_scaling = llama3: must be a JSON object or null"),
+    ("GPT2", {"initializer_range": 10**400}, "initializer_range = 1000"),
+    ("Llama", {"rope_parameters": {"rope_type": ["default"]}}, "rope_parameters.rope_type = [default]"),
+    ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn: is not computed here"),
+    ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor = 4.0: is not known here"),
+    ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = '1e4': must be a number"),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = null"),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 12.5}},
+        "= 12.5",
+    ),
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type = linear"),
+    ("Llama", {"rope_parameters": {SEES_ALL: {"rope_type": "default"}}}, f"{SEES_ALL} = "),
+    ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ("Llama", {"sliding_window": 8}, "sliding_window = 8: is not computed here; null is"),
+    ("Qwen2", {"layer_types": [SEES_ALL, SLIDES]}, "layer_types = [full_attention, sliding_attention]"),
+    ("Qwen2", {"layer_types": 7}, "layer_types = 7: is not computed here"),
+    (
+        "Qwen2",
+        {"layer_types": None, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "max_window_layers = 1: is not computed here; 0 is, or at least 2",
+    ),
+    ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
+    ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be at least 1"),
+    ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: is not computed here; 0.0 is"),
+    ("Mixtral", {"num_local_experts": 0}, "num_local_experts = 0: must be at least 1"),
+    ("Qwen3Moe", {"num_experts": 7}, "num_local_experts = 128: must be num_experts = 7: they are one number"),
+    ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
+    ("Qwen3Moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not computed here; [] or null is"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_is_not_computed_is_refused_by_name(kind: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_model(fields(kind, **changes), Path("config.json"))
+    assert str(error.value).startswith("config.json")
+    assert words in str(error.value)
+
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_ROPE = st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta", *LLAMA3]), _ANY | st.just("llama3"))
+
+
+def read_anything(kind: str, data: st.DataObject) -> None:
+    """Any value in the place of any field is read or refused; nothing else is raised."""
+    config = fields(kind)
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[key] = data.draw(_ROPE if key == "rope_parameters" else _ANY)
+    said = ""
+    try:
+        model = ModelConfig(**{**UNTOLD, **read_model(config, Path("config.json"))})
+        said = "\n".join(map(str, find_model_problems(model)))
+    except UserError as error:
+        said = str(error)
+    assert printable(said) == said
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "Qwen3Moe"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
+    read_anything(kind, data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Pangu"])
+@settings(max_examples=1500)
+@given(data=st.data())
+def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:
+    read_anything(kind, data)
+
+
+def set_field(name: str, key: str, value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**values, key: value}))
+
+    return change
+
+
+def index(value: object) -> Callable[[Path], None]:
+    """In place of the weights, an index with this map."""
+
+    def change(folder: Path) -> None:
+        (folder / "pytorch_model.bin").rename(folder / "other.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": value}))
+
+    return change
+
+
+def weights_with(name: object) -> Callable[[Path], None]:
+    """The weights and one more tensor."""
+
+    def change(folder: Path) -> None:
+        state = torch.load(folder / "pytorch_model.bin")
+        (folder / "pytorch_model.bin").unlink()
+        torch.save({**state, name: torch.ones(2)}, folder / "pytorch_model.bin")
+
+    return change
+
+
+def two_files(folder: Path) -> None:
+    """An index of two files, which both have all tensors."""
+    index({"a": "one.bin", "b": "two.bin"})(folder)
+    for name in ("one.bin", "two.bin"):
+        (folder / name).symlink_to(folder / "other.bin")
+
+
+DAMAGES = [
+    (lambda folder: (folder / "config.json").write_bytes(b"[" * 10**5), "config.json: cannot be read"),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: cannot be read"),
+    (set_field("config.json", "num_layers", 10**6), "num_layers = 1000000: must be at least 1 and at most 1000"),
+    (set_field("config.json", "num_heads", 5), "model.heads = 5: must divide model.hidden = 32"),
+    (set_field("config.json", "eos_token_id", "9"), "config.json: eos_token_id = 9: must be an id"),
+    (
+        set_field("generation_config.json", "eos_token_id", [1, None]),
+        "generation_config.json: eos_token_id = [1, null]",
+    ),
+    (index([1]), "weight_map must be a JSON object of tensors and their files"),
+    (index({"a": 3}), "weight_map must be a JSON object of tensors and their files"),
+    (index({"a": "gone.bin"}), "weight_map names gone.bin, which is no file of the folder"),
+    (index({"a": "\x00\x1b[2J"}), "weight_map names \\x00\\x1b[2J, which is no file of the folder"),
+    (index({"a": "x" * 5000}), "which is no file of the folder"),
+    (two_files, "is in "),
+    (weights_with("wte.weight"), "pytorch_model.bin: wte.weight is in "),
+    (weights_with(5), "transformer.5: [2], not in the model"),
+    (set_field("adapter_config.json", "peft_type", "LORA"), "transformers would add this adapter to the weights"),
+]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs") / "theirs"
+    foreign.write_huggingface(folder, weights(), HEADS)
+    return folder
+
+
+def copy_of(exported: Path, tmp_path: Path) -> Path:
+    """The small files anew, the weights as a link."""
+    (tmp_path / "config.json").write_bytes((exported / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").symlink_to(exported / "pytorch_model.bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_damaged_folders_are_refused_in_words(
+    damage: Callable[[Path], None], words: str, exported: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(exported, tmp_path)
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
+    assert words in str(error.value)
+
+
+def test_a_whole_file_comes_before_an_index(exported: Path, tmp_path: Path) -> None:
+    """As in transformers: an index that was left behind when its files were merged is not asked."""
+    folder = copy_of(exported, tmp_path)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
+    source = HuggingFaceSource(folder)
+    table = source.table(ModelConfig(**{**UNTOLD, **source.model_keys}))
+    assert torch.equal(source.read(table[0]), weights()["embedding.word.weight"])
+
+
+def test_many_tensors_are_told_in_a_few_lines(tmp_path: Path, exported: Path) -> None:
+    """Each file's header is read once: it took a time in proportion to the square of their number."""
+    folder = copy_of(exported, tmp_path)
+    save_file({f"transformer.{i}": torch.zeros(1) for i in range(2000)}, folder / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
+    assert str(error.value).count("\n") == 101
+    assert str(error.value).endswith(" more")
+
+
+def test_every_end_of_a_text_is_kept(exported: Path, tmp_path: Path) -> None:
+    """The first separates documents, generation stops at each, and the way back writes all of them."""
+    (tmp_path / "in").mkdir()
+    folder = copy_of(exported, tmp_path / "in")
+    set_field("config.json", "eos_token_id", [9, 5])(folder)
+    set_field("generation_config.json", "eos_token_id", [5, 9, 11, 10**6])(folder)
+    run = convert("huggingface", "pangu", folder, tmp_path / "run")
+    packing = yaml.safe_load((run / "config.yaml").read_text())["data"]["packing"]
+    assert (packing["eod"], packing["stop"], packing["pad"]) == (9, [5, 11], 6)
+    out = convert("pangu", "huggingface", run, tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["eos_token_id"] == [9, 5, 11]
+
+
+def test_links_that_lead_out_of_a_folder_are_not_copied(exported: Path, tmp_path: Path) -> None:
+    """A foreign folder could name any file of this machine; the links of Hugging Face's cache are followed."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"key")
+    folder = tmp_path / "models--x" / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    copy_of(exported, folder)
+    for name in ("vocab.model", "tokenizer.json"):
+        link = folder / name
+        link.symlink_to(secret)
+        with pytest.raises(UserError, match=rf"{name}: is a link to .*secret, out of the folder, and is not copied"):
+            HuggingFaceSource(folder)
+        link.unlink()
+    blobs = tmp_path / "models--x" / "blobs"
+    blobs.mkdir()
+    (blobs / "abc").write_text("{}")
+    (folder / "tokenizer.json").symlink_to(Path("../../blobs/abc"))
+    run = convert("huggingface", "pangu", folder, tmp_path / "run")
+    assert (run / "tokenizer" / "tokenizer.json").read_text() == "{}"
+
+
+def with_tensors(**more: torch.Tensor) -> Callable[[Path], None]:
+    """Add tensors to the weights, or change some."""
+
+    def change(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        save_file(state | more, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
+EMBED = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+CAUSAL = torch.ones(1, 1, 16, 16).tril()
+LEFT_OUT: list[tuple[str, dict[str, torch.Tensor], str]] = [
+    ("Llama", {"lm_head.weight": EMBED + 1e-3}, "lm_head.weight: differs from model.embed_tokens.weight"),
+    ("Llama", {"lm_head.weight": EMBED}, ""),
+    ("GPT2", {"lm_head.weight": EMBED * 2}, "lm_head.weight: differs from transformer.wte.weight"),
+    ("Llama", {INV_FREQ: 500.0 ** -(torch.arange(4) / 4)}, f"{INV_FREQ}: is not what config.json implies"),
+    ("Llama", {INV_FREQ: 10000.0 ** -(torch.arange(4) / 4)}, ""),
+    ("Llama", {INV_FREQ: (10000.0 ** -(torch.arange(4) / 4)).half()}, ""),
+    ("GPT2", {"transformer.h.0.attn.bias": CAUSAL.triu(-3)}, "transformer.h.0.attn.bias: is not what"),
+    ("GPT2", {"transformer.h.0.attn.bias": CAUSAL.byte(), "h.1.attn.masked_bias": torch.tensor(-1e9)}, ""),
+    ("GPT2", {"h.1.attn.masked_bias": torch.tensor(-1.0)}, "h.1.attn.masked_bias: is not what"),
+    (
+        "Llama",
+        {"model.embed_tokens.weight": torch.ones(70, 32)},
+        "model.embed_tokens.weight: [70, 32] in the files, [64, 32] in the model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "words"), LEFT_OUT, ids=range(len(LEFT_OUT)))
+def test_a_tensor_is_left_out_only_if_the_configuration_implies_it(
+    kind: str, more: dict[str, torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES, vocab_size=64, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(EMBED)
+    model.save_pretrained(tmp_path)
+    with_tensors(**more)(tmp_path)
+    source = HuggingFaceSource(tmp_path)
+    table = source.table(ModelConfig(**{**UNTOLD, **source.model_keys}))
+    if not words:
+        assert not more.keys() & fitting_tensors(source, table).keys()
+        return
+    with pytest.raises(UserError) as error:
+        fitting_tensors(source, table)
+    assert words in str(error.value)

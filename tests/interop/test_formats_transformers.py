@@ -1,0 +1,290 @@
+"""What is exported loads in transformers and computes the same; what transformers saved computes the same here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+import yaml
+from torch import Tensor
+
+from pangu.checkpoint.index import read_index
+from pangu.checkpoint.reading import newest_checkpoint
+from pangu.config.build import build
+from pangu.config.data import TokenizerConfig
+from pangu.config.model import RopeScaling
+from pangu.config.schema import RunConfig
+from pangu.data.tokenizers import load_tokenizer
+from pangu.interop.formats.huggingface_config import read_model
+from pangu.layers.expert_balance import ExpertBalance
+from tests.interop.test_formats import HEADS, SEQUENCE, VOCAB, convert, logical, weights
+from tests.models.helpers import make
+from tests.references import foreign_checkpoints as foreign
+from tests.references.pangu_reference import pangu_forward
+from tests.weights import logical_view, whole_logits
+from tools.convert_checkpoint import main
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from pangu.interop.formats.modeling_pangu import PanguConfig, PanguForCausalLM
+
+SHAPES = (
+    {"n_layer": 2, "n_embd": 32, "n_head": 4},
+    {"n_layer": 3, "n_embd": 48, "n_head": 2, "n_inner": 80, "activation_function": "gelu"},
+    {"n_layer": 1, "n_embd": 16, "n_head": 1, "tie_word_embeddings": False},
+)
+
+
+def tokens(vocab: int, sequence: int) -> Tensor:
+    return torch.randint(0, vocab, (2, sequence), generator=torch.Generator().manual_seed(0))
+
+
+def our_logits(run: Path, ids: Tensor) -> Tensor:
+    """[batch, sequence, vocab] of the model in a run folder."""
+    config = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).model
+    found = logical(run)
+    dtype = next(iter(found.values())).dtype
+    model, table = make(config, dtype=dtype)
+    parameters = dict(model.named_parameters())
+    assert found.keys() == {placement.name for placement in table}
+    with torch.no_grad():
+        for placement in table:
+            logical_view(parameters[placement.stored_in], placement).copy_(found[placement.name])
+        return whole_logits(model, ids, torch.arange(ids.shape[1]).expand_as(ids)).transpose(0, 1)
+
+
+def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence: int) -> None:
+    """Logits equal to 1e-5 here, and bit for bit after the way back."""
+    ids = tokens(vocab, sequence)
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    torch.testing.assert_close(our_logits(run, ids), expected, atol=1e-5, rtol=0)
+    back = convert("pangu", "huggingface", run, tmp_path / "back")
+    kind = type(theirs) if isinstance(theirs, PanguForCausalLM) else transformers.AutoModelForCausalLM
+    loaded, info = kind.from_pretrained(back, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gpt2(shape: dict[str, object], tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(vocab_size=67, n_positions=24, initializer_range=0.2, eos_token_id=9, **shape)
+    there_and_back(transformers.GPT2LMHeadModel(config), tmp_path, 67, 24)
+
+
+def test_gpt2_files_without_the_name_of_the_trunk(tmp_path: Path) -> None:
+    """As the first GPT-2 was published: no `transformer.`, and causal masks among the weights."""
+    config = transformers.GPT2Config(vocab_size=67, n_positions=24, n_layer=2, n_embd=16, n_head=2)
+    theirs = transformers.GPT2LMHeadModel(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    state = {name.removeprefix("transformer."): tensor for name, tensor in theirs.transformer.state_dict().items()}
+    torch.save(state | {"h.0.attn.bias": torch.ones(1, 1, 24, 24).tril()}, tmp_path / "theirs" / "pytorch_model.bin")
+    found = logical(convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours"))
+    assert torch.equal(found["layers.1.mlp.up.weight"], state["h.1.mlp.c_fc.weight"].T)
+
+
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+LLAMAS = [
+    ("Llama", {"num_key_value_heads": 2}),
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    ("Llama", {"attention_bias": True, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}}),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 20.0, **SCALING}}),
+    ("Mistral", {"sliding_window": 5, "num_key_value_heads": 2}),
+    ("Mistral", {"sliding_window": None, "head_dim": 12}),
+    ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("Qwen3", {"head_dim": 12, "num_key_value_heads": 2}),
+    ("Qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("Mixtral", {"num_local_experts": 5, "num_key_value_heads": 2}),
+    ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5, "head_dim": 12}),
+    ("Qwen3Moe", {"num_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2, "decoder_sparse_step": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "variant"), LLAMAS, ids=str)
+def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=24,
+        initializer_range=0.2,
+        **{"num_key_value_heads": 4, **variant},
+    )
+    there_and_back(random_vectors(getattr(transformers, f"{kind}ForCausalLM"), config), tmp_path, 67, 24)
+
+
+def test_what_is_told_of_a_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files say how it chooses, the user how it is balanced. What no type chooses like is not written."""
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=24, num_local_experts=3
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    balanced = ("model.router.balance=bias", "model.expert_capacity=1.25")
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours", *balanced)
+    model = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).model
+    assert (model.router.balance, model.expert_capacity, model.num_chosen) == ("bias", 1.25, 2)
+    ExpertBalance(model).restore(run, read_index(newest_checkpoint(run))["experts"])
+    for source, target, folder, changes, said in (
+        ("huggingface", "pangu", "theirs", ["model.router.score=sigmoid"], "score = sigmoid: the files have softmax"),
+        ("huggingface", "pangu", "theirs", ["model.experts=4"], "model.experts = 4: the files have 3"),
+        ("pangu", "huggingface", "ours", [], "model.router.balance = bias: cannot be expressed in transformers' mixtr"),
+        ("pangu", "megatron", "ours", [], "model.router.balance = bias: cannot be expressed in Megatron-Core"),
+    ):
+        words = ["--from", source, "--to", target, "--input", str(tmp_path / folder), "--output", str(tmp_path / "x")]
+        assert main([*words, *changes]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", [10000.0, 50.0])
+def test_pangu_with_rotary_positions(base: float, tmp_path: Path) -> None:
+    """The query layer's queries turn as well; there is no table of positions but its own."""
+    turns = {"position_embedding_type": "rotary", "rope_theta": base}
+    sizes = {"vocab_size": 67, "max_position_embeddings": 24, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
+    config = PanguConfig(**sizes, **turns, initializer_range=0.2)
+    there_and_back(random_vectors(PanguForCausalLM, config), tmp_path, 67, 24)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: written[key] for key in turns} == turns
+    assert "embedding.position.weight" not in logical(tmp_path / "ours")
+
+
+def random_vectors(kind: Any, config: object) -> torch.nn.Module:
+    """A new model in which every bias and gain is random, so that none can be forgotten."""
+    torch.manual_seed(1)
+    model = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None:
+    """The type `default` is what no scaling is; `rope_scaling` and `rope_theta` say the same as `rope_parameters`."""
+    config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=4).to_dict()
+    del config["rope_parameters"]
+    path = Path("config.json")
+    for written, base, scaling in (
+        ({"rope_theta": 500, "rope_scaling": {"type": "default"}}, 500.0, None),
+        ({"rope_theta": 500, "rope_scaling": None}, 500.0, None),
+        ({"rope_theta": 9, "rope_scaling": {"rope_type": "llama3", **SCALING}}, 9.0, RopeScaling(4.0, 1.0, 3.0, 12)),
+        ({}, 1e4, None),
+    ):
+        told = read_model({**config, **written}, path)
+        assert (told["rope_base"], told["rope_scaling"]) == (base, scaling)
+
+
+_FRESH = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, other, ids, out = sys.argv[1:]
+model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not any(info.values()), info
+model.eval()
+ids = torch.load(ids)
+with torch.no_grad():
+    logits = model(ids).logits
+    loss = model(ids, labels=ids).loss
+prompt = ids[:1, :7]
+options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+ones = torch.ones_like(prompt)
+cached = model.generate(prompt, attention_mask=ones, **options)
+plain = model.generate(prompt, attention_mask=ones, use_cache=False, **options)
+padded = torch.cat([torch.full((1, 3), 6), prompt[:, 3:]], dim=1)
+both = torch.cat([prompt, padded])
+mask = torch.ones_like(both)
+mask[1, :3] = 0
+batch = model.generate(both, attention_mask=mask, **options)
+alone = model.generate(prompt[:, 3:], attention_mask=ones[:, 3:], **options)
+texts = ["def f(x):\\n    return x", "今天 是一个好天气", ""]
+tokenizers = []
+for path in (folder, other):
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    told = [tokenizer(text)["input_ids"] for text in texts]
+    tokenizers.append((told, [tokenizer.decode(i) for i in told], tokenizer.eos_token_id))
+    tokenizer.save_pretrained(path + "-tokenizer")
+    again = AutoTokenizer.from_pretrained(path + "-tokenizer", trust_remote_code=True)
+    assert again(texts[1])["input_ids"] == told[1]
+torch.save({
+    "logits": logits, "loss": loss, "cached": cached, "plain": plain, "batch": batch, "alone": alone,
+    "tokenizers": tokenizers,
+}, out)
+"""
+
+
+def small_vocabulary(folder: Path) -> str:
+    """A SentencePiece model of 67 pieces with PanGu-α's marks."""
+    text = folder / "text.txt"
+    text.write_text("def f(x): return x\n今天 是 一个 好 天气\n" * 20, encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "small"),
+        vocab_size=VOCAB,
+        hard_vocab_limit=False,
+        user_defined_symbols=["▃", "▂", "<sep>", "<pad>", "<mask>", "<eod>", "<eot>"],
+        minloglevel=2,
+    )
+    return str(folder / "small.model")
+
+
+def test_pangu_in_a_fresh_process(tmp_path: Path) -> None:
+    """Its own code, tokenizers and cache work where nothing of ours is imported; logits as the reference's.
+
+    1e-5 of the largest logit: fp32 sums of at most 128 products.
+    """
+    tensors = weights(torch.float32)
+    foreign.write_checkpoint(tmp_path / "a.ckpt", foreign.mindspore_tensors(tensors))
+    path = small_vocabulary(tmp_path)
+    kinds, folders = ("pangu", "sentencepiece"), []
+    for kind in kinds:
+        given = (f"model.heads={HEADS}", f"data.tokenizer={{kind: {kind}, path: {path}}}")
+        run = convert("mindspore", "pangu", tmp_path / "a.ckpt", tmp_path / f"ours_{kind}", *given)
+        folders.append(convert("pangu", "huggingface", run, tmp_path / f"export_{kind}"))
+    assert json.loads((folders[0] / "generation_config.json").read_text())["eos_token_id"] == 9
+    ids = tokens(VOCAB, SEQUENCE)
+    torch.save(ids, tmp_path / "ids.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", _FRESH, *map(str, (*folders, tmp_path / "ids.pt", tmp_path / "out.pt"))],
+        cwd=tmp_path,
+        env={"HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "out.pt")
+    doubles = {name: tensor.double() for name, tensor in tensors.items()}
+    expected = pangu_forward(doubles, ids, heads=HEADS)
+    bound = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(found["logits"].double(), expected, atol=bound, rtol=0)
+    torch.testing.assert_close(our_logits(run, ids).double(), expected, atol=bound, rtol=0)
+    loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(found["loss"].double(), loss, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found["cached"], found["plain"])
+    assert torch.equal(found["batch"][0], found["cached"][0])
+    assert torch.equal(found["batch"][1, 7:], found["alone"][0, 4:])
+    for kind, folder, (told, decoded, eos) in zip(kinds, folders, found["tokenizers"], strict=True):
+        tokenizer = load_tokenizer(TokenizerConfig(kind, path))  # type: ignore[arg-type]
+        assert told == [tokenizer.encode(text) for text in ("def f(x):\n    return x", "今天 是一个好天气", "")]
+        assert decoded == [tokenizer.decode(ids) for ids in told]
+        assert eos == 9
+        back = convert("huggingface", "pangu", folder, tmp_path / f"back_{kind}")
+        data = build(RunConfig, yaml.safe_load((back / "config.yaml").read_text())).data
+        assert data.tokenizer == TokenizerConfig(kind, str(back / "tokenizer.model"))  # type: ignore[union-attr,arg-type]
