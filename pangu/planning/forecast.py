@@ -52,9 +52,8 @@ class Forecast:
         Raises ConfigError if the cluster is invalid, DryRunError if the model's modules cannot be measured.
         """
         assert config.cluster is not None
-        cluster = cluster_in(config.cluster)
-        space = space_of(config, cluster, {"expert": layout.expert}, note_progress)
-        plan = plan_of(config, layout, stages)
+        space = space_of(config, cluster_in(config.cluster), {"expert": layout.expert}, note_progress)
+        cluster, plan = space.cluster, plan_of(config, layout, stages)
         ledger = space.program.describe(plan)
         fullest, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda stage: stage[1].total)
         return cls(cluster.name, step_time(ledger, plan, cluster), memory, fullest, cluster.memory.gib)

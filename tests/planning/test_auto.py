@@ -82,6 +82,16 @@ def test_what_is_given_is_kept_and_costs_what_it_costs() -> None:
     assert free_time < fixed_time
 
 
+def test_a_forecast_takes_matmuls_in_the_precision_of_the_run() -> None:
+    """An A100 has 312 TFLOP/s of bf16 and 19.5 of fp32: matmuls take 16 times as long, all else of a step stays."""
+    words = ("+config=pangu_2_6b", "cluster=a100", "parallel.tensor=1", "parallel.data=16", *NO_DATA)
+    lower, full = (
+        Forecast.of(*choose_layout(composed(*words, f"precision={precision}"), 16)).time.compute
+        for precision in ("bf16", "fp32")
+    )
+    assert full > 4 * lower
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
