@@ -38,7 +38,7 @@ from pangu.planning.auto import overrides_of
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import TERMS
 from pangu.planning.plan import Plan
-from pangu.planning.search import Space, enumerate_plans, space_of, time_of, with_layout
+from pangu.planning.search import Space, enumerate_plans, smaller, space_of, time_of, with_layout
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import choose
@@ -70,7 +70,8 @@ def drawn(space: Space, count: int, random: Random) -> list[Plan]:
     fixed = ({"offload": ()}, {"offload": (), "zero": 0})
     found = chain(*(enumerate_plans(space._replace(fixed=one), Counter()) for one in fixed))
     groups: dict[tuple[int, ...], list[Plan]] = {}
-    for plan in dict.fromkeys(found):
+    recomputed = ((plan, *(one for one in smaller(space, plan) if not one.offload)) for plan in found)
+    for plan in dict.fromkeys(chain.from_iterable(recomputed)):
         groups.setdefault((plan.tensor, plan.pipeline, plan.data), []).append(plan)
     shuffled = [random.sample(groups[degrees], len(groups[degrees])) for degrees in sorted(groups)]
     random.shuffle(shuffled)
