@@ -84,11 +84,11 @@ class Audit(TorchDispatchMode):
         """
         super().__init__()
         self.by_action: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-        """Counters of each action of the schedule (None: while the step begins or ends): what -> how often or much."""
+        """Counters of each action of the schedule (None: while the step begins or ends), by event."""
         self.counts = self.by_action[None]
-        """Counter of what is done now."""
+        """Counters of the current action."""
         self.owner_counts: Counter[tuple[Any, ...]] | None = None
-        """Counter of what owners of memory do; None: it counts with the action's."""
+        """Counters of events while memory has an owner; None: these count for the action."""
         self.action: Any = None
         self.owner = ""
         """Kind of memory (see `memory.KINDS`) of the current owner, such as `gathered`; "" while the model computes."""
@@ -140,7 +140,7 @@ class Audit(TorchDispatchMode):
         self._patches.close()
 
     def enter(self, action: Any) -> None:
-        """Count what follows for an action of the schedule, or for none."""
+        """Start to count for an action of the schedule, or for none."""
         self.action, self.counts = action, self.by_action[action]
         self.memory.high = self.memory.total
 

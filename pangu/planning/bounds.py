@@ -32,8 +32,9 @@ from pangu.zero.stage_parameters import FlatNumbers, place_stage
 
 _GIB = 2.0**30
 _COPIED = 0.9
-"""Least share of what a layer keeps that is offloaded: all but small tensors, which matter below `_SMALL` bytes."""
+"""Lower bound of the fraction of a layer's saved bytes that offloading copies: small tensors stay on the device."""
 _SMALL = 2**20
+"""Saved bytes of a layer up to which small tensors may be all of it."""
 
 
 class Least(NamedTuple):
@@ -182,7 +183,7 @@ class LayoutBounds:
         """Return the lower bounds per kind of module from spans, each given with its work and the bytes it keeps."""
         found: dict[str, dict[str, float]] = {}
         for key, work, kept in spans:
-            of_kind = found.setdefault(_anywhere(key.module), {})
+            of_kind = found.setdefault(key.module, {})
             seconds = phase_seconds(work, groups, self._cluster).total
             of_kind[key.action] = min(seconds, of_kind.get(key.action, math.inf))
             if key.action == Kind.FORWARD:
@@ -204,7 +205,7 @@ class LayoutBounds:
         for place, part in enumerate(cut.distinct):
             lasting, sums = self._states(plan, part)
             chunks = self._least(plan, part)
-            saved, moving = (min(column) for column in list(zip(*chunks, strict=True))[-2:])
+            saved, moving = min(one.saved for one in chunks), min(one.moving for one in chunks)
             passing = max(forwards[place] * saved + moving, sums)
             most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
@@ -299,14 +300,9 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
     return numels
 
 
-def _anywhere(kind: str) -> str:
-    """Return a kind of module without its position among offloaded layers, which changes only when memory is freed."""
-    return kind.replace(" second", "").replace(" resident", "")
-
-
 def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
     """Return the bounds of a kind of module, or of a kind that takes no more."""
-    kind = _anywhere(kind)
+    kind = kind.replace(" second", "").replace(" resident", "")  # sketches offload nothing
     if kind in least:
         return least[kind]
     plain = kind.replace(" recomputed", "").replace(" unreached", "")

@@ -109,7 +109,7 @@ class Program:
         return one, two
 
     def _sketches(self, plan: Plan) -> Iterator[Plan]:
-        """Yield layouts of one chunk for each micro-batch size, with a layer recomputed in full unless in part."""
+        """Yield one-chunk layouts, one per micro-batch size; one layer is recomputed, unless in the selective way."""
         recompute: tuple[Recompute, int] = ("selective", 0) if plan.recompute == "selective" else ("none", 1)
         plan = self.way(plan)._replace(recompute=recompute[0], recomputed=recompute[1])
         plan = plan._replace(offload=(), layers=(self.config.model.layers,))

@@ -161,7 +161,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
         if one is None:
             refused[TOO_LARGE] += 1
             others = list(smaller(space, plan))
-            if not all(map(space.program.is_sketched, others)):
+            if not all(map(space.program.is_sketched, others)):  # sketch them together with the next ones, on all cores
                 ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
                 too_large = (other for other in ahead if bounds.gib(other) > room)
                 space.program.sketch([*others, *(less for other in too_large for less in smaller(space, other))])
