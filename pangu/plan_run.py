@@ -1,4 +1,4 @@
-"""Planner and dry run as `pretrain.py` uses them; only runs that plan, forecast or dry-run load this module."""
+"""Planner and dry run as `pretrain.py` uses them, for runs that plan, forecast or dry-run."""
 
 from __future__ import annotations
 

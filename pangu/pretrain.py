@@ -44,7 +44,7 @@ def forecast(*run: Any) -> Forecast | None:
 
 def read_benchmarks(config: RunConfig) -> Benchmarks:
     """Return the benchmarks of a run; see `tasks.benchmarks.read_benchmarks`."""
-    # only a run with `evaluate.every` asks any
+    # only runs with `evaluate.every` need the benchmarks
     from pangu.tasks import benchmarks  # noqa: PLC0415
 
     return benchmarks.read_benchmarks(config)

@@ -19,7 +19,7 @@ LIMITS = repository() / "tests" / "size.json"
 PACKAGE = repository() / "pangu"
 PLANNING = ("dryrun", "planning")
 PERIPHERY = (*PLANNING, "interop", "prepare", "tasks", "report")
-"""Folders under pangu/ of what people run beside training."""
+"""Folders under pangu/ that a training run does not need."""
 COMMITS = 50
 """Commits that changed the limits, back from the newest one, whose bodies are checked."""
 

@@ -92,7 +92,7 @@ def code_strings(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("folder", sorted(CORE))
 def test_the_core_knows_no_periphery(folder: str) -> None:
-    """Neither imports, lazy ones included, nor names of modules for subprocesses. The command line joins both."""
+    """The core neither imports the periphery, even lazily, nor names its modules for subprocesses."""
     beside = "|".join((*size.PERIPHERY, "plan_run", "pretrain"))
     named = re.compile(rf"\bpangu[./]({beside})\b")
     found = set()

@@ -26,8 +26,8 @@ from pangu.common.exit_status import exit_status
 from pangu.config.cluster import cluster_in
 from pangu.config.layout_checks import asks_for_layout
 from pangu.config.schema import RunConfig
-from pangu.dryrun.plan import plan_dry_run, require_kernels
 from pangu.dryrun.roles import DryRunError
+from pangu.dryrun.whole_run import dry_run_roles, require_kernels
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
@@ -37,7 +37,7 @@ from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.program import Program
 from pangu.planning.search import MODEL_ERROR
 from pangu.report.dry_run import WIDTH, print_dry_run
-from pangu.report.search import explain, page, rows, run_words, search_data
+from pangu.report.search_tables import explain, page, rows, run_words, search_data
 from pangu.report.sharding import print_sharding
 from pangu.report.stages import view_stages
 from pangu.schedule.advice import advise
@@ -219,7 +219,7 @@ def plan(options: argparse.Namespace) -> None:
         print(json.dumps([{**as_data(key), **as_data(span)} for key, span in spans.items()], indent=1))
         return
     if options.json:
-        print(json.dumps(plan_dry_run(values), indent=1))
+        print(json.dumps(dry_run_roles(values), indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     fullest = None if options.dry_run else fullest_states(config, layout, stages.of)
@@ -231,7 +231,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.sharding:
         print_sharding(console, config, layout, stages)
     if options.dry_run:
-        print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")
+        print_dry_run(console, layout, dry_run_roles(values), config.dry_run == "all")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -154,11 +154,10 @@ class LayoutBounds:
         """Return the bounds of a chunk all of whose layers but the last one are copied to the host and back."""
         *moved, last = (module.saved for module, kind in zip(modules, kinds, strict=True) if kind.startswith("layer"))
         seconds = _COPIED * sum(size for size in moved if size > _SMALL) / (self._cluster.host_gb_s * 1e9)
-        forward, back, weight, saved, _ = chunk
-        weight = max(weight, seconds - back)
-        kept = saved - sum(moved)
+        forward, weight = max(chunk.forward, seconds), max(chunk.weight, seconds - chunk.back)
+        kept = chunk.saved - sum(moved)
         moving = min(moved, default=0.0) - (kept - last)  # other modules keep nothing while two layers are there
-        return Least(max(forward, seconds), back, weight, kept, max(0.0, moving))
+        return Least(forward, chunk.back, weight, kept, max(0.0, moving))
 
     def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
         """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""

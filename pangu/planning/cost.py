@@ -274,14 +274,15 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
     compute, tensor, replicas, expert = (m * term for term in sums[longest])
     busy = m * sums[longest].total
-    waiting = min(2 * link * schedule.virtual * m, whole - busy) if schedule.stages > 1 else 0.0
+    idle = max(0.0, whole - busy) if schedule.stages > 1 else 0.0  # one stage never waits
+    waiting = min(2 * link * schedule.virtual * m, idle)
     last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
     distinct = {id(stage): stage for stage in ledger.stages}
     data, update = max((_after(stage, groups, cluster, last) for stage in distinct.values()), key=sum)
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
     even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
-    parts = (compute, tensor, waiting, max(0.0, whole - busy - waiting), replicas, expert)
+    parts = (compute, tensor, waiting, idle - waiting, replicas, expert)
     compute, tensor, waiting, bubble, replicas, expert = (part * faster for part in parts)
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
 

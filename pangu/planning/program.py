@@ -12,7 +12,7 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.plan import Plan, Recompute, configured
+from pangu.planning.plan import Plan, configured
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SIMPLEST, splits_backward
@@ -110,9 +110,9 @@ class Program:
 
     def _sketches(self, plan: Plan) -> Iterator[Plan]:
         """Yield one-chunk layouts, one per micro-batch size; one layer is recomputed, unless in the selective way."""
-        recompute: tuple[Recompute, int] = ("selective", 0) if plan.recompute == "selective" else ("none", 1)
-        plan = self.way(plan)._replace(recompute=recompute[0], recomputed=recompute[1])
-        plan = plan._replace(offload=(), layers=(self.config.model.layers,))
+        plan = self.way(plan)._replace(offload=(), layers=(self.config.model.layers,))
+        if plan.recompute != "selective":
+            plan = plan._replace(recompute="none", recomputed=1)
         return (plan._replace(micro_size=size) for size in SKETCHED)
 
     def cut(self, plan: Plan) -> Cut:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pangu.dryrun.plan import plan_dry_run
+from pangu.dryrun.whole_run import dry_run_roles
 from pangu.metrics.text import size
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Layout
@@ -78,4 +78,4 @@ def show_dry_run(values: Mapping[str, Any]) -> None:
     config, layout, _ = choose_layout(values, 1)
     # the stream of all other messages of a run
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
-    print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")
+    print_dry_run(console, layout, dry_run_roles(values), config.dry_run == "all")

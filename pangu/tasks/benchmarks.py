@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 from pangu.config.schema import RunConfig
@@ -24,14 +25,13 @@ def read_benchmarks(config: RunConfig) -> Callable[[LoadedModel], dict[str, floa
     evaluate = config.evaluate
     assert evaluate.data is not None
     setup = Setup(evaluate.shots, config.train.seed, limit=evaluate.limit)
-    folder = Path(evaluate.data)
-    tasks = [read_questions(find_task(name), folder / name, setup) for name in evaluate.tasks]
+    tasks = [read_questions(find_task(name), Path(evaluate.data) / name, setup) for name in evaluate.tasks]
 
-    def figures(model: LoadedModel) -> dict[str, float]:
+    def measure(model: LoadedModel) -> dict[str, float]:
         figures: dict[str, float] = {}
         for questions in tasks:
-            answers = [answer for some in ask(model, questions) for answer in some]
-            figures |= {f"{questions.task.name}/{name}": figure for name, figure in summary(answers).items()}
+            answers = summary(list(chain.from_iterable(ask(model, questions))))
+            figures |= {f"{questions.task.name}/{name}": figure for name, figure in answers.items()}
         return figures
 
-    return figures
+    return measure

@@ -21,7 +21,7 @@ from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.common.console import outlive_console
-from pangu.common.errors import PrintableFormatter
+from pangu.common.errors import PrintableFormatter, UserError
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
@@ -68,13 +68,15 @@ ReadBenchmarks = Callable[[RunConfig], Benchmarks]
 def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks: ReadBenchmarks | None = None) -> int:
     """Check the configuration, composed as plain dictionaries, then train, and return the exit status.
 
-    `expect` makes the forecast if the cluster is known, and `read_benchmarks` reads those of `evaluate.tasks`.
+    `expect` makes the forecast if the cluster is known, and `read_benchmarks` reads the benchmarks in `evaluate.tasks`.
     Raises UserError for all errors that the user can fix.
     """
     began = time.perf_counter()
     launch = Launch.from_environment()
     _set_up_logging(launch.rank == 0)
     config, layout, stages = choose_layout(values, launch.world)
+    if config.evaluate.every and read_benchmarks is None:
+        raise UserError("evaluate.every: start it with pretrain.py, pass `read_benchmarks`, or set evaluate.every=0")
     _log_plan(config, layout, stages)
     if config.dry_run:
         if expect is not None and config.cluster is not None and launch.rank == 0:
@@ -277,13 +279,9 @@ def _measurements(
     config: RunConfig, sources: Sources, mesh: Mesh, read_benchmarks: ReadBenchmarks | None
 ) -> tuple[Validation | None, Benchmarks | None]:
     """Return validation and benchmarks, if the run asks for them. Raises UserError if benchmark files are wrong."""
-    validation, benchmarks = None, None
-    if sources.validation is not None and config.validation.every:
-        validation = Validation(config, sources, mesh)
-    if config.evaluate.every:
-        assert read_benchmarks is not None
-        benchmarks = read_benchmarks(config)
-    return validation, benchmarks
+    validates = sources.validation is not None and config.validation.every
+    validation = Validation(config, sources, mesh) if validates else None
+    return validation, read_benchmarks(config) if read_benchmarks and config.evaluate.every else None
 
 
 def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:

@@ -118,7 +118,7 @@ def test_options_that_would_be_ignored_are_refused(options: str, says: str) -> N
 @pytest.mark.usefixtures("formulas")
 def test_a_plan_of_an_automatic_layout_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
-    search, names = auto.find_layouts, ("plan_dry_run", "print_dry_run")
+    search, names = auto.find_layouts, ("dry_run_roles", "print_dry_run")
     monkeypatch.setattr(auto, "find_layouts", lambda *words, **named: searches.append(words) or search(*words, **named))
     for name in names:
         monkeypatch.setattr(plan, name, lambda *words: None)

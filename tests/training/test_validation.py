@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pangu.common.errors import UserError
 from pangu.data.batch import Batch, batch_of
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.sources import open_sources, prepare
@@ -111,3 +112,16 @@ def test_samples_of_like_length_are_measured_together(tmp_path: Path, monkeypatc
     assert sum(computed) < 1.1 * sum(lengths)
     each = [batch_of([stream[number]], [number], data.packing) for number in range(40)]
     assert measured == pytest.approx(mean_loss(trainer.runner, trainer.stages.schedule, each, trainer.mesh), rel=1e-12)
+
+
+def test_a_run_that_no_command_starts_says_how_benchmarks_are_read(tmp_path: Path) -> None:
+    """At once, before data is prepared."""
+    words = (
+        "evaluate.every=2",
+        "evaluate.tasks=[lambada]",
+        f"evaluate.data={tmp_path}",
+        f"train.output={tmp_path}/run",
+    )
+    with pytest.raises(UserError, match=r"evaluate\.every: .*pass `read_benchmarks`, or set evaluate\.every=0"):
+        run(composed("+config=quickstart", *words))
+    assert not (tmp_path / "run").exists()

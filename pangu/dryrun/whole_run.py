@@ -1,4 +1,4 @@
-"""Report of a dry run as data: the device with the highest peak, whether it fits, each role."""
+"""Dry run of all roles of a run, as data: the device with the highest peak, whether it fits, each role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pangu.pipeline.layouts import choose_layout
 _GIB = 2**30
 
 
-def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
+def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out the roles of a run, one per stage (`dry_run=all`: each distinct one).
 
     Args:
