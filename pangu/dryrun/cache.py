@@ -80,7 +80,7 @@ def one_process(folder: Path) -> Iterator[None]:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if not waits:
-                    log.warning("%-12s another process measures, which this one waits for (%s)", "measuring", lock.name)
+                    log.warning("%-12s waiting for another process that measures modules (%s)", "measuring", lock.name)
                 waits = True
                 time.sleep(0.1)
         yield

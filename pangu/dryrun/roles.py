@@ -153,7 +153,7 @@ class Worker:
             self._process.stdin.write(f"{json.dumps([values, rank, options])}\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": self._last_words()}
+        answer = json.loads(line) if line.endswith("\n") else {"error": self._last_words()}
         if "error" in answer:
             raise DryRunError(f"the dry run of rank {rank} failed: {answer['error']}")
         return answer

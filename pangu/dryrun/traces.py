@@ -35,7 +35,7 @@ _RECOMPUTED = 1
 """Value of `memory.recompute` in measured runs; each chunk begins where that leaves as many layers as it has."""
 _ENDS = 2
 """Cost of the beginning and end of a chunk, in modules that take about as long to carry out."""
-_PLACES = {"recomputed", "resident", "second", "unreached"}
+_PLACES = {"follows", "recomputed", "resident", "second", "unreached"}
 """Words of a kind that describe the position of a layer, not its content."""
 Chunk = tuple[str, ...]
 """Kinds of the modules of a chunk, in forward order (`spans.module_kinds`)."""

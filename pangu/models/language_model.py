@@ -128,7 +128,7 @@ class LanguageModel(nn.Module):
             received = HiddenStates(hooks.after("embedding", self.embedding(tokens, context)))
         assert received is not None
         hidden, scores = received
-        del received  # the input of the first layer is not kept alive either
+        del received  # so that the first layer's input can be freed
         recomputed = len(part.layers) if self.recomputed_layers is None else self.recomputed_layers
         for layer in part.layers:
             queries: Tensor | None = None
@@ -141,7 +141,7 @@ class LanguageModel(nn.Module):
                 block, on = self.layers[str(layer)], layer < part.layers.start + recomputed
                 # no other name refers to the input, which would keep it alive while the next layer computes
                 hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
-            # what the previous layer offloaded is freed by now, as part of this layer
+            # the previous layer's offloaded tensors are freed by now, and so count for this layer
             hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
             return HiddenStates(hidden, scores)

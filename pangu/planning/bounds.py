@@ -47,7 +47,7 @@ class Least(NamedTuple):
     """Seconds of the weight gradient (wgrad), where it is computed separately."""
     saved: float = 0.0
     """Bytes kept on the device from the forward to the backward pass."""
-    moving: float = 0.0
+    in_transit: float = 0.0
     """Bytes of one layer that are on the device until they are copied to the host."""
 
 
@@ -94,7 +94,7 @@ class LayoutBounds:
         gradients if they are separate. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
         key = (
-            self._program.way(plan),
+            self._program.module_plan(plan),
             plan.recomputed,
             plan.schedule,
             plan.layers,
@@ -139,7 +139,7 @@ class LayoutBounds:
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
         trace = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
-        key = self._program.way(plan), apart, plan.recomputed, part.content, trace is None
+        key = self._program.module_plan(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
             least = self._sketched(plan) if trace is None else self._measured(plan, trace)
             chunks = [(START, *kinds.all, END) for kinds in self._program.kinds(plan, part)]
@@ -156,8 +156,9 @@ class LayoutBounds:
         seconds = _COPIED * sum(size for size in moved if size > _SMALL) / (self._cluster.host_gb_s * 1e9)
         forward, weight = max(chunk.forward, seconds), max(chunk.weight, seconds - chunk.back)
         kept = chunk.saved - sum(moved)
-        moving = min(moved, default=0.0) - (kept - last)  # other modules keep nothing while two layers are there
-        return Least(forward, chunk.back, weight, kept, max(0.0, moving))
+        # a layer's copies end while the next one computes; by then, modules behind the layers have saved nothing
+        in_transit = max(0.0, min(moved, default=0.0) - (kept - last))
+        return Least(forward, chunk.back, weight, kept, in_transit)
 
     def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
         """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
@@ -169,14 +170,14 @@ class LayoutBounds:
 
     def _sketched(self, plan: Plan) -> LeastByKind:
         """Return the lower bounds of each kind of module if only micro-batches of other sizes have been measured."""
-        way = self._program.way(plan)
-        if way not in self._sizes:
+        module_plan = self._program.module_plan(plan)
+        if module_plan not in self._sizes:
             one, two = self._program.sketched(plan)
             both = [(key, one.spans.get(key), span) for key, span in two.spans.items()]
             at = ((key, _at(plan.micro_size, a, b)) for key, a, b in both if a is not None and b is not None)
             spans = ((key, *of_key) for key, of_key in at)
-            self._sizes[way] = self._by_kind(spans, groups_of(plan.layout, self._cluster.node))
-        return self._sizes[way]
+            self._sizes[module_plan] = self._by_kind(spans, groups_of(plan.layout, self._cluster.node))
+        return self._sizes[module_plan]
 
     def _by_kind(self, spans: Iterable[tuple[SpanKey, Work, float]], groups: Mapping[Axis, Group]) -> LeastByKind:
         """Return the lower bounds per kind of module from spans, each given with its work and the bytes it keeps."""
@@ -204,8 +205,8 @@ class LayoutBounds:
         for place, part in enumerate(cut.distinct):
             lasting, sums = self._states(plan, part)
             chunks = self._least(plan, part)
-            saved, moving = min(one.saved for one in chunks), min(one.moving for one in chunks)
-            passing = max(forwards[place] * saved + moving, sums)
+            saved, in_transit = min(one.saved for one in chunks), min(one.in_transit for one in chunks)
+            passing = max(forwards[place] * saved + in_transit, sums)
             most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 
@@ -301,7 +302,7 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
 
 def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
     """Return the bounds of a kind of module, or of a kind that takes no more."""
-    kind = kind.replace(" second", "").replace(" resident", "")  # sketches offload nothing
+    kind = " ".join(word for word in kind.split() if word not in ("follows", "second", "resident"))
     if kind in least:
         return least[kind]
     plain = kind.replace(" recomputed", "").replace(" unreached", "")

@@ -79,7 +79,7 @@ class Program:
         self._kinds: dict[Any, tuple[Kinds, ...]] = {}
         self._stages: dict[Any, StageProgram] = {}
         self._last: tuple[Any, StepLedger] | None = None
-        self._last_way: tuple[Any, Any] = (None, None)
+        self._last_reduced: tuple[Any, Any] = (None, None)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Measure the modules of several layouts together; raise DryRunError if a dry run fails or is unavailable."""
@@ -110,7 +110,7 @@ class Program:
 
     def _sketches(self, plan: Plan) -> Iterator[Plan]:
         """Yield one-chunk layouts, one per micro-batch size; one layer is recomputed, unless in the selective way."""
-        plan = self.way(plan)._replace(offload=(), layers=(self.config.model.layers,))
+        plan = self.module_plan(plan)._replace(offload=(), layers=(self.config.model.layers,))
         if plan.recompute != "selective":
             plan = plan._replace(recompute="none", recomputed=1)
         return (plan._replace(micro_size=size) for size in SKETCHED)
@@ -164,24 +164,24 @@ class Program:
         model = self.config.model
         return place_tensors(model, [ModelPart.whole(model)], TensorRank(), self.config.train.frozen)
 
-    def way(self, plan: Plan) -> Plan:
-        """Return a layout with only those fields of a layout that the work of a module depends on."""
-        if self._last_way[0] is not plan:  # callers ask several times about a layout
-            way = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(), micro_batches=1)
-            way = way._replace(recomputed=min(plan.recomputed, 1))
+    def module_plan(self, plan: Plan) -> Plan:
+        """Return a plan reduced to the fields that affect the work of a module."""
+        if self._last_reduced[0] is not plan:  # callers ask several times about a layout
+            work = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(), micro_batches=1)
+            work = work._replace(recomputed=min(plan.recomputed, 1))
             if not self.config.train.frozen:  # else modules depend on the sharding too (`Traces`)
                 offload = tuple(part for part in plan.offload if part == "activations")
-                way = way._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
-            self._last_way = plan, way
-        return self._last_way[1]
+                work = work._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
+            self._last_reduced = plan, work
+        return self._last_reduced[1]
 
     def _key(self, plan: Plan, part: StagePart) -> Any:
         shortest = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
-        return self.way(plan), splits_backward(plan.schedule), shortest
+        return self.module_plan(plan), splits_backward(plan.schedule), shortest
 
     def _request(self, plan: Plan, part: StagePart) -> TraceRequest:
-        way, splits, chunks = self._key(plan, part)
-        return TraceRequest(configured(self.config, way), chunks, (splits,))
+        reduced, splits, chunks = self._key(plan, part)
+        return TraceRequest(configured(self.config, reduced), chunks, (splits,))
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
         """Return the ledger of a step.

@@ -245,10 +245,11 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
 
     Modules with equal kinds, and neighbors of equal kinds, have equal spans. The kind of a layer names its contents
     (experts, query layer), its frozen parameters, and what is kept of it: whether it is recomputed, and with
-    `memory.offload=[activations]` whether its saved tensors stay on the device. Then the second layer is a kind of its
-    own, too: its predecessor is freed in it, but not the chunk's input, which belongs to the caller.
+    `memory.offload=[activations]` whether its saved tensors stay on the device. The second layer that the backward pass
+    reaches is a kind of its own where it frees less than later layers: offloaded, if the chunk's input belongs to the
+    caller (`second`); or behind modules that are not reached, as the first one then ends with the action (`follows`).
     """
-    model, kinds, reached = config.model, dict[str, str](), not part.first
+    model, kinds, reached, layers = config.model, dict[str, str](), not part.first, 0
     recomputed = config.memory.recomputed_layers
     stop = part.layers.stop if recomputed is None else part.layers.start + recomputed
     offload = "activations" in config.memory.offload
@@ -260,12 +261,15 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
             words += ["query"] * (layer == model.query_layer)
             words += ["dense"] * (model.experts is not None and not model.has_experts(layer))
             words += ["recomputed"] * (layer < stop)
-            words += ["second"] * (offload and layer in part.layers[1:2])
             words += ["resident"] * (offload and layer == part.layers[-1])
         frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]
         # a tied head has its own copy of the matrix if the embedding is on another stage
         frozen = [name.removeprefix("embedding.word.") for name in frozen]
         reached = reached or len(frozen) < len(parameters)
+        layers += reached and words[0] == "layer"
+        if layers == 2 and words[0] == "layer":
+            follows = any(kind.endswith("unreached") for kind in kinds.values())
+            words += ["follows"] * follows + ["second"] * (offload and not part.first)
         if frozen:
             words += ["frozen"] if len(frozen) == len(parameters) else ["frozen", *frozen]
         kinds[module] = " ".join(words if reached else [*words, "unreached"])

@@ -40,13 +40,29 @@ def test_no_more_reductions_are_in_flight_the_more_micro_batches_there_are(layou
     assert_planned(values(f"{layout} parallel.data=2 parallel.zero=2 batch.global_size=24"), process)
 
 
+FROZEN = "train.frozen=[embedding.*,layers.0.*,layers.1.*]"
+
+
 @pytest.mark.parametrize(
     "layout",
-    ["", "memory.recompute=full", "parallel.pipeline=2 parallel.schedule=zb_h1", "model.experts=4 model.kind=gpt"],
+    [
+        "memory.offload=[activations]",
+        "memory.offload=[activations] memory.recompute=full",
+        "memory.offload=[activations] parallel.pipeline=2 parallel.schedule=zb_h1",
+        "memory.offload=[activations] parallel.pipeline=3",
+        "memory.offload=[activations] parallel.pipeline=2 parallel.virtual=2 parallel.schedule=interleaved",
+        "memory.offload=[activations] model.experts=4 model.kind=gpt",
+        f"memory.offload=[activations] {FROZEN}",
+        f"memory.offload=[activations] parallel.pipeline=2 {FROZEN}",
+        FROZEN,
+        f"memory.recompute=full {FROZEN}",
+        "model.kind=gpt train.frozen=[embedding.*]",
+    ],
 )
-def test_offloaded_layers_are_freed_however_many_there_are(layout: str, process: SharedWorker) -> None:
-    """A layer frees its predecessor: nearly all memory of 12 layers is in the host's."""
-    size = "model.layers=12 model.sequence=128 batch.global_size=4 memory.offload=[activations]"
+def test_each_micro_batch_frees_what_it_keeps(layout: str, process: SharedWorker) -> None:
+    """Of 96 micro-batches, a few bytes each would be seen. An offloaded layer frees its predecessor; a frozen one keeps
+    nothing."""
+    size = "model.layers=12 model.hidden=192 model.sequence=128 precision=bf16 batch.global_size=96"
     assert_planned(values(f"{size} {layout}"), process)
 
 
