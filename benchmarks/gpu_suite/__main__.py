@@ -1,9 +1,10 @@
-"""Runs the parts of the suite one after another, each in a process of its own that is ended at its limit.
+"""Runs the parts of the suite, each in a process of its own that is ended at its limit.
 
     scripts/gpu_suite.sh [--device cpu] [--parts NAME ...] [--output FOLDER]
 
-Every part writes FOLDER/NAME.json as it goes, so that one that fails or takes too long leaves what it has measured and
-does not stop the next. summary.json says how each ended. The exit status is 1 if any part did not succeed.
+Parts that time nothing run side by side first, then the others one after another. Every part writes FOLDER/NAME.json as
+it goes, so that one that fails or takes too long leaves what it has measured and does not stop the next. summary.json
+says how each ended, and suite.tar.gz holds all of it. The exit status is 1 if any part did not succeed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,8 @@ LIMIT_S = 530
 """Of the whole suite; what parts leave of their own limits is there for later ones."""
 LEAST_S = 10
 """A part is not begun with less."""
+CORES = 3
+"""Of the host, that a part keeps busy which compiles, or whose ranks wait for one another."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +42,25 @@ class Part:
     name: str
     """Of the module with its `measure(setting)`, and of its file."""
     limit_s: int
+    alone: bool = True
+    """It measures times, which other parts would disturb."""
 
 
 PARTS = (
-    Part("axes", 60),
-    Part("ranks", 75),
-    Part("numerics", 45),
-    Part("forecast", 60),
-    Part("speed", 140),
+    Part("tests", 120, alone=False),
+    Part("ranks", 75, alone=False),
+    Part("resume", 120, alone=False),
+    Part("numerics", 100, alone=False),
+    Part("axes", 75, alone=False),
+    Part("forecast", 60, alone=False),
+    Part("speed", 180),
+    Part("trace", 50),
     Part("attention", 60),
     Part("products", 40),
     Part("memory", 25),
-    Part("trace", 40),
-    Part("resume", 75),
-    Part("tests", 110),
     Part("cluster", 75),
 )
-"""What is wanted most comes first."""
+"""Those that time nothing first, then what is wanted most."""
 
 
 def command_line(arguments: list[str] | None) -> argparse.Namespace:
@@ -91,8 +98,11 @@ def measure(options: argparse.Namespace) -> None:
     importlib.import_module(f"benchmarks.gpu_suite.{options.part}").measure(setting)
 
 
-def run_part(part: Part, limit_s: float, options: argparse.Namespace) -> dict[str, Any]:
-    """How a part ended: `status`, `seconds`, and the last of what it said if it did not succeed."""
+def run_part(
+    part: Part, limit_s: float, options: argparse.Namespace, running: set[subprocess.Popen[bytes]]
+) -> dict[str, Any]:
+    """How a part ended: `status`, `seconds`, and the last of what it said if it did not succeed. Its process is in
+    `running` as long as it lives."""
     words = [sys.executable, "-m", "benchmarks.gpu_suite", "--part", part.name, "--device", options.device]
     log, began = options.output / f"{part.name}.log", time.monotonic()
     with log.open("wb") as file:
@@ -105,15 +115,16 @@ def run_part(part: Part, limit_s: float, options: argparse.Namespace) -> dict[st
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        running.add(process)
         try:
             status = process.wait(limit_s)
             ended = "succeeded" if status == 0 else f"failed with status {status}"
         except subprocess.TimeoutExpired:
             ended = f"was ended after its limit of {limit_s:.0f} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end(process)
             process.wait()
+            running.discard(process)
     result: dict[str, Any] = {"status": ended, "seconds": round(time.monotonic() - began, 1)}
     failed = close_document(options.output / f"{part.name}.json", part.name, result)
     if ended == "succeeded" and failed:
@@ -121,6 +132,12 @@ def run_part(part: Part, limit_s: float, options: argparse.Namespace) -> dict[st
     if result["status"] != "succeeded":
         result["said"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
     return result
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a part and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def close_document(path: Path, part: str, result: dict[str, Any]) -> list[str]:
@@ -147,17 +164,35 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the part is ended too
     options.output.mkdir(parents=True, exist_ok=True)
     began, summary = time.monotonic(), {}
-    for part in PARTS:
-        if part.name not in options.parts:
-            continue
+    parts = [part for part in PARTS if part.name in options.parts]
+    for part in parts:
         (options.output / f"{part.name}.json").unlink(missing_ok=True)
+
+    running: set[subprocess.Popen[bytes]] = set()
+
+    def run(part: Part) -> tuple[str, dict[str, Any]]:
         left = options.limit - (time.monotonic() - began)
         if left < LEAST_S:
-            summary[part.name] = {"status": f"was left out: {options.limit:.0f} s are over", "seconds": 0.0}
-        else:
-            summary[part.name] = run_part(part, min(part.limit_s, left), options)
-        write_atomically(options.output / "summary.json", to_json(summary), sync=False)
-        print(f"{part.name:<10} {summary[part.name]['seconds']:6.1f} s  {summary[part.name]['status']}", flush=True)
+            return part.name, {"status": f"was left out: {options.limit:.0f} s are over", "seconds": 0.0}
+        return part.name, run_part(part, min(part.limit_s, left), options, running)
+
+    for alone, jobs in ((False, max(1, (os.cpu_count() or 1) // CORES)), (True, 1)):
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for ended in as_completed([pool.submit(run, part) for part in parts if part.alone is alone]):
+                    name, result = ended.result()
+                    summary[name] = result
+                    write_atomically(options.output / "summary.json", to_json(summary), sync=False)
+                    print(f"{name:<10} {result['seconds']:6.1f} s  {result['status']}", flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(running):
+                    end(process)
+                raise
+    with tarfile.open(options.output / "suite.tar.gz", "w:gz") as archive:
+        for path in sorted(options.output.iterdir()):
+            if path.is_file() and path.name.endswith((".json", ".log", ".json.gz", ".yaml")):
+                archive.add(path, path.name)
     print(f"{time.monotonic() - began:.0f} s; {options.output}")
     return int(any(one["status"] != "succeeded" for one in summary.values()))
 

@@ -1,10 +1,15 @@
-"""The tests marked `gpu`, in this process; a row for each, as soon as it has ended."""
+"""The tests marked `gpu`; a row for each, as soon as it has ended."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import pytest
 
 from benchmarks.gpu_suite.setting import ROOT, Setting
+
+JOBS = 8
+"""Tests at a time, on one device."""
 
 
 class Rows:
@@ -25,8 +30,9 @@ class Rows:
 
 def measure(setting: Setting) -> None:
     """Run them. Raises RuntimeError if they cannot be collected."""
-    # one device: the tests take turns, and pytest-xdist need not be there
-    words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-m", "gpu"]
+    # most tests wait for a compiler: where pytest-xdist is there, several run at a time
+    jobs = ["-n", str(JOBS)] if find_spec("xdist") and not setting.on_host else []
+    words = [*jobs, "-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-m", "gpu"]
     folders = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests" / "metrics" / "test_devices.py")]
     status = pytest.main([*words, "--rootdir", str(ROOT), *folders], plugins=[Rows(setting)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

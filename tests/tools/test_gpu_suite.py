@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_part_ends_with_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def told_to_end(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if process not in started:
             started.append(process)
-            signal.raise_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", told_to_end)
