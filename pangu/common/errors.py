@@ -6,7 +6,7 @@ import errno
 import logging
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +145,28 @@ def reading(source: object, *errors: type[Exception], rule: str = "cannot be rea
             cause = f"an integer of more than {MOST_DIGITS:,} digits"
         text = f"{source}: {rule} ({shown(cause)})"
         raise UserError(f"{text}; {works}" if works else text) from error
+
+
+_ASKED, _FREE = r"ried to allocate ([\d.]+ \w+)", r"([\d.]+ \w+)(?: is)? free"
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error of torch, which has several types for it, says that a device or its host is full."""
+    is_named = type(error).__name__ == "OutOfMemoryError"
+    return is_named or re.search("out of memory|can't allocate memory", str(error)) is not None
+
+
+@contextmanager
+def allocating(where: Callable[[], str], works: str) -> Iterator[None]:
+    """Turn an out-of-memory error of torch in the block into a LocalError: `where()`, torch's sizes, and `works`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        asked, free = re.search(_ASKED, str(error)), re.search(_FREE, str(error))
+        sizes = (f", {asked[1]} asked for" if asked else "") + (f", {free[1]} free" if free else "")
+        raise LocalError(f"{where()}: out of memory{sizes}; {works}") from error
 
 
 # How long a process of a run waits, besides parallel.timeout_s, where another one may be gone or slow.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pangu.common.errors import UserError
+from pangu.common.errors import UserError, allocating
 from pangu.layers.builder import DTYPES
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
@@ -51,8 +52,10 @@ def connected(tensor: int, pipeline: int, device: str, launch: Launch, *, replic
             f"{launch.world}; start it with torchrun --nproc-per-node={shared}"
         )
     layout = Layout(tensor, pipeline, launch.world // shared)
-    mesh = Mesh.connect(layout, choose_device(device, launch), attempt=launch.attempt)
-    try:
-        yield mesh
-    finally:
-        mesh.close()
+    place = f"rank {launch.rank} on {socket.gethostname()}"
+    with allocating(lambda: place, "try a smaller --rows, or more devices with --tensor or --pipeline"):
+        mesh = Mesh.connect(layout, choose_device(device, launch), attempt=launch.attempt)
+        try:
+            yield mesh
+        finally:
+            mesh.close()

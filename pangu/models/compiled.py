@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from pangu.common.errors import ConfigError, LocalError, Problem
+from pangu.common.errors import ConfigError, LocalError, Problem, is_out_of_memory
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fused import allow_kinds
 from pangu.layers.graph import GraphDropout, GraphTensors, TensorKeys, hold_in_graph
@@ -95,6 +95,8 @@ class CompiledBlocks:
         try:
             return self._compute(block, below, replace(context, keys=keys, saved=GraphTensors()), queries, on)
         except torch._dynamo.exc.TorchDynamoException as error:
+            if is_out_of_memory(error):
+                raise
             reason = " ".join(str(error).strip().splitlines()[:2])
             raise LocalError(f"compile = true: a layer cannot be compiled ({reason}); compile=false works") from error
 

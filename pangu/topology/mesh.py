@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pangu.common.errors import LocalError, LostError, UserError, shown
+from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memory, shown
 from pangu.topology import experts
 from pangu.topology.accelerator import VISIBLE, number_on_node
 from pangu.topology.backends import connect_groups, group_options
@@ -22,7 +22,7 @@ from pangu.topology.recorder import AxisGroup, Recorder
 
 def is_silence(error: RuntimeError) -> bool:
     """Return whether an error means that another process did not answer; gloo has no exception type for that."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    return (isinstance(error, dist.DistError) or "/gloo/" in str(error)) and not is_out_of_memory(error)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,16 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
 
 
+def advise_less_memory(config: RunConfig) -> str:
+    """Return keys that let a run do with less memory, for the message of one that ran out of it."""
+    micro, recompute = config.batch.micro_size, config.memory.recompute
+    ways = [f"batch.micro_size={part}" for part in range(micro - 1, 0, -1) if micro % part == 0][:1]
+    if recompute != "full":
+        ways.append("memory.recompute=" + ("selective, then full" if recompute == "none" else "full"))
+    less = " or ".join(ways) or "a higher parallel.zero, memory.offload or more devices"
+    return f"try {less}; dry_run=true in the same command counts the memory without a run"
+
+
 def _states(largest: StatePlan | None) -> Iterator[tuple[str, str]]:
     if largest is not None:
         more = "activations and buffers come on top; dry_run=true counts them"

@@ -42,8 +42,8 @@ def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer
         compiled = _trial(config, mesh, kernel, compiled=True)
         try:
             compiled()
-        except LocalError as error:
-            log.info("%-12s %s", "compile", error)
+        except (RuntimeError, LocalError) as error:  # out of memory, or what compilers demand
+            log.info("%-12s %s", "compile", " ".join(str(error).splitlines()[:2]))
         else:
             trials["true"] = compiled
         times = timer(trials, mesh.device, BUDGET_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.common.console import outlive_console
-from pangu.common.errors import PrintableFormatter, UserError
+from pangu.common.errors import PrintableFormatter, UserError, allocating
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
@@ -41,7 +42,7 @@ from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
-from pangu.training.describe import describe
+from pangu.training.describe import advise_less_memory, describe
 from pangu.training.determinism import deterministic
 from pangu.training.interrupts import Interrupts
 from pangu.training.loop import Loop
@@ -52,7 +53,7 @@ from pangu.training.saving import begin, find_checkpoint
 from pangu.training.step import Trainer
 from pangu.training.summary import draw_pictures, finish
 from pangu.training.validation import Benchmarks, Validation, in_training
-from pangu.training.watchdog import Watchdog
+from pangu.training.watchdog import Watchdog, place_of
 from pangu.zero.states import fullest_states, held_bytes, plan_states
 
 log = logging.getLogger("pangu")
@@ -83,16 +84,17 @@ def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks
             expect(config, layout, stages, lambda: None)
         return 0
     outlive_console()
-    device = choose_device(config.train.device, launch, threads=config.train.threads)
-    if device.type != "cpu":
-        require_format(config.precision.compute, device)
-    attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
-    if config.precision.matmul == "fp8":
-        log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device))
-    if launch.world > 1:
-        raise_open_files(launch.world)
     output = Path(config.train.output)
-    with ExitStack() as stack:
+    place = f"rank {launch.rank} on {socket.gethostname()}"
+    with ExitStack() as stack, allocating(lambda: place, advise_less_memory(config)):
+        device = choose_device(config.train.device, launch, threads=config.train.threads)
+        if device.type != "cpu":
+            require_format(config.precision.compute, device)
+        attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
+        if config.precision.matmul == "fp8":
+            log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device))
+        if launch.world > 1:
+            raise_open_files(launch.world)
         stack.enter_context(Interrupts(speaks=launch.rank == 0))
         if device.type != "cpu":
             stack.enter_context(_told_backend(device, launch, output))
@@ -194,7 +196,8 @@ def _train(
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
         started = time.perf_counter()
-        loop.run()
+        with allocating(lambda: f"{mesh.name} ({mesh.device}), {place_of(trainer).words}", advise_less_memory(config)):
+            loop.run()
         if loop.stopped:
             _stop(loop, signals)
             return config.train.stop_status

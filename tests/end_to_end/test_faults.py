@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pangu.common.exit_status import USER_ERROR
 from tests.end_to_end.commands import HANG, SMALL, metrics, run_script
 from tests.pace import at_some_pace
 from tests.spawn import Program, repository, run_ranks
@@ -66,6 +67,16 @@ def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(
     expected = f"error: rank 0, step 3, {doing}: rank 1 did not answer within parallel.timeout_s"
     assert done.stderr.count(expected) == done.stderr.count("error: rank") == 1, done.stderr
     assert "LocalError" not in done.stderr
+
+
+def test_a_replica_without_memory_says_so_in_one_message_and_ends_with_a_users_error(tmp_path: Path) -> None:
+    error = "__import__('torch').OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has')"
+    code = ["if RANK == 1 and trainer.step == 1:", f"    raise {error}", "forward_backward(trainer, batches)"]
+    done = run_changed(tmp_path, code, "train.steps=9")
+    assert done.statuses[1] == USER_ERROR
+    expected = r"error: rank 1 \(cpu\), step 2, training: out of memory, 2.00 GiB asked for; try .*\n"
+    assert len(re.findall(expected, done.stderr)) == 1, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_replicas_go_back_together(tmp_path: Path) -> None:

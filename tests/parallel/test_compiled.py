@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
 
-from pangu.common.errors import ConfigError, LocalError
+from pangu.common.errors import ConfigError, LocalError, allocating
 from pangu.layers.dropout import DropoutKeys
 from pangu.models import compiled
 from pangu.models.compiled import ways
@@ -166,4 +166,15 @@ def test_a_compiler_that_fails_is_named() -> None:
     with patch.object(compiled, "BACKEND", broken):
         trainer, batches = small_trainer(Layout(), "compile=true")
     with pytest.raises(LocalError, match=r"a layer cannot be compiled \(.*no room for C\+\+.*compile=false works"):
+        trainer.train_step(batches)
+
+
+def test_a_compiler_that_finds_no_memory_is_not_blamed() -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    with patch.object(compiled, "BACKEND", full):
+        trainer, batches = small_trainer(Layout(), "compile=true")
+    said = r"^here: out of memory, 2\.00 GiB asked for; less$"
+    with pytest.raises(LocalError, match=said), allocating(lambda: "here", "less"):
         trainer.train_step(batches)

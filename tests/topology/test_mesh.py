@@ -17,7 +17,7 @@ from pangu.common.errors import LocalError
 from pangu.topology.backends import describe_environment, record_collectives
 from pangu.topology.launch import GROWING
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh, require_own_device
+from pangu.topology.mesh import Mesh, is_silence, require_own_device
 from pangu.topology.recorder import AxisGroup
 from pangu.zero import gradients
 from tests.pace import at_some_pace
@@ -51,6 +51,11 @@ def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch, pace:
         monkeypatch.setenv(name, value)
     with pytest.raises(LocalError, match=rf"within {pace:g} s \(parallel.timeout_s\), rank 2 did not; a process that"):
         Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=pace)
+
+
+def test_a_collective_without_memory_is_not_taken_for_a_lost_peer() -> None:
+    assert is_silence(dist.DistBackendError("watchdog caught collective operation timeout"))
+    assert not is_silence(dist.DistBackendError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"))
 
 
 def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFix
     timed = "ms of a micro-batch on one thread"
     assert lines[0].startswith(f"attention    sdpa (model.attention=auto; {timed}: sdpa 3e+03, ")
     assert lines[1].startswith(f"products     highest (precision.fp32_products=auto; {timed}: highest ")
+
+
+def test_layers_whose_compilation_needs_too_much_memory_are_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(compiled, "BACKEND", full)
+    run = tiny("compile=auto", "model.attention=sdpa", "model.dropout=0.1")
+    assert choose(run, ONE, timer=table({"true": 1.0, "false": 2.0})).compile == "false"
+    assert any(re.match("compile +.*CUDA out of memory", line) for line in caplog.messages)
 
 
 def test_layers_are_compiled_where_that_is_faster(
