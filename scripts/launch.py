@@ -49,6 +49,11 @@ SILENCES = 2
 """Questions in a row that the launchers' store leaves without an answer when it counts as gone."""
 SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE, -signal.SIGINT)
 """Exit statuses of a process that has said why, or that Ctrl-C ended after its last word."""
+KILLED = (
+    ", most likely because host memory or the container's limit is full (`dmesg` shows the kernel's out-of-memory "
+    "killer): try checkpoint.asynchronous=false, fewer data.workers or less memory.offload"
+)
+"""Probable cause of SIGKILL, and what to do."""
 _LOG = "torch.distributed.elastic.multiprocessing"
 
 
@@ -152,7 +157,7 @@ def report(failed: ChildFailedError) -> int:
     if failure.exitcode < 0:
         how = f"was ended by {failure.signal_name()}"
     if failure.exitcode == -signal.SIGKILL:
-        how += ", as the system does when its memory is full"
+        how += KILLED
     print(f"\nrank {rank} on {socket.gethostname()} (process {failure.pid}) {how}", file=sys.stderr, flush=True)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
@@ -195,6 +200,11 @@ def main(arguments: Sequence[str]) -> int:
         return 128 + ended.sigval
     except (RendezvousError, DistError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            port = reason.partition("port: ")[2].partition(",")[0]
+            rule = "--master-port or --rdzv-endpoint takes another one, the same on all nodes"
+            print(f"error: port {port} of {socket.gethostname()} is in use: {rule}", file=sys.stderr, flush=True)
+            return USER_ERROR
         print(f"\nthe launchers of this run did not meet: {reason}", file=sys.stderr, flush=True)
         return RETRYABLE
     except (OSError, ValueError) as error:  # an address, a folder or a program that cannot be

@@ -115,7 +115,7 @@ def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, s
     [
         (USER_ERROR, USER_ERROR, ""),
         (-2, INTERRUPTED, ""),
-        (-9, 137, r"\nrank 3 on \S+ \(process 11\) was ended by SIGKILL, as the system does when its memory is full\n"),
+        (-9, 137, r"\nrank 3 on \S+ \(process 11\) was ended by SIGKILL, most likely because host memory .*: try .*\n"),
         (-11, 139, r"\nrank 3 on \S+ \(process 11\) was ended by SIGSEGV\n"),
         (1, 1, r"\nrank 3 on \S+ \(process 11\) ended with status 1; what it said stands above\n"),
     ],
@@ -134,6 +134,16 @@ def test_an_address_that_cannot_be_is_one_message() -> None:
     assert done.returncode == USER_ERROR
     assert done.stderr.startswith("error: torchrun cannot start: The port number of the rendezvous endpoint")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_message_with_the_options_that_take_another() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = [sys.executable, "scripts/launch.py", f"--master-port={port}", "pretrain.py"]
+        done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
+    assert done.returncode == USER_ERROR
+    said = rf"error: port {port} of \S+ is in use: --master-port or --rdzv-endpoint takes another one.*\n"
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def test_launchers_that_do_not_meet_say_so() -> None:
