@@ -3,7 +3,13 @@
 python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart
 """
 
-from pangu.pretrain import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from pangu.pretrain import main
+
+        main()
+    except KeyboardInterrupt:  # of the first imports, before the run itself listens to Ctrl-C
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
