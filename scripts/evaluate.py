@@ -24,10 +24,10 @@ from pangu.common.exit_status import exit_status
 from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
 from pangu.data.inputs import find_inputs
-from pangu.data.progress import ProgressBar
-from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.inference import LoadedModel
 from pangu.interop.loading import load_model
+from pangu.metrics.progress import ProgressBar
+from pangu.tasks.arguments import add_model_arguments, connected, require_positive
 from pangu.tasks.ask import Questions, ask, read_questions, summary
 from pangu.tasks.catalogue import TASKS, find_task
 from pangu.tasks.prompts import Setup, chosen

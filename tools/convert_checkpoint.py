@@ -22,11 +22,11 @@ from pangu.config.data import IndexedData
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.other_tokenizers import ENCODINGS
-from pangu.data.progress import ProgressBar
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
 from pangu.interop.formats.stored import Source
+from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
 

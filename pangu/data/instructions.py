@@ -28,13 +28,13 @@ from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
 from pangu.data.messages import read_dialog
 from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.progress import ProgressBar, noted
 from pangu.data.sandbox import Allowance
 from pangu.data.stream import SampleStream
 from pangu.data.templates import TEMPLATES
 from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
 from pangu.data.workers import parallel_map
+from pangu.metrics.progress import ProgressBar, noted
 
 log = logging.getLogger("pangu")
 

@@ -25,8 +25,8 @@ from pangu.common.files import open_regular, read_json, write_atomically
 from pangu.config.data import PackingConfig
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.progress import ProgressBar
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
+from pangu.metrics.progress import ProgressBar
 from pangu.topology.random import random_key
 
 log = logging.getLogger("pangu")

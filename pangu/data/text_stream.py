@@ -25,10 +25,10 @@ from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import find_inputs, input_record
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, Recipe
-from pangu.data.progress import noted
 from pangu.data.remote import is_url
 from pangu.data.stream import RAREST, Stream
 from pangu.data.tables import is_dataset
+from pangu.metrics.progress import noted
 
 
 class TextStream(Stream):

@@ -17,8 +17,8 @@ from typing import Any
 from pangu.common.cores import available_cores
 from pangu.common.errors import UserError
 from pangu.config.cluster import DeviceMemoryConfig
-from pangu.data.progress import ProgressBar
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
+from pangu.metrics.progress import ProgressBar
 from pangu.topology.layout import Coordinates, Layout
 
 REPORT_SECONDS = 30.0

@@ -1,1 +1,1 @@
-"""Evaluation of a model in any layout: inference, scoring and text generation."""
+"""Evaluation of a model in any layout: inference and text generation."""

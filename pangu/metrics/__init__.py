@@ -1,1 +1,1 @@
-"""Metrics of a run: records, writers and trackers, plots, and the throughput of devices."""
+"""Metrics of a run: records, writers and trackers, plots, progress bars, and the throughput of devices."""

@@ -1,1 +1,1 @@
-"""Benchmark tasks: their files, prompts, measures and results."""
+"""Benchmark tasks: their files, prompts, scores, measures and results."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from pangu.common.errors import UserError
 from pangu.evaluation.generation import generate_shared
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.scoring import Score, score
 from pangu.metrics.record import perplexity
 from pangu.tasks.prompts import Prompts, Setup, chosen
+from pangu.tasks.scoring import Score, score
 from pangu.tasks.task import SLOT, Item, Task, find_files, published_format
 
 CHUNK = 16

@@ -25,11 +25,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status
 from pangu.data.boundaries import describe_ids
-from pangu.evaluation.arguments import connected
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.scoring import ScoredSpan, score
 from pangu.interop.loading import load_model
+from pangu.tasks.arguments import connected
+from pangu.tasks.scoring import ScoredSpan, score
 from pangu.topology.launch import Launch, is_first_process
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pangu.data.tokenizers import Tokenizer
-from pangu.evaluation.scoring import ScoredSpan, huggingface_windows, windows
+from pangu.tasks.scoring import ScoredSpan, huggingface_windows, windows
 from pangu.tasks.task import SLOT, Item, Task
 from pangu.topology.random import generator
 

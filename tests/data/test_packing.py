@@ -22,8 +22,8 @@ from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.loader import Loader
 from pangu.data.packing import Method, PackedDocuments, Packing, best_fit_decreasing, write_packing
 from pangu.data.stream import SampleStream
-from pangu.evaluation.scoring import ScoredSpan, score
 from pangu.schedule.schedule import forward_only
+from pangu.tasks.scoring import ScoredSpan, score
 from pangu.topology.layout import Layout
 from pangu.training.run import run
 from tests.configs import composed

@@ -14,10 +14,10 @@ import yaml
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.scoring import ScoredSpan, score
 from pangu.interop.loading import load_model
 from pangu.tasks.catalogue import find_task
 from pangu.tasks.prompts import Prompts, Setup
+from pangu.tasks.scoring import ScoredSpan, score
 from pangu.tasks.task import Item
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

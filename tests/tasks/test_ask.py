@@ -13,11 +13,11 @@ from pangu.common.errors import UserError
 from pangu.data.batch import Batch
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.inference import LoadedModel
-from pangu.evaluation.scoring import Score, ScoredSpan
 from pangu.tasks import ask as module
 from pangu.tasks.ask import Answer, Questions, ask, read_questions, summary
 from pangu.tasks.catalogue import TASKS, find_task
 from pangu.tasks.prompts import Setup
+from pangu.tasks.scoring import Score, ScoredSpan
 from pangu.tasks.task import Item, Task
 from pangu.topology.layout import Layout
 from tests.evaluation.models import Characters, random_model

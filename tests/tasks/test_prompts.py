@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pangu.evaluation.scoring import ScoredSpan
 from pangu.tasks.catalogue import find_task
 from pangu.tasks.prompts import Prompts, Setup
+from pangu.tasks.scoring import ScoredSpan
 from pangu.tasks.task import Item
 from tests.evaluation.models import Characters
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pangu.data.progress import ProgressBar
+from pangu.metrics.progress import ProgressBar
 
 
 @pytest.mark.parametrize("show", [True, False])

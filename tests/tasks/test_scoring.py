@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.evaluation.scoring import Score, ScoredSpan, huggingface_windows, score, windows
+from pangu.tasks.scoring import Score, ScoredSpan, huggingface_windows, score, windows
 from pangu.topology.layout import Layout
 from pangu.topology.random import generator
 from tests.evaluation.models import random_model
