@@ -74,14 +74,14 @@ def one_process(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):
             lock = stack.enter_context((folder / "modules.lock").open("w"))
-            deadline, waits = time.monotonic() + PATIENCE_SECONDS, False
+            deadline, is_waiting = time.monotonic() + PATIENCE_SECONDS, False
             while time.monotonic() < deadline:
                 with suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                if not waits:
+                if not is_waiting:
                     log.warning("%-12s waiting for another process that measures modules (%s)", "measuring", lock.name)
-                waits = True
+                is_waiting = True
                 time.sleep(0.1)
         yield
 

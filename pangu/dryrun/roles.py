@@ -60,22 +60,22 @@ def run_jobs(jobs: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
                 worker.end()
 
 
-_kept: list[Worker] | None = None
+_idle_workers: list[Worker] | None = None
 """Idle processes for the next jobs; None outside of `kept_workers`."""
 
 
 @contextmanager
 def kept_workers() -> Iterator[list[Worker]]:
     """Let all jobs within the block share processes, since each takes seconds to start; yield the idle ones."""
-    global _kept
-    if _kept is not None:
-        yield _kept
+    global _idle_workers
+    if _idle_workers is not None:
+        yield _idle_workers
         return
-    idle = _kept = list[Worker]()
+    idle = _idle_workers = list[Worker]()
     try:
         yield idle
     finally:
-        _kept = None
+        _idle_workers = None
         for worker in idle:
             worker.end()
 

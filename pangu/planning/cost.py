@@ -269,7 +269,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
     phases = phases_of(ledger, groups, cluster)
     durations = durations_of(schedule, phases, link)
-    whole = makespan(schedule, durations, ledger.more)
+    whole = makespan(schedule, durations, ledger.extra_micro_batches)
     sums = [_sum_of(of_stage.values()) for of_stage in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
     compute, tensor, replicas, expert = (m * term for term in sums[longest])
@@ -302,7 +302,7 @@ def _after(
     stage: StageLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float
 ) -> tuple[float, float]:
     """Return a stage's exposed seconds of replica communication next to `backward` seconds, and its update seconds."""
-    sent = tuple(one._replace(calls=one.calls * often) for one, often in stage.besides.items())
+    sent = tuple(one._replace(calls=one.calls * often) for one, often in stage.other_collectives.items())
     waited = phase_seconds(Work(collectives=sent), groups, cluster, backward).total
     waited += stage.update.host_bytes / (cluster.host_gb_s * 1e9)
     device = stage.update.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)

@@ -40,7 +40,7 @@ class StepLedger:
     """Bytes of the tensors that a chunk sends to the next one for a micro-batch."""
     schedule: Schedule
     """Schedule with the fewest micro-batches after which it repeats."""
-    more: int
+    extra_micro_batches: int
     """Number of further micro-batches."""
 
     @property
@@ -204,7 +204,7 @@ class Program:
 
     def _described(self, plan: Plan, every: bool) -> StepLedger:
         config, schedule, cut = configured(self.config, plan), schedule_of(plan), self.cut(plan)
-        actions, more = stage_actions(schedule), plan.micro_batches - schedule.micro_batches
+        actions, extra = stage_actions(schedule), plan.micro_batches - schedule.micro_batches
         stages: Sequence[int] = range(plan.pipeline)
         if not every:
             held = most_held(plan.schedule, plan.pipeline, plan.virtual, schedule.micro_batches)
@@ -213,8 +213,8 @@ class Program:
         groups, ledgers = groups_of(plan.layout, 1), dict[int, StageLedger]()
         for stage in set(stages):
             program = self._stage(config, plan, cut.distinct[cut.alike[stage]], schedule)
-            ledgers[stage] = program.ledger(actions[stage], more, groups)
-        return StepLedger(tuple(ledgers[stage] for stage in stages), message_bytes(config), schedule, more)
+            ledgers[stage] = program.ledger(actions[stage], extra, groups)
+        return StepLedger(tuple(ledgers[stage] for stage in stages), message_bytes(config), schedule, extra)
 
     def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
         alike = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1, schedule="")

@@ -45,7 +45,7 @@ class StageLedger:
     """Number of process groups in which the rank communicates."""
     passes: Mapping[tuple[Kind, int], Pass]
     """Mapping from the kind of an action and its chunk to the action's ledger for most micro-batches."""
-    besides: Mapping[Collective, float]
+    other_collectives: Mapping[Collective, float]
     """Counts of the step's collectives besides those of `passes` per micro-batch; negative if there are fewer."""
     update: Work
     """Optimizer step, and the copies between device and host for it."""
@@ -76,8 +76,8 @@ def stage_actions(schedule: Schedule) -> list[StageActions]:
     place_of = [schedule.stage_of[:chunk].count(stage) for chunk, stage in enumerate(schedule.stage_of)]
     for actions in schedule.actions:
         numbers: dict[Action, int] = {}
-        alike = (Action(one.kind, place_of[one.chunk], None, one.peer, one.reduce) for one in actions)
-        order = tuple(numbers.setdefault(action, len(numbers)) for action in alike)
+        generic_actions = (action._replace(chunk=place_of[action.chunk], micro=None) for action in actions)
+        order = tuple(numbers.setdefault(action, len(numbers)) for action in generic_actions)
         middle = tuple(place for place, action in enumerate(actions) if action.micro in micros)
         found.append(StageActions(tuple(numbers), order, middle, period, schedule.micro_batches))
     return found
@@ -114,52 +114,52 @@ class StageProgram:
         self._update, self._host_update_bytes, self._working = self._updated()
         self._ending = self._sent_once(["expert_shard" if entry.expert else "shard" for entry in table])
 
-    def ledger(self, stage: StageActions, more: int, groups: Mapping[Axis, Group]) -> StageLedger:
+    def ledger(self, stage: StageActions, extra_micro_batches: int, groups: Mapping[Axis, Group]) -> StageLedger:
         """Return the ledger of a step, folded over its actions.
 
         Args:
             stage: actions of the step.
-            more: number of further micro-batches, which repeat the middle round.
+            extra_micro_batches: number of further micro-batches, which repeat the middle round.
             groups: communication group of each axis.
         """
-        passes, trace, rounds = self._walk(stage), self._trace, more // stage.period
-        alike, counts = {id(one): one for one in passes}, Counter(map(id, passes))
+        passes, trace, rounds = self._walk(stage), self._trace, extra_micro_batches // stage.period
+        distinct_passes, counts = {id(entry): entry for entry in passes}, Counter(map(id, passes))
         steady: dict[tuple[Kind, int], Counter[int]] = {}
-        left = rounds * stage.period * trace.move.end
+        growth_bytes = rounds * stage.period * trace.move.end
         for place in stage.middle:
-            action, one = stage.distinct[stage.order[place]], passes[place]
-            counts[id(one)] += rounds
-            left += rounds * one.change
+            action, entry = stage.distinct[stage.order[place]], passes[place]
+            counts[id(entry)] += rounds
+            growth_bytes += rounds * entry.change
             if action.kind in COMPUTE:
-                steady.setdefault((action.kind, action.chunk), Counter())[id(one)] += 1
-        most = {key: alike[of_key.most_common(1)[0][0]] for key, of_key in steady.items()}
+                steady.setdefault((action.kind, action.chunk), Counter())[id(entry)] += 1
+        typical = {key: distinct_passes[of_key.most_common(1)[0][0]] for key, of_key in steady.items()}
         moves = [trace.move] * stage.micro_batches
         levels = chain(
             ((span.peak, span.end) for span in (*moves, trace.begin)),
-            ((one.peak, one.change) for one in passes),
+            ((entry.peak, entry.change) for entry in passes),
             [(trace.finish.peak, trace.finish.end)],
         )
-        peak = max(_highest(levels), sum(one.buffers for one in passes) + self._working)
-        sent = Counter(each for each in self._ending if groups[each.axis].size > 1)
-        besides = sent.copy()
-        for key, one in alike.items():
-            for each in one.collectives:
-                besides[each] += counts[key]
-            for each in chain(one.collectives, *(span.work.collectives for span in one.spans)):
-                sent[each] += counts[key]
-        for one in most.values():
-            for each in one.collectives:
-                besides[each] -= stage.micro_batches + more
+        peak = max(_highest(levels), sum(entry.buffers for entry in passes) + self._working)
+        sent = Counter(collective for collective in self._ending if groups[collective.axis].size > 1)
+        other_collectives = sent.copy()
+        for key, entry in distinct_passes.items():
+            for collective in entry.collectives:
+                other_collectives[collective] += counts[key]
+            for collective in chain(entry.collectives, *(span.work.collectives for span in entry.spans)):
+                sent[collective] += counts[key]
+        for entry in typical.values():
+            for collective in entry.collectives:
+                other_collectives[collective] -= stage.micro_batches + extra_micro_batches
         channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
         axes = {each.axis for each in sent if each.axis != "pipeline" or each.kind not in ("send", "receive")}
         axes |= {each.axis for buffers in self._buffers for each in buffers.gathers}  # frozen weights are gathered once
         return StageLedger(
             self._lasting,
-            self._lasting + trace.lasting_bytes + peak + left,
+            self._lasting + trace.lasting_bytes + peak + growth_bytes,
             sent,
             len(axes) + len(channels),
-            most,
-            besides,
+            typical,
+            other_collectives,
             self._update,
             self._host_update_bytes,
         )
@@ -169,8 +169,8 @@ class StageProgram:
         state, passes, known = 0, list[Pass](), self._passes
         for number in stage.order:
             action = stage.distinct[number]
-            one, state = known.get((state, action)) or self._pass(state, action)
-            passes.append(one)
+            entry, state = known.get((state, action)) or self._pass(state, action)
+            passes.append(entry)
         return [*passes, (known.get((state, None)) or self._pass(state, None))[0]]
 
     def _sent_once(self, shard_axes: list[Axis]) -> list[Collective]:
