@@ -201,11 +201,11 @@ def _delete(path: Path) -> None:
 
 
 def _saving(path: Path) -> AbstractContextManager[None]:
-    works = (
+    fix = (
         "older checkpoints are untouched. Free space or mend the folder's permissions, then start the same command "
         "again: it continues from the newest one"
     )
-    return reading(path, rule="the checkpoint could not be written", works=works)
+    return reading(path, rule="the checkpoint could not be written", fix=fix)
 
 
 def _write_file(

@@ -54,13 +54,13 @@ class Problem:
     """Value given by the user."""
     rule: str
     """Rule that the value breaks."""
-    works: str = ""
+    fix: str = ""
     """Nearest values that work."""
 
     def __str__(self) -> str:
         """Return the line shown to the user."""
         text = f"{shown(self.key)} = {shown(self.value)}: {self.rule}"
-        return f"{text}; {self.works}" if self.works else text
+        return f"{text}; {self.fix}" if self.fix else text
 
 
 def shown(value: object, depth: int = 20) -> str:
@@ -128,7 +128,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def reading(source: object, *errors: type[Exception], rule: str = "cannot be read", works: str = "") -> Iterator[None]:
+def reading(source: object, *errors: type[Exception], rule: str = "cannot be read", fix: str = "") -> Iterator[None]:
     """Turn an OSError of the block, or one of `errors`, into a UserError: `source`, the rule, and the cause."""
     try:
         yield
@@ -144,7 +144,7 @@ def reading(source: object, *errors: type[Exception], rule: str = "cannot be rea
         if "set_int_max_str_digits" in cause:
             cause = f"an integer of more than {MOST_DIGITS:,} digits"
         text = f"{source}: {rule} ({shown(cause)})"
-        raise UserError(f"{text}; {works}" if works else text) from error
+        raise UserError(f"{text}; {fix}" if fix else text) from error
 
 
 _ASKED, _FREE = r"ried to allocate ([\d.]+ \w+)", r"([\d.]+ \w+)(?: is)? free"

@@ -58,28 +58,27 @@ def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | Non
     """Yield the reasons why a kernel (a key of `ABILITIES`) cannot train a model; `device` None: type not known yet."""
     can = ABILITIES[kernel]
 
-    def problem(rule: str, works: str = "") -> Problem:
-        other = "model.attention=auto works"
-        return Problem("model.attention", kernel, rule, f"{works}, or {other}" if works else other)
+    def problem(rule: str, fix: str = "") -> Problem:
+        other = "set model.attention=auto"
+        return Problem("model.attention", kernel, rule, f"{fix}, or {other}" if fix else other)
 
     if can.devices is not None and device is not None and device not in can.devices:
-        yield problem(f"trains on {_either(can.devices)} only, and this run's device is {device}")
+        yield problem(f"needs a device of type {_either(can.devices)}, got {device}")
     if can.precisions is not None and precision not in can.precisions:
-        rule = f"has no kernel for precision.compute = {precision}"
-        yield problem(rule, f"precision={_either(can.precisions)} works")
+        rule = f"does not support precision.compute = {precision}"
+        yield problem(rule, f"set precision={_either(can.precisions)}")
     if can.head_sizes is not None and not can.head_sizes[0] <= model.head_size <= can.head_sizes[1]:
         low, high = can.head_sizes
-        yield problem(f"takes heads of {low} to {high} columns, and {model.head_size_key} = {model.head_size}")
+        yield problem(f"needs a head size from {low} to {high}, got {model.head_size_key} = {model.head_size}")
     if model.head_size % can.head_multiple:
-        yield problem(
-            f"takes heads of a multiple of {can.head_multiple} columns, and {model.head_size_key} = {model.head_size}"
-        )
+        rule = f"needs a head size that is a multiple of {can.head_multiple}"
+        yield problem(f"{rule}, got {model.head_size_key} = {model.head_size}")
     if model.positions not in can.positions:
-        yield problem(f"cannot add the bias of model.positions = {model.positions} to its scores")
+        yield problem(f"does not support the attention bias of model.positions = {model.positions}")
     if model.sparse is not None and not can.sparse:
-        yield problem(f"cannot leave out the blocks of model.sparse.kind = {model.sparse.kind}", "flex or sdpa works")
+        yield problem(f"cannot skip the blocks of model.sparse.kind = {model.sparse.kind}", "use flex or sdpa")
     if model.residual_scores and not can.scores:
-        yield problem("never holds the scores that model.residual_scores=true passes on", "reference works")
+        yield problem("does not return the scores that model.residual_scores=true passes on", "use reference")
 
 
 def _either(values: tuple[str, ...]) -> str:

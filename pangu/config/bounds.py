@@ -58,7 +58,7 @@ class Encodable:
     def broken(self, value: str) -> str | None:
         """Return the rule that a text breaks, as text for a message; None if it is valid."""
         if any(category(character) == "Cs" for character in value):  # Python's stand-ins for other bytes
-            return "must be UTF-8, and these bytes are not; rename it, or set LC_ALL=C.UTF-8 if this shell misreads it"
+            return "must be valid UTF-8; rename it, or set LC_ALL=C.UTF-8 if the shell misreads it"
         return None
 
 
@@ -73,7 +73,7 @@ class Filled(Encodable):
         if not value.strip():
             return "must not be empty"
         if any(category(character) == "Cc" for character in value):
-            return "must not hold control characters"
+            return "must not contain control characters"
         return None
 
     def __str__(self) -> str:

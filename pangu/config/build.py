@@ -17,7 +17,7 @@ from pangu.config.suggest import close_names
 
 T = TypeVar("T")
 _MISSING = object()
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false", object: "anything"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", object: "anything"}
 
 
 class UnusableError(Exception):
@@ -125,7 +125,7 @@ class _Reader:
     def _field(self, hint: Any, field: str, values: Mapping[str, Any], path: str) -> Any:
         value = values.get(field, _MISSING)
         if value is _MISSING or (isinstance(value, str) and value == "???"):  # OmegaConf's mark of what has to be given
-            self._problems.append(Problem(_join(path, field), "(missing)", f"must be given: {describe(hint)}"))
+            self._problems.append(Problem(_join(path, field), "(missing)", f"is required: {describe(hint)}"))
             return WRONG
         return self.convert(hint, value, _join(path, field))
 
@@ -133,14 +133,14 @@ class _Reader:
         """Return the rule and the suggestion for a key that a group does not have."""
         for other in options:
             if key in hints_of(other) and (tag := tag_of(kind)) and (chosen := tag_of(other)):
-                rule = f"there is no such key with {_join(path, tag[0])} = {tag[1]}"
-                return rule, f"choose {_option(path, chosen)}, which has it"
+                rule = f"does not exist with {_join(path, tag[0])} = {tag[1]}"
+                return rule, f"set {_option(path, chosen)}, which has it"
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
         is_near = bool(difflib.get_close_matches(key, close, cutoff=0.8))
         elsewhere = [] if is_near else close_names(_join(path, key), keys_of(self._root))
         if meant := elsewhere or [_join(path, one) for one in close]:
-            return "there is no such key", f"did you mean {' or '.join(meant)}?"
-        return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
+            return "unknown key", f"did you mean {' or '.join(meant)}?"
+        return "unknown key", f"known keys: {', '.join(hints_of(kind))}"
 
     def convert(self, hint: Any, value: Any, path: str) -> Any:
         """Return `value` as the type `hint`, or `WRONG`."""
@@ -178,7 +178,7 @@ class _Reader:
         if rule is None:
             return converted
         infinite = isinstance(converted, float) and not math.isfinite(converted)
-        return self._wrong(path, value if infinite else converted, rule, "null works" if infinite and optional else "")
+        return self._wrong(path, value if infinite else converted, rule, "use null" if infinite and optional else "")
 
     def _list(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         if not isinstance(value, (list, tuple)) or (kinds[-1] is not Ellipsis and len(kinds) != len(value)):
@@ -186,8 +186,8 @@ class _Reader:
         each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
         return tuple(self.convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
 
-    def _wrong(self, path: str, value: Any, rule: str, works: str = "") -> Any:
-        self._problems.append(Problem(path, value, rule, works))
+    def _wrong(self, path: str, value: Any, rule: str, fix: str = "") -> Any:
+        self._problems.append(Problem(path, value, rule, fix))
         return WRONG
 
 
@@ -217,7 +217,7 @@ def _tags(options: tuple[Any, ...]) -> tuple[Any, str]:
 
 def _choices(options: tuple[Any, ...], path: str) -> str:
     tags = [tag for option in options if (tag := tag_of(option))]
-    return f"{' or '.join(_option(path, tag) for tag in tags)} works" if len(tags) > 1 else ""
+    return f"set {' or '.join(_option(path, tag) for tag in tags)}" if len(tags) > 1 else ""
 
 
 def _option(path: str, tag: tuple[str, str]) -> str:
@@ -258,9 +258,10 @@ def describe(hint: Any) -> str:
 
 
 def _describe_item(hint: Any) -> str:
-    plurals = {"an integer": "integers", "a number": "numbers", "a text": "texts", "a group of keys": "groups of keys"}
     word = describe(hint)
-    return plurals.get(word, f"the values {word}")
+    article, _, noun = word.partition(" ")
+    head, space, rest = noun.partition(" ")
+    return f"{head}s{space}{rest}" if article in ("a", "an") else f"the values {word}"
 
 
 def _join(path: str, key: str) -> str:

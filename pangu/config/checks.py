@@ -69,11 +69,11 @@ def _heads(model: ModelConfig) -> Iterator[Problem]:
 
 def _rotation(model: ModelConfig) -> Iterator[Problem]:
     if model.rope_base is not None and model.positions != "rope":
-        rule = f"{model.positions} positions do not turn"
-        yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
+        rule = f"only applies with model.positions = rope, got {model.positions}"
+        yield Problem("model.rope_base", model.rope_base, rule, "use null, or set model.positions=rope")
     if model.positions == "rope" and model.head_size % 2:
-        rule = f"turns pairs of elements, and the head size {model.head_size_key} = {model.head_size} is odd"
-        yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
+        rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
+        yield Problem("model.positions", "rope", rule, "use learned, or an even head size")
 
 
 def _scaling(model: ModelConfig) -> Iterator[Problem]:
@@ -81,38 +81,38 @@ def _scaling(model: ModelConfig) -> Iterator[Problem]:
     if scaling is None:
         return
     if model.positions != "rope":
-        rule = f"{model.positions} positions do not turn"
-        yield Problem("model.rope_scaling", asdict(scaling), rule, "null works, or model.positions=rope")
+        rule = f"only applies with model.positions = rope, got {model.positions}"
+        yield Problem("model.rope_scaling", asdict(scaling), rule, "use null, or set model.positions=rope")
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         rule = f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor:g}"
-        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "4 works with 1")
+        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "use e.g. 4 with 1")
 
 
 def _distances(model: ModelConfig) -> Iterator[Problem]:
     for key in ("relative_buckets", "relative_distance"):
         value = getattr(model, key)
         if value is not None and model.positions != "relative":
-            rule = f"{model.positions} positions have no buckets"
-            yield Problem(f"model.{key}", value, rule, "null works, or model.positions=relative")
+            rule = f"only applies with model.positions = relative, got {model.positions}"
+            yield Problem(f"model.{key}", value, rule, "use null, or set model.positions=relative")
     if model.positions == "relative":
         buckets, furthest = model.num_relative_buckets, model.furthest_relative
         if furthest <= buckets // 2:
-            rule = f"must be above {buckets // 2}: half of model.relative_buckets = {buckets} hold one distance each"
-            yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
+            rule = f"must be above {buckets // 2}: half of the {buckets} buckets hold one distance each"
+            yield Problem("model.relative_distance", furthest, rule, f"use {4 * buckets}")
 
 
 def _sparse(model: ModelConfig) -> Iterator[Problem]:
     sparse = model.sparse
     if isinstance(sparse, FixedSparsity) and sparse.global_blocks > sparse.local_blocks:
-        rule = f"must not be above model.sparse.local_blocks = {sparse.local_blocks}, of which they are the last"
-        yield Problem("model.sparse.global_blocks", sparse.global_blocks, rule, "1 works")
+        rule = f"must not exceed model.sparse.local_blocks = {sparse.local_blocks}"
+        yield Problem("model.sparse.global_blocks", sparse.global_blocks, rule, "use 1")
 
 
 def _query_layer(model: ModelConfig) -> Iterator[Problem]:
     if model.kind == "gpt" and model.final_norm == "after_query":
-        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
+        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "use before_query")
     if model.kind == "pangu" and model.layers == 1:
-        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
+        yield Problem("model.layers", 1, "PanGu-α needs at least one layer below its query layer", "use 2 or more")
 
 
 def _experts(model: ModelConfig) -> Iterator[Problem]:
@@ -124,15 +124,15 @@ def _kernel(config: RunConfig) -> Iterator[Problem]:
     if config.model.attention != "auto":
         yield from obstacles(config.model.attention, config.model, config.precision.compute)
     if config.compile and config.model.attention == "flash_attn":
-        rule = "compile = true, and no graph holds the functions of that package"
-        yield Problem("model.attention", "flash_attn", rule, "model.attention=auto works, or compile=false")
+        rule = "cannot be compiled, and compile = true"
+        yield Problem("model.attention", "flash_attn", rule, "set model.attention=auto or compile=false")
 
 
 def _determinism(config: RunConfig) -> Iterator[Problem]:
     kernel = config.model.attention
     if config.train.deterministic and kernel != "auto" and not ABILITIES[kernel].ordered:
-        rule = "may add up in another order each time, and train.deterministic = True"
-        yield Problem("model.attention", kernel, rule, "model.attention=auto works, or train.deterministic=false")
+        rule = "is not deterministic (its sums vary in order), and train.deterministic = true"
+        yield Problem("model.attention", kernel, rule, "set model.attention=auto or train.deterministic=false")
 
 
 def _recompute(config: RunConfig) -> Iterator[Problem]:
@@ -141,69 +141,69 @@ def _recompute(config: RunConfig) -> Iterator[Problem]:
         rule = f"must be none, selective, full or a number of layers up to model.layers = {layers}"
         yield Problem("memory.recompute", memory.recompute, rule)
     if memory.recompute == "selective" and not memory.selective:
-        yield Problem("memory.selective", [], "names no part to compute again", "[attention, activation, norm] works")
+        yield Problem("memory.selective", [], "names no part to recompute", "use [attention, activation, norm]")
 
 
 def _loss_scale(config: RunConfig) -> Iterator[Problem]:
     precision, scale = config.precision, config.precision.loss_scale
     if (precision.compute == "fp16") != (scale is not None):
-        rule = "fp16 needs precision.loss_scale and no other format takes one"
-        yield Problem("precision.compute", precision.compute, rule, "precision=fp16, bf16 or fp32 sets both")
+        rule = "precision.loss_scale is required for fp16, and must be null for other formats"
+        yield Problem("precision.compute", precision.compute, rule, "set precision=fp16, bf16 or fp32, which sets both")
     if scale is not None and scale.initial < scale.minimum:
-        rule = f"must not be below precision.loss_scale.minimum = {scale.minimum:g}"
-        yield Problem("precision.loss_scale.initial", scale.initial, rule, "65536 is usual")
+        rule = f"must be at least precision.loss_scale.minimum = {scale.minimum:g}"
+        yield Problem("precision.loss_scale.initial", scale.initial, rule, "use e.g. 65536")
 
 
 def _formats(config: RunConfig) -> Iterator[Problem]:
     precision = config.precision
     if precision.compute != "fp32" and precision.fp32_products != "auto":
-        rule = f"concerns fp32, and precision.compute = {precision.compute}"
-        yield Problem("precision.fp32_products", precision.fp32_products, rule, "auto works, or precision=fp32")
+        rule = f"only applies to fp32, and precision.compute = {precision.compute}"
+        yield Problem("precision.fp32_products", precision.fp32_products, rule, "use auto, or set precision=fp32")
     if precision.compute == "fp16" and precision.matmul == "fp8":
-        rule = "does not go with fp16: its loss scale moves, and gradients in e5m2 have scales of their own"
-        yield Problem("precision.matmul", "fp8", rule, "precision=fp8 works, which computes the rest in bf16")
+        rule = "cannot be combined with fp16: its dynamic loss scale conflicts with the scales of e5m2 gradients"
+        yield Problem("precision.matmul", "fp8", rule, "set precision=fp8, which computes the rest in bf16")
     if precision.compute == "fp64" and precision.reduce == "bf16":
-        yield Problem("precision.reduce", "bf16", "fp64 is for exact comparisons", "fp32 keeps sums in fp64")
+        yield Problem("precision.reduce", "bf16", "is too coarse for fp64", "use fp32, which keeps sums in fp64")
     if precision.compute == "fp64" and config.optimizer.moments == "bf16":
-        yield Problem("optimizer.moments", "bf16", "fp64 is for exact comparisons", "fp32 keeps moments in fp64")
+        yield Problem("optimizer.moments", "bf16", "is too coarse for fp64", "use fp32, which keeps moments in fp64")
 
 
 def _moments(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     for i, beta in enumerate(optimizer.betas):
         if optimizer.moments == "bf16" and beta > BF16_BETA:
-            rule = "bf16 moments have 8 bits: one that decays by less than a part in 256 in a step stays where it is"
-            yield Problem(f"optimizer.betas[{i}]", beta, rule, f"{BF16_BETA:g} works, or optimizer.moments=fp32")
+            rule = "bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has no effect"
+            yield Problem(f"optimizer.betas[{i}]", beta, rule, f"use {BF16_BETA:g}, or set optimizer.moments=fp32")
 
 
 def _ratios(config: RunConfig) -> Iterator[Problem]:
     if config.metrics.trust_ratios and config.optimizer.name != "lamb":
-        yield Problem("metrics.trust_ratios", True, "Adam has none", "false works, or optimizer=lamb")
+        yield Problem("metrics.trust_ratios", True, "Adam has no trust ratios", "use false, or set optimizer=lamb")
 
 
 def _least_rate(config: RunConfig) -> Iterator[Problem]:
     schedule = config.lr_schedule
     if schedule.shape == "constant" and schedule.min_lr:
-        yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant rate does not decay", "0 works")
+        yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant learning rate does not decay", "use 0")
     elif schedule.min_lr > config.optimizer.lr:
-        rule = f"must not be above optimizer.lr = {config.optimizer.lr:g}"
-        yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "0 works")
+        rule = f"must not exceed optimizer.lr = {config.optimizer.lr:g}"
+        yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "use 0")
 
 
 def _decay(config: RunConfig) -> Iterator[Problem]:
     schedule, total = config.lr_schedule, config.train.steps
     if schedule.shape == "constant":
         if schedule.decay_steps is not None:
-            rule = "a constant rate does not decay"
-            yield Problem("lr_schedule.decay_steps", schedule.decay_steps, rule, "null works")
+            rule = "a constant learning rate does not decay"
+            yield Problem("lr_schedule.decay_steps", schedule.decay_steps, rule, "use null")
     elif schedule.shape == "wsd":
         length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
         if schedule.warmup_steps + length > total:
             keys, values = "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}"
-            yield Problem(keys, values, f"warm-up and decay must fit into train.steps = {total}")
+            yield Problem(keys, values, f"together must not exceed train.steps = {total}", "lower one of them")
     elif schedule.decay_steps is not None and schedule.decay_steps < schedule.warmup_steps:
-        rule = f"must not be above lr_schedule.decay_steps = {schedule.decay_steps}, where the decay ends"
-        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule)
+        rule = f"must not exceed lr_schedule.decay_steps = {schedule.decay_steps}, the step at which the decay ends"
+        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, "lower it, or raise decay_steps")
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
@@ -212,29 +212,29 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
         value = getattr(packing, key)
         if isinstance(value, int) and value >= vocab:
             rule = f"must be an id below model.vocab = {vocab}"
-            yield Problem(f"data.packing.{key}", value, rule, "null: there is none")
+            yield Problem(f"data.packing.{key}", value, rule, "use null if there is none")
     if any(token >= vocab for token in packing.stop):
-        yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "[] works")
+        yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "use [] for none")
     packed = packing.method != "concat"
     if packed and isinstance(config.data, SyntheticData):
-        yield Problem("data.packing.method", packing.method, "random tokens have no documents", "concat works")
+        yield Problem("data.packing.method", packing.method, "data=synthetic has no documents", "use concat")
     elif packed and isinstance(config.data, StreamData):
-        rule = "needs the lengths of all documents first, and data=stream reads them as it goes on"
-        works = "concat works, or data=indexed with what tools/preprocess_data.py writes"
-        yield Problem("data.packing.method", packing.method, rule, works)
+        rule = "needs the lengths of all documents in advance, which data=stream does not know"
+        fix = "use concat, or data=indexed with files that tools/preprocess_data.py writes"
+        yield Problem("data.packing.method", packing.method, rule, fix)
     elif isinstance(config.data, InstructionsData):
         if not packed:
-            rule = "cuts conversations apart"
-            yield Problem("data.packing.method", "concat", rule, "best_fit or single works")
+            rule = "would split conversations"
+            yield Problem("data.packing.method", "concat", rule, "use best_fit or single")
     elif packed and packing.eod is None and not isinstance(packing.bos, int):
-        rule = f"each document of data.packing.method = {packing.method} begins behind the end of one"
-        yield Problem("data.packing.eod", None, rule, "data.packing.method=concat works without")
+        rule = f"data.packing.method = {packing.method} needs the id that ends a document"
+        yield Problem("data.packing.eod", None, rule, "set an id, or data.packing.method=concat")
     elif packing.eod is None and (packing.reset_mask or packing.reset_positions):
-        rule = "must be given if data.packing.reset_mask or data.packing.reset_positions is true"
+        rule = "is required if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule)
     if packing.index is not None and not packed:
-        rule, works = "samples that are cut from all tokens have none", "null works, or data.packing.method=best_fit"
-        yield Problem("data.packing.index", packing.index, rule, works)
+        rule, fix = "only packed samples have an index", "use null, or set data.packing.method=best_fit"
+        yield Problem("data.packing.index", packing.index, rule, fix)
     if packing.eod is not None and packing.eod == packing.pad:
         rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"
         yield Problem("data.packing.eod", packing.eod, rule)
@@ -242,8 +242,8 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
 
 def _vocabulary(config: RunConfig) -> Iterator[Problem]:
     if isinstance(config.data, StdlibData) and config.model.vocab < MINIMUM_STDLIB_VOCAB:
-        rule = "the tokenizer of data=stdlib needs more pieces"
-        yield Problem("model.vocab", config.model.vocab, rule, f"{MINIMUM_STDLIB_VOCAB} or more work")
+        rule = "is too small for the tokenizer of data=stdlib"
+        yield Problem("model.vocab", config.model.vocab, rule, f"use {MINIMUM_STDLIB_VOCAB} or more")
 
 
 def _files(config: RunConfig) -> Iterator[Problem]:
@@ -252,30 +252,30 @@ def _files(config: RunConfig) -> Iterator[Problem]:
         return
     if not data.train and not config.dry_run:
         examples = {
-            "indexed": "[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py",
-            "stream": "[FOLDER] works",
-            "instructions": "[FILE.jsonl] works, with a conversation in each line",
+            "indexed": "[PREFIX], where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py",
+            "stream": "[FOLDER]",
+            "instructions": "[FILE.jsonl], with one conversation per line",
         }
-        yield Problem("data.train", [], "names no files", f"data.train={examples[data.kind]}")
+        yield Problem("data.train", [], "names no files", f"set data.train={examples[data.kind]}")
     stages = data.later_weights if isinstance(data, IndexedData) else ()
     later_stages = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
     for key, weights in (("data.weights", data.weights), *later_stages):
         if weights is not None and len(weights) != len(data.train):
             one = "prefixes" if isinstance(data, IndexedData) else "entries"
-            works = "in proportion to their tokens" if isinstance(data, IndexedData) else "all are one source"
-            rule = f"must have one weight for each of the {len(data.train)} {one} of data.train"
-            yield Problem(key, weights, rule, f"data.weights=null: {works}")
+            fix = "in proportion to tokens" if isinstance(data, IndexedData) else "as one source"
+            rule = f"needs one weight for each of the {len(data.train)} {one} of data.train"
+            yield Problem(key, weights, rule, f"set data.weights=null to sample {fix}")
         elif weights is not None and not any(weights):
-            yield Problem(key, weights, "one of them must be above 0")
+            yield Problem(key, weights, "at least one weight must be above 0")
     samples = [stage.sample for stage in stages]
     if samples != sorted(set(samples)):
-        yield Problem("data.later_weights", samples, "each `sample` must be larger than the one before")
+        yield Problem("data.later_weights", samples, "`sample` must increase from one entry to the next")
     if data.tokenizer is None and not isinstance(data, IndexedData) and not config.dry_run:
-        works = "data.tokenizer={kind:huggingface,path:FOLDER} works, or another kind"
-        yield Problem("data.tokenizer", None, "turns text into tokens", works)
+        fix = "set data.tokenizer={kind:huggingface,path:FOLDER}, or another kind"
+        yield Problem("data.tokenizer", None, "is needed to turn text into tokens", fix)
     if data.tokenizer is not None and bool(data.tokenizer.path) == (data.tokenizer.kind == "bytes"):
         kind = data.tokenizer.kind
-        rule = "bytes have no file" if kind == "bytes" else f"a tokenizer of kind {kind} has a file or a folder"
+        rule = f"a tokenizer of kind {kind} {'has no' if kind == 'bytes' else 'needs the'} path of a file or folder"
         yield Problem("data.tokenizer.path", data.tokenizer.path, rule)
 
 
@@ -285,13 +285,13 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
     if isinstance(data, StreamData) and data.holdout:
         without = False
         if data.validation:
-            rule = f"data.validation = {list(data.validation)} is what is held out"
-            yield Problem("data.holdout", data.holdout, rule, "0 works, or data.validation=[]")
+            rule = f"data.validation = {list(data.validation)} already names the held-out data"
+            yield Problem("data.holdout", data.holdout, rule, "use 0, or set data.validation=[]")
     if every and not config.dry_run and without:
-        works = "" if isinstance(data, SyntheticData) else ", or give data.validation"
-        works += " or data.holdout" if isinstance(data, StreamData) else ""
-        rule = f"data.kind = {data.kind} has no held-out data here"
-        yield Problem("validation.every", every, rule, f"validation.every=0 works{works}")
+        fix = "" if isinstance(data, SyntheticData) else ", or give data.validation"
+        fix += " or data.holdout" if isinstance(data, StreamData) else ""
+        rule = f"data.kind = {data.kind} has no held-out data"
+        yield Problem("validation.every", every, rule, f"set validation.every=0{fix}")
 
 
 def _sample(config: RunConfig) -> Iterator[Problem]:
@@ -299,14 +299,14 @@ def _sample(config: RunConfig) -> Iterator[Problem]:
     if tokens:
         yield from _without_tokenizer(config.data, "sample.tokens", tokens)
     if tokens and not config.sample.prompts:
-        yield Problem("sample.prompts", [], "sample.tokens > 0 needs a text to continue")
+        yield Problem("sample.prompts", [], "sample.tokens > 0 needs a text to continue", "use e.g. ['Once']")
 
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
-        rule = f"a run that continues checkpoint.resume = {checkpoint.resume} has its weights from there"
-        yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "null works, or checkpoint.resume=auto")
+        rule = f"checkpoint.resume = {checkpoint.resume} already provides the weights"
+        yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "use null, or set checkpoint.resume=auto")
     if checkpoint.upcycle:
         yield from upcycling_problems(checkpoint, config.model)
     if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
@@ -325,8 +325,8 @@ def _local_paths(config: RunConfig) -> Iterator[Problem]:
     }
     for key, path in paths.items():
         if isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
-            rule = f"{path.partition(':')[0]}:// is not supported here, only folders that the machine has mounted"
-            yield Problem(key, path, rule, f"{path.partition('://')[2] or 'runs/default'} would be a path here")
+            rule = f"{path.partition(':')[0]}:// is not supported, only folders mounted on this machine"
+            yield Problem(key, path, rule, f"use a path such as {path.partition('://')[2] or 'runs/default'}")
 
 
 def _stop_after(config: RunConfig) -> Iterator[Problem]:
@@ -334,27 +334,27 @@ def _stop_after(config: RunConfig) -> Iterator[Problem]:
     try:
         limit = config.train.stop_after_s
     except (ValueError, OverflowError):
-        yield Problem("train.stop_after", value, "must be a time", "5400, 90m, 1h30m or null work")
+        yield Problem("train.stop_after", value, "must be a duration", "use e.g. 5400, 90m, 1h30m or null")
         return
     if limit is not None and not limit > 0:
-        yield Problem("train.stop_after", value, "must be above 0", "null: no limit")
+        yield Problem("train.stop_after", value, "must be above 0", "use null for no limit")
     if limit is not None and not config.checkpoint.every:
-        rule = "checkpoint.every = 0 saves nothing that could be continued"
-        yield Problem("train.stop_after", value, rule, "null works")
+        rule = "checkpoint.every = 0 saves no checkpoint to continue from"
+        yield Problem("train.stop_after", value, rule, "use null, or set checkpoint.every=100")
 
 
 def _faults(config: RunConfig) -> Iterator[Problem]:
     if config.faults.action == "rollback" and not config.checkpoint.every:
-        rule = "checkpoint.every = 0 saves nothing to go back to"
-        yield Problem("faults.action", "rollback", rule, "stop works, or checkpoint.every=100")
+        rule = "checkpoint.every = 0 saves no checkpoint to roll back to"
+        yield Problem("faults.action", "rollback", rule, "use stop, or set checkpoint.every=100")
 
 
 def _evaluate(config: RunConfig) -> Iterator[Problem]:
-    evaluate, off = config.evaluate, "evaluate.every=0 works"
+    evaluate, off = config.evaluate, "set evaluate.every=0"
     if evaluate.every and not evaluate.tasks:
-        yield Problem("evaluate.tasks", "[]", "names no task", f"{off}, or e.g. [lambada]")
+        yield Problem("evaluate.tasks", "[]", "names no task", f"{off}, or e.g. evaluate.tasks=[lambada]")
     if evaluate.every and evaluate.data is None:
-        yield Problem("evaluate.data", None, "must be the folder of the tasks' files", off)
+        yield Problem("evaluate.data", None, "must be the folder with the files of the tasks", off)
     if evaluate.every:
         yield from _without_tokenizer(config.data, "evaluate.every", evaluate.every)
 
@@ -362,8 +362,8 @@ def _evaluate(config: RunConfig) -> Iterator[Problem]:
 def _without_tokenizer(data: DataConfig, key: str, value: int) -> Iterator[Problem]:
     """Yield the problem of a key that needs the tokenizer of the data where there is none."""
     if isinstance(data, SyntheticData) or (isinstance(data, (IndexedData, StreamData)) and data.tokenizer is None):
-        works = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
-        yield Problem(key, value, f"data.kind = {data.kind} has no tokenizer here", f"{key}=0 works{works}")
+        fix = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
+        yield Problem(key, value, f"data.kind = {data.kind} has no tokenizer", f"set {key}=0{fix}")
 
 
 _RULES: tuple[Rule, ...] = (

@@ -41,22 +41,24 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
         works = [count for count in range(1, length + 1) if length % math.lcm(2 * count, count * slices) == 0]
         near = sorted(sorted(works or [1], key=lambda count: (abs(count - ranks), count))[:3])
         rule = f"{unit} must divide model.sequence = {length}"
-        yield Problem("parallel.context", ranks, rule, f"nearest that work: {', '.join(map(str, near))}")
+        yield Problem("parallel.context", ranks, rule, f"nearest valid values: {', '.join(map(str, near))}")
     kind, heads = context_kind(config), model.heads // parallel.tensor
     if kind == "ulysses" and heads % ranks:
         rule = f"parallel.context = {ranks} must divide the {heads} heads of a tensor-parallel rank"
-        yield Problem("parallel.context_kind", "ulysses", rule, "gather or ring works")
+        yield Problem("parallel.context_kind", "ulysses", rule, "use gather or ring")
     if kind != "ulysses" and model.attention != "auto":
         yield from _kernel(model.attention, kind, model.window)
     if config.compile is True:
-        rule = "layers of parts of sequences (parallel.context > 1) are not compiled"
-        yield Problem("compile", True, rule, "compile=false works, and compile=auto does without")
+        rule = "is not supported with parallel.context > 1"
+        yield Problem("compile", True, rule, "set compile=false or compile=auto")
 
 
 def _kernel(kernel: str, kind: str, window: int | None) -> Iterator[Problem]:
     key = f"with parallel.context_kind = {kind}"
     if not ABILITIES[kernel].blocks:
         able = ", ".join(name for name, can in ABILITIES.items() if can.blocks)
-        yield Problem("model.attention", kernel, f"{key} must be one of {able}", "auto works, or ulysses")
+        yield Problem(
+            "model.attention", kernel, f"{key} must be one of {able}", "use auto or parallel.context_kind=ulysses"
+        )
     elif kernel == "flash" and kind == "ring" and window is not None:
-        yield Problem("model.attention", kernel, f"{key} takes no window", "parallel.context_kind=gather works")
+        yield Problem("model.attention", kernel, f"does not support a window {key}", "set parallel.context_kind=gather")

@@ -16,12 +16,12 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
     expert, tensor, of_each = parallel.expert, parallel.tensor, parallel.expert_tensor
     if model.experts is None:
         key, value = ("expert", expert) if expert > 1 else ("expert_tensor", of_each)
-        rule = "model.experts = null: there are none to share"
-        yield Problem(f"parallel.{key}", value, rule, f"{1 if expert > 1 else 'null'} works, or a model with experts")
+        rule = "needs a model with experts, and model.experts = null"
+        yield Problem(f"parallel.{key}", value, rule, f"use {1 if expert > 1 else 'null'}, or set model.experts")
         return
     if of_each not in (None, 1, tensor):
-        rule, works = f"must be 1 or parallel.tensor = {tensor}", f"null, 1 and {tensor} work"
-        yield Problem("parallel.expert_tensor", of_each, rule, works if tensor > 1 else "null and 1 work")
+        rule, fix = f"must be 1 or parallel.tensor = {tensor}", f"use null, 1 or {tensor}"
+        yield Problem("parallel.expert_tensor", of_each, rule, fix if tensor > 1 else "use null or 1")
         return
     whole = tensor // (of_each or tensor)
     ranks = math.gcd(model.experts, replicas * whole)
@@ -30,8 +30,8 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
         rule = f"must divide model.experts = {model.experts} and {of_devices}"
         yield Problem("parallel.expert", expert, rule, any_of(divisors_near(ranks, expert)))
     elif parallel.zero_group is not None and not holds_groups(parallel.zero_group * whole, expert):
-        rule = f"must hold whole groups of parallel.expert = {expert} ranks, or divide one"
-        yield Problem("parallel.zero_group", parallel.zero_group, rule, f"{max(1, expert // whole)} works, or null")
+        rule = f"must be made of complete groups of parallel.expert = {expert} ranks, or divide one group evenly"
+        yield Problem("parallel.zero_group", parallel.zero_group, rule, f"use {max(1, expert // whole)} or null")
 
 
 def holds_groups(ranks: int, expert: int) -> bool:

@@ -101,8 +101,8 @@ def explain(name: str) -> str:
     chosen = [one for one in known if name == "all" or one.name == name or one.name.startswith(f"{name}.")]
     if not chosen:
         near = close_names(name, [one.name for one in known])
-        works = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(hints_of(RunConfig))}"
-        raise UserError(f"{name}: there is no such group or key; {works}")
+        fix = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(hints_of(RunConfig))}"
+        raise UserError(f"{name}: there is no such group or key; {fix}")
     return "\n\n".join(_paragraph(f"{one.name}: {one.type}{one.when and f' [{one.when}]'}", one.text) for one in chosen)
 
 

@@ -74,12 +74,12 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, exp
 def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.tensor == 1 and parallel.sequence:
-        rule = "has nothing to share with parallel.tensor = 1"
-        yield Problem("parallel.sequence", True, rule, "false works, or a larger parallel.tensor")
+        rule = "needs parallel.tensor > 1"
+        yield Problem("parallel.sequence", True, rule, "use false, or a larger parallel.tensor")
     if parallel.tensor == parallel.expert == 1 and parallel.overlap_chunks > 1:
-        rule = "has no communication to hide with parallel.tensor = 1"
+        rule = "has no communication to overlap with parallel.tensor = 1"
         larger = "parallel.tensor" if config.model.experts is None else "parallel.tensor or parallel.expert"
-        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, f"1 works, or a larger {larger}")
+        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, f"use 1, or a larger {larger}")
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:
@@ -87,8 +87,8 @@ def _context(config: RunConfig) -> Iterator[Problem]:
     if parallel.context > 1:
         yield from context_problems(config)
     elif parallel.context_kind != "auto":
-        rule, works = "has nothing to exchange with parallel.context = 1", "auto works, or a larger parallel.context"
-        yield Problem("parallel.context_kind", parallel.context_kind, rule, works)
+        rule, fix = "has no effect with parallel.context = 1", "use auto, or a larger parallel.context"
+        yield Problem("parallel.context_kind", parallel.context_kind, rule, fix)
 
 
 def _pipeline(config: RunConfig) -> Iterator[Problem]:
@@ -96,29 +96,29 @@ def _pipeline(config: RunConfig) -> Iterator[Problem]:
     chunks = parallel.pipeline * parallel.virtual
     key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
     if chunks > layers:
-        yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"1 to {layers} work")
+        yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"use 1 to {layers}")
     if "activations" in config.memory.offload and layers <= chunks:
-        rule = f"the last layer of a chunk keeps its own, and no chunk of model.layers = {layers} has two"
-        yield Problem("memory.offload", "[activations]", rule, f"[] works, or a smaller {key}")
+        rule = f"the last layer of a chunk is not offloaded, and no chunk of model.layers = {layers} has two"
+        yield Problem("memory.offload", "[activations]", rule, f"use [], or a smaller {key}")
 
 
 def _zero(config: RunConfig) -> Iterator[Problem]:
     parallel, once = config.parallel, list(dict.fromkeys(config.memory.offload))
     if len(once) < len(config.memory.offload):
-        yield Problem("memory.offload", list(config.memory.offload), "names a part twice", f"{shown(once)} works")
+        yield Problem("memory.offload", list(config.memory.offload), "has duplicate entries", f"use {shown(once)}")
     if "parameters" in config.memory.offload and parallel.zero != 3:
         rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
-        yield Problem("memory.offload", "[parameters]", rule, "[optimizer] works, or parallel.zero=3")
+        yield Problem("memory.offload", "[parameters]", rule, "use [optimizer], or set parallel.zero=3")
     if parallel.zero_group is not None and parallel.zero == 0:
         rule = "parallel.zero = 0 shards nothing"
-        yield Problem("parallel.zero_group", parallel.zero_group, rule, "null works, or parallel.zero=1, 2 or 3")
+        yield Problem("parallel.zero_group", parallel.zero_group, rule, "use null, or set parallel.zero=1, 2 or 3")
 
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
     """Yield the problem of matmul sizes that no fp8 kernel supports; not in fp64, where fp8 is emulated."""
     if config.precision.matmul == "fp8" and config.model.experts is not None:
-        rule = f"model.experts = {config.model.experts}, whose products are not done in fp8"
-        yield Problem("precision.matmul", "fp8", rule, "precision=bf16 works")
+        rule = f"is not supported for the matmuls of experts, and model.experts = {config.model.experts}"
+        yield Problem("precision.matmul", "fp8", rule, "set precision=bf16")
         return
     if config.precision.matmul != "fp8" or config.precision.compute == "fp64":
         return
@@ -134,7 +134,7 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     }
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]:
         rule = f"needs multiples of {FP8_MULTIPLE}: {', '.join(wrong)}"
-        yield Problem("precision.matmul", "fp8", rule, "precision=bf16 works")
+        yield Problem("precision.matmul", "fp8", rule, "set precision=bf16")
 
 
 def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -151,14 +151,14 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(
             keys,
             values,
-            f"needs {'' if parallel.data else 'at least '}{least} devices, one process each, and this run has {world}",
-            f"start {least} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine "
-            "with dry_run=true, or take a smaller preset such as +config=quickstart",
+            f"needs {'' if parallel.data else 'at least '}{least} processes, one per device, got {world}",
+            f"start {least} processes (torchrun --nproc-per-node and --nnodes), check the layout on this machine "
+            "with dry_run=true, or use a smaller preset such as +config=quickstart",
         )
     elif world % one_model or (parallel.data and world != least):
-        rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{least}"
-        works = f"processes that work: {least}" if parallel.data else any_of(multiples_near(one_model, world))
-        yield Problem(keys, values, rule, works)
+        rule = f"needs {'a multiple of ' if not parallel.data else ''}{least} processes, got {world}"
+        fix = f"start {least} processes" if parallel.data else any_of(multiples_near(one_model, world))
+        yield Problem(keys, values, rule, fix)
 
 
 def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -171,17 +171,17 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
     unit = batch.micro_size * data
     if batch.global_size % unit:
         rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
-        works = any_of(multiples_near(unit, batch.global_size))
+        fix = any_of(multiples_near(unit, batch.global_size))
         if batch.global_size % data == 0:
             micro = divisors_near(batch.global_size // data, batch.micro_size)
-            works += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
-        yield Problem("batch.global_size", batch.global_size, rule, works)
+            fix += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
+        yield Problem("batch.global_size", batch.global_size, rule, fix)
     chunks, accumulation = config.parallel.pipeline * config.parallel.virtual, batch.global_size // unit
     if accumulation * chunks > MOST_FORWARDS:
         through = f" through {chunks} chunks of layers" if chunks > 1 else ""
-        rule = f"makes {accumulation:,} micro-batches{through} in a step; {MOST_FORWARDS // chunks:,} are possible"
-        works = f"{MOST_FORWARDS // chunks * unit} works, or a larger batch.micro_size"
-        yield Problem("batch.global_size", batch.global_size, rule, works)
+        rule = f"makes {accumulation:,} micro-batches{through} in a step, more than {MOST_FORWARDS // chunks:,}"
+        fix = f"use {MOST_FORWARDS // chunks * unit}, or a larger batch.micro_size"
+        yield Problem("batch.global_size", batch.global_size, rule, fix)
 
 
 def _experts(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -20,4 +20,4 @@ def multiples_near(factor: int, near: int) -> list[int]:
 
 def any_of(values: list[int]) -> str:
     """Return the suggestion for an error message."""
-    return f"nearest that work: {', '.join(map(str, values))}"
+    return f"nearest valid values: {', '.join(map(str, values))}"

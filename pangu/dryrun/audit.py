@@ -266,7 +266,7 @@ class Audit(TorchDispatchMode):
         self._count("calls", axis, kind)
         self._count("bytes", axis, kind, by=nbytes)
         if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
-            self.findings[f"{self.place()}: a tensor of the host in {kind} over {axis}"] += 1
+            self.findings[f"{self.place()}: a host tensor in {kind} over {axis}"] += 1
         stream = f"{kind} over {axis}"
         self.detector.order(self.detector.clock(self.detector.current), stream)
         self._touched(stream, sources, targets)

@@ -65,7 +65,7 @@ def load_device() -> FakeDevice | str:
         return "torch is not installed"
     home, cache = Path(torch.submodule_search_locations[0]), cache_folder()
     if not is_usable(cache):  # never load a library that someone else may have written
-        return f"{cache} is not a folder of yours that can be written; XDG_CACHE_HOME names another one"
+        return f"{cache} is not a writable folder that you own; set XDG_CACHE_HOME to another folder"
     # the library links against this installation of torch, and several machines may share a home folder
     identity = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
     library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
@@ -74,14 +74,14 @@ def load_device() -> FakeDevice | str:
     try:
         return FakeDevice(library)
     except OSError as error:
-        return f"{library} cannot be loaded ({error}); without that file it is made anew"
+        return f"{library} cannot be loaded ({error}); delete the file, and it is compiled again"
 
 
 def _compile(home: Path, library: Path) -> str | None:
     """Compile device.cpp into the library; return an error message if that fails."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        return "no C++ compiler is found (install g++, or name one in CXX)"
+        return "no C++ compiler found (install g++, or set CXX)"
     lib = home / "lib"
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -91,10 +91,10 @@ def _compile(home: Path, library: Path) -> str | None:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = next(iter(done.stderr.splitlines()), f"status {done.returncode}")
-                return f"{compiler} cannot compile {_SOURCE.name} ({said}); CXX names another compiler"
+                return f"{compiler} cannot compile {_SOURCE.name} ({said}); set CXX to another compiler"
             made.replace(library)  # atomic: several processes may compile at once
     except OSError as error:
-        return f"{library.parent} cannot be written ({error}); XDG_CACHE_HOME names another folder"
+        return f"{library.parent} cannot be written ({error}); set XDG_CACHE_HOME to another folder"
     return None
 
 

@@ -95,7 +95,7 @@ class RaceDetector:
 
     def _check(self, clock: Clock, use: Access, does: str, earlier: Access | None, did: str) -> None:
         if earlier is not None and earlier.stream != use.stream and clock.get(earlier.stream, 0) < earlier.tick:
-            self.races[f"{use.place} {does} what {earlier.place} {did}, before its wait"] += 1
+            self.races[f"{use.place} {does} what {earlier.place} {did}, without waiting for it"] += 1
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -87,7 +87,7 @@ def run_with_progress(jobs: Sequence[tuple[Any, ...]], note_progress: Callable[[
         DryRunError: for a report from a CPU, whose counts and memory differ from a device's.
     """
     total = len(jobs)
-    description = f"{'counting':<12} what layers do, in {total} dry runs"
+    description = f"{'counting':<12} operations of the layers, in {total} dry runs"
     with ProgressBar(show=True, note_progress=note_progress) as bar:
         if not bar.console.is_terminal:
             bar.console.print(description)
@@ -99,7 +99,7 @@ def run_with_progress(jobs: Sequence[tuple[Any, ...]], note_progress: Callable[[
             bar.advance(task)
             if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
                 said = time.monotonic()
-                bar.console.print(f"{'counting':<12} {count} of {total} dry runs are done")
+                bar.console.print(f"{'counting':<12} {count} of {total} dry runs done")
             yield report
 
 
@@ -155,7 +155,7 @@ class Worker:
         line = self._process.stdout.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": self._last_words()}
         if "error" in answer:
-            raise DryRunError(f"the dry run of rank {rank} failed: {answer['error']}")
+            raise DryRunError(f"the dry run of rank {rank} failed: {answer['error']}; only parallel=auto needs one")
         return answer
 
     def end(self) -> None:
@@ -167,4 +167,4 @@ class Worker:
         status = self._process.wait()
         self._errors.seek(0)
         said = [line.strip() for line in self._errors if line.strip()]
-        return said[-1] if said else f"its process ended with status {status}"
+        return said[-1] if said else f"its process exited with status {status}"

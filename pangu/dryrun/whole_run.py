@@ -41,9 +41,9 @@ def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
 def require_kernels(config: RunConfig) -> None:
     """Raise ConfigError if the configuration requests a kernel that no dry run can carry out."""
     if config.model.attention == "flash_attn":
-        rule = "a dry run cannot carry out a kernel that comes from another package"
-        works = "model.attention=auto works, and takes as much memory where both are fused"
-        raise ConfigError([Problem("model.attention", config.model.attention, rule, works)])
+        rule = "a dry run cannot run a kernel of an external package"
+        fix = "set model.attention=auto, which needs the same memory where both are fused"
+        raise ConfigError([Problem("model.attention", config.model.attention, rule, fix)])
 
 
 def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:

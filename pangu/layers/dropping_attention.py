@@ -229,8 +229,8 @@ class _Launcher(NamedTuple):
             kernel[(count * batch,)](*arguments, **options, enable_fp_fusion=True)
         except (TritonError, subprocess.SubprocessError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            works = "model.attention=reference works"
-            raise LocalError(f"model.attention = triton cannot run on this device ({reason}); {works}") from error
+            fix = "model.attention=reference works"
+            raise LocalError(f"model.attention = triton cannot run on this device ({reason}); {fix}") from error
 
 
 def _lined_up(*parts: Tensor) -> list[Tensor]:

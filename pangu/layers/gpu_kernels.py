@@ -206,8 +206,8 @@ def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
             importlib.import_module("flash_attn")
         except ImportError as error:
             rule = f"the package flash-attn cannot be imported ({error})"
-            works = "installing flash-attn 2.4.1 or later helps, or model.attention=auto works"
-            yield Problem("model.attention", kernel, rule, works)
+            fix = "installing flash-attn 2.4.1 or later helps, or model.attention=auto works"
+            yield Problem("model.attention", kernel, rule, fix)
 
 
 def candidates(device: torch.device, dense: bool) -> list[str]:

@@ -127,5 +127,5 @@ def _require_alignment(block: Block) -> None:
     for parameter in block.parameters():
         if parameter.device.type != "cpu" and parameter.storage_offset() * parameter.itemsize % ALIGNMENT:
             rule = f"a weight of shape {list(parameter.shape)} does not begin at a multiple of {ALIGNMENT} bytes"
-            works = "compile=false works, or sizes that are multiples of 8 on each rank"
-            raise ConfigError([Problem("compile", True, rule, works)])
+            fix = "compile=false works, or sizes that are multiples of 8 on each rank"
+            raise ConfigError([Problem("compile", True, rule, fix)])

@@ -21,7 +21,7 @@ def split_layers(
     `costs` has the time per layer in any unit, including embedding (first layer) and head (last); None: all equal.
     """
     if chunks > num_layers:
-        raise NumbersError(f"{chunks} chunks for {num_layers} layers", f"each needs a layer; at most {num_layers} work")
+        raise NumbersError(f"{chunks} chunks for {num_layers} layers", f"each needs a layer; use at most {num_layers}")
     if explicit is not None:
         return _as_given(num_layers, chunks, explicit)
     each = np.ones(num_layers) if costs is None else np.asarray(costs, dtype=np.float64)
@@ -41,7 +41,7 @@ def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[ran
     elif sum(counts) != num_layers:
         rule = f"must add up to the model's {num_layers} layers, not {sum(counts)}"
     if rule is not None:
-        raise NumbersError(f"layers per chunk {counts}", f"{rule}; null works")
+        raise NumbersError(f"layers per chunk {counts}", f"{rule}; use null")
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 

@@ -63,7 +63,7 @@ def _candidates(config: RunConfig, values: Any, problems: list[Problem]) -> dict
         parallel, wrong = read(ParallelConfig, {**values, **keys, "allowed": ()}, path)
         problems += [one for one in wrong if any(one.key.startswith(f"{path}.{key}") for key in keys)]
         if "allowed" in keys:
-            problems.append(Problem(f"{path}.allowed", keys["allowed"], "a layout allows no others"))
+            problems.append(Problem(f"{path}.allowed", keys["allowed"], "entries must not contain `allowed`"))
         candidates[f"{path}: "] = replace(config, parallel=parallel)
     return candidates
 

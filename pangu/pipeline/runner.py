@@ -286,8 +286,8 @@ class Runner(Generic[M]):
             yield
         except RuntimeError as error:
             raise StageError(
-                f"{self.name}: {action}: did not come through within parallel.timeout_s, or the other side is "
-                f"gone; what that stage says, if it still speaks, is the cause ({error})"
+                f"{self.name}: {action}: the peer did not respond within parallel.timeout_s, or it "
+                f"exited; look for the cause in the error of that stage ({error})"
             ) from error
 
 

@@ -62,10 +62,10 @@ def find_layouts(
     if problems:
         raise ConfigError(problems)
     count_frozen(config.model, config.train.frozen)
-    rule = "the planner chooses among layouts without it"
-    works = "leave it out, or take parallel=data, not parallel=auto"
+    rule = "is not supported by the planner"
+    fix = "leave it out, or set parallel=data instead of parallel=auto"
     if lost := {key: value for key in _NOT_SEARCHED & given if (value := attrgetter(key)(config))}:
-        raise ConfigError([Problem(*one, rule, works) for one in lost.items()])
+        raise ConfigError([Problem(*one, rule, fix) for one in lost.items()])
     assert config.cluster is not None
     fixed = {field: attrgetter(key)(config) for field, key in KEYS.items() if key in given}
     space = space_of(config, cluster_in(config.cluster), fixed, note_progress)
@@ -74,8 +74,8 @@ def find_layouts(
         kept = "".join(f" and {KEYS[field]}={shown(value)}" for field, value in fixed.items())
         raise UserError(
             f"no valid layout for {space.cluster.devices} devices with {space.cluster.memory.gib:g} GiB each{kept}: "
-            f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; more devices, "
-            "a larger batch or fewer fixed keys may work"
+            f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; use more "
+            "devices, a larger batch or fewer fixed keys"
         )
     return Outcome(space, result, tokens)
 
@@ -101,8 +101,8 @@ def choose_automatically(
     best, room = outcome.result.best[0], outcome.space.cluster.memory.gib
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
-        f"{'':<12} the fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: a step of "
-        f"{best.time.total:.3g} s and {best.fullest:.3g} of {room:g} GiB are expected",
+        f"{'':<12} fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: expected step time "
+        f"{best.time.total:.3g} s, memory {best.fullest:.3g} of {room:g} GiB",
     ]
     for other in outcome.result.best[1:]:
         changes = " ".join(overrides_of(other.plan, best.plan))
@@ -137,9 +137,9 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
     """Return the cluster of a configuration; raise UserError if it has none, naming `what` needs it."""
     if values.get("cluster") is None:
         raise UserError(
-            f"{what} needs to know for which devices: cluster=NAME says so, where NAME is one of "
-            f"{', '.join(cluster_names(folder))}; tools/calibrate.py --output {folder}/mine.yaml makes one of the "
-            "machine it runs on, for cluster=mine"
+            f"{what} needs the description of a cluster: set cluster=NAME, where NAME is one of "
+            f"{', '.join(cluster_names(folder))}, or measure this machine with "
+            f"tools/calibrate.py --output {folder}/mine.yaml and set cluster=mine"
         )
     return cluster_in(values["cluster"])
 

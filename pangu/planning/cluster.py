@@ -21,9 +21,9 @@ def load_cluster(path: Path) -> ClusterConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         refuse_expanding(values)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as a cluster: {error}") from error
+        raise UserError(f"{path}: cannot be read as a cluster file: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: is no cluster")
+        raise UserError(f"{path}: is not a cluster file, which is a mapping of keys")
     return cluster_in({str(key): value for key, value in values.items()}, "")
 
 

@@ -62,7 +62,7 @@ class Forecast:
         """Return the forecast as a log line."""
         terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
         return (
-            f"{'expected':<12} on {self.cluster}: a step of {self.time.total:.3g} s ({terms}); "
+            f"{'expected':<12} on {self.cluster}: step time {self.time.total:.3g} s ({terms}), memory "
             f"{self.memory.total:.3g} of {self.room_gib:g} GiB"
         )
 
@@ -79,21 +79,21 @@ class Forecast:
         assert config.cluster is not None
         cluster = cluster_in({**config.cluster, "devices": layout.world})
         parallel = {**asdict(config.parallel), "data": layout.data, "allowed": ()}
-        expected = f"memory: about {needed:.3g} GiB expected, and {self.cluster} has {self.room_gib:g}"
+        expected = f"memory: about {needed:.3g} GiB expected, and {self.cluster} has {self.room_gib:g} GiB"
         try:
             job = {**asdict(config), "parallel": parallel}, layout.rank(Coordinates(self.stage, 0, 0))
             (needed,) = measured_gib([job], cluster.memory, note_progress)
         except DryRunError as error:
-            log.warning("%s; no dry run could confirm it (%s)", expected, error)
+            log.warning("%s; this run may run out of memory, which no dry run could check (%s)", expected, error)
             return
         if needed <= self.room_gib:
-            log.warning("%s; a dry run of the fullest stage needs %.3g GiB, which fits", expected, needed)
+            log.warning("%s; a dry run of the stage with the highest peak needs %.3g GiB, which fits", expected, needed)
             return
         plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}, note_progress), top=3).best
-        works = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.fullest:.3g} GiB)" for one in best)
+        fix = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.fullest:.3g} GiB)" for one in best)
         raise UserError(
-            f"memory: the fullest device needs {needed:.3g} GiB, and {self.cluster} has "
-            f"{self.room_gib:g}; {f'these fit: {works}' if works else 'no layout of as many devices fits'}"
+            f"memory: the device with the highest peak needs {needed:.3g} GiB, and {self.cluster} has "
+            f"{self.room_gib:g} GiB; {f'these layouts fit: {fix}' if fix else 'no layout of this many devices fits'}"
         )
 
     def write(self, record: StepRecord) -> None:
@@ -104,9 +104,9 @@ class Forecast:
             tensors, others = self.memory.states + self.memory.activations, self.memory.overhead
             self._measured = {"measured_step_time_s": taken, "measured_memory_gib": record.peak_memory_gib}
             log.info(
-                f"{'measured':<12} a step of {taken:.3g} s ({taken / self.time.total - 1:+.0%} of what was expected), "
-                f"{record.peak_memory_gib:.3g} GiB of memory (expected: {tensors:.3g} of tensors, "
-                f"{others:.3g} of the device)"
+                f"{'measured':<12} step time {taken:.3g} s ({taken / self.time.total - 1:+.0%} against the forecast), "
+                f"memory {record.peak_memory_gib:.3g} GiB (forecast: {tensors:.3g} for tensors, "
+                f"{others:.3g} for the device)"
             )
 
     def close(self) -> None:

@@ -129,8 +129,8 @@ def space_of(
     Calls `note_progress` after each dry run. Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls.
     """
     if config.precision.matmul == "fp8" and cluster.matmul.tflops_fp8 is None:
-        rule = f"{cluster.name} has none (cluster.matmul.tflops_fp8 = null)"
-        raise ConfigError([Problem("precision.matmul", "fp8", rule, "precision=bf16 works, or another cluster")])
+        rule = f"{cluster.name} has no fp8 matmuls (cluster.matmul.tflops_fp8 = null)"
+        raise ConfigError([Problem("precision.matmul", "fp8", rule, "set precision=bf16, or use another cluster")])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
     return Space(Program(config, note_progress), cluster, config, fixed)
@@ -351,7 +351,7 @@ def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
     """Return the plan with its layers per chunk, or the reason why its schedule cannot use them."""
     if not orders.allows(plan.schedule, plan.virtual):
-        return f"parallel.virtual: {plan.schedule} does not allow so many chunks"
+        return f"parallel.virtual: {plan.schedule} does not support this number of chunks"
     if plan.pipeline * plan.virtual > space.config.model.layers:
         return "parallel.pipeline x parallel.virtual: each chunk needs at least one layer"
     return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual))

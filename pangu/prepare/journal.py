@@ -62,8 +62,8 @@ class Journal:
         return new
 
     def _errors(self) -> Any:
-        works = f"another command may be writing there; otherwise remove {self._path.parent} to begin anew"
-        return reading(self._path, sqlite3.Error, ValueError, rule="cannot be used", works=works)
+        fix = f"another command may be writing there; otherwise remove {self._path.parent} to begin anew"
+        return reading(self._path, sqlite3.Error, ValueError, rule="cannot be used", fix=fix)
 
     def close(self) -> None:
         """Close the file without a commit."""

@@ -30,8 +30,8 @@ def bands_of(text: str, threshold: float) -> NDArray[np.int64]:
     try:
         from rensa import RMinHash  # noqa: PLC0415 - optional package
     except ImportError as error:
-        works = "pip install rensa (or this package's extra: preprocess)"
-        raise UserError(f"to find near duplicates takes the package rensa: {works}") from error
+        fix = "pip install rensa (or this package's extra: preprocess)"
+        raise UserError(f"to find near duplicates takes the package rensa: {fix}") from error
     text = _SPACE.sub(" ", text).lower()
     sketch = RMinHash(num_perm=_HASHES, seed=1)
     sketch.update([text[begin : begin + _SHINGLE] for begin in range(max(len(text) - _SHINGLE, 0) + 1)])

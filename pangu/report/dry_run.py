@@ -36,10 +36,10 @@ def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], e
 
 def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if report["device"] is not None:
-        yield "no device", f"{report['device']}: tensors are a CPU's, kernels and copies of a device are not seen"
+        yield "no device", f"{report['device']}: counted on CPU tensors, without kernels and copies of a device"
     if report["compile"]:
         given = str(report["compile"]).lower()
-        yield "not seen", f"compile={given}: this is the step without it, which has more launches and moves more bytes"
+        yield "not seen", f"compile={given}: counted without compilation, with more launches and memory traffic"
     yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
     kinds = ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
     yield "each device", f"needs at most {size(report['peak'])} for tensors: {kinds}"
@@ -49,8 +49,8 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
         exposed = sum(one["bytes"] - one.get("hidden_bytes", 0) for one in kinds.values())
         yield f"over {axis}", "; ".join(words) + (f", {size(exposed)} exposed" if exposed else "")
     bound, flops = size(report["memory_bound_bytes"]), report["flops"]
-    yield "step", f"{report['launches']:,} launches, {bound} moved beside products, {flops:.3g} FLOPs in products"
-    yield "host waits", _places(report["host_syncs"], "value of the device", "values of the device")
+    yield "step", f"{report['launches']:,} kernel launches, {bound} moved outside matmuls, {flops:.3g} FLOPs in matmuls"
+    yield "host waits", _places(report["host_syncs"], "read of a device value", "reads of device values")
     yield "blocked by", _places(report["blocking_copies"], "copy", "copies")
     yield "races", _places(report["races"], "race", "races")
     if report["findings"]:
@@ -66,11 +66,11 @@ def _places(counts: Mapping[str, int], one: str, several: str) -> str:
 
 def _fits(report: Mapping[str, Any]) -> str:
     if report["cluster"] is None:
-        return f"needs {size(report['needed_bytes'])} for tensors; cluster=NAME says whether that fits"
+        return f"needs {size(report['needed_bytes'])} for tensors; set cluster=NAME to check whether that fits"
     needs = f"needs {size(report['needed_bytes'])} with context, workspaces and {report['groups']} communicators"
-    if report["fits"]:
-        return f"fits on {report['cluster']}: {needs}, {size(report['room_bytes'])} are left"
-    return f"does not fit on {report['cluster']}: {needs}, {size(-report['room_bytes'])} too much"
+    fits, room = "fits" if report["fits"] else "does not fit", size(abs(report["room_bytes"]))
+    rest = "left" if report["fits"] else "over the limit; shard or recompute more, or lower batch.micro_size"
+    return f"{fits} on {report['cluster']}: {needs}, {room} {rest}"
 
 
 def show_dry_run(values: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pangu.report.runs import Run, differing, figures, find_runs, last, number, 
 COLOURS = ("#2f6fde", "#e07b1a", "#2a9d5c", "#c23b4b", "#8a5cc9", "#8c6d46", "#d65fa8", "#6b7280", "#9aa51f", "#17a3b8")
 MOST_EVENTS = 20
 """Largest number of events per run in the table of faults."""
-_WORDS = ("state", "layout", "what", "parts, mean of the ranks")
+_WORDS = ("state", "layout", "what", "parts, mean over ranks")
 """Names of text columns."""
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2430;--pale:#66707f;--line:#dfe3ea;--card:#fff;--back:#f4f6f9;--best:#dff3e6}
@@ -144,7 +144,7 @@ def _differences(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
     rows = differing(runs)
     if not rows:
         return ""
-    title = "<h2>Configuration, where it differs</h2>"
+    title = "<h2>Differences in configuration</h2>"
     if len(rows) > len(runs):
         cells = [
             [f'<td class="words"><code>{escape(key)}</code></td>', *(f"<td>{escape(value)}</td>" for value in values)]
@@ -189,10 +189,10 @@ def _charts(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
         Chart("Loss: training (line), validation (dots), nats per token", loss, decimals, marks=_marks(runs, colours)),
         Chart("Validation loss of each source, nats per token", of_sources, decimals),
         Chart("Tokens per second", lines("tokens_per_s", smoothed=True), compact, from_zero=True),
-        Chart("Model FLOPs utilisation", lines("mfu", smoothed=True), lambda value: f"{value:.0%}", from_zero=True),
-        Chart("Most memory of a device so far, GiB", lines("peak_memory_gib"), decimals, from_zero=True),
+        Chart("Model FLOPs utilization", lines("mfu", smoothed=True), lambda value: f"{value:.0%}", from_zero=True),
+        Chart("Peak memory of a device, GiB", lines("peak_memory_gib"), decimals, from_zero=True),
         Chart(
-            "Share of a step that waits for data", lines("data_wait", smoothed=True), "{:.2%}".format, from_zero=True
+            "Share of step time waiting for data", lines("data_wait", smoothed=True), "{:.2%}".format, from_zero=True
         ),
         Chart("Gradient norm", lines("grad_norm", smoothed=True), decimals, from_zero=True),
         Chart("Learning rate", lines("lr"), "{:.2g}".format, from_zero=True),
@@ -248,9 +248,7 @@ def _times(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
         )
         cells = [f'<td class="wrap"><div class="bar">{bar}</div>{words}</td>', f"<td>{total:.4g} s</td>"]
         rows.append([_run_cell(run, colours), *cells])
-    return (
-        "<h2>Time of a profiled step</h2>" + _table(["run", "parts, mean of the ranks", "step"], rows) if rows else ""
-    )
+    return "<h2>Time of a profiled step</h2>" + _table(["run", "parts, mean over ranks", "step"], rows) if rows else ""
 
 
 def _benchmarks(runs: Sequence[Run], colours: Mapping[str, str]) -> str:

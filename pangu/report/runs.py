@@ -128,12 +128,12 @@ class Run:
         columns[0] = np.nan_to_num(columns[0])
         for step, skipped, place, saves, record in zip(*columns, self.records, strict=True):
             if math.isfinite(place):
-                yield int(step), f"goes on from the checkpoint of step {place:.0f}" if place else "begins again"
+                yield int(step), f"continues from the checkpoint of step {place:.0f}" if place else "starts again"
             if saves > failed:
-                yield int(step), f"a save failed, {saves:.0f} in a row"
+                yield int(step), f"saving failed, {saves:.0f} times in a row"
             failed = saves if math.isfinite(saves) else 0.0
             if skipped > before:
-                yield int(step), "skipped: the gradient was not finite"
+                yield int(step), "skipped: the gradients were not finite"
             before = max(before, skipped if math.isfinite(skipped) else 0.0)
             slow = record.get("slow_ranks")
             if isinstance(slow, dict) and slow:
@@ -144,7 +144,7 @@ class Run:
         if self.stacks:
             yield (
                 int(self.last("step") if len(self.records) else 0),
-                f"stacks/ holds {self.stacks} traces of stuck ranks",
+                f"stacks/ has {self.stacks} stack traces of stuck ranks",
             )
 
 
@@ -173,10 +173,10 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         with reading(path):
             inside = [path] if is_run(path) else sorted(_below(path, DEPTH), key=_natural)
         if not inside:
-            raise UserError(f"{path}: is no run folder, with metrics.jsonl and config.yaml, and holds none")
+            raise UserError(f"{path}: is not a run folder (metrics.jsonl and config.yaml) and contains none")
         folders += [folder for folder in inside if folder not in folders]
     if len(folders) > MOST_RUNS:
-        raise UserError(f"{len(folders)} runs are too many for one page; {MOST_RUNS} are possible")
+        raise UserError(f"{len(folders)} runs are too many for one page; name at most {MOST_RUNS}")
     return folders
 
 
@@ -233,7 +233,7 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
         return {}
     value = read_json(path, shared=True)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: is no JSON object")
+        raise UserError(f"{path}: is not a JSON object")
     return value
 
 
@@ -241,14 +241,14 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.exists():
         return {}
-    with reading(path, ValueError, yaml.YAMLError, RecursionError, rule="is no configuration"):
+    with reading(path, ValueError, yaml.YAMLError, RecursionError, rule="is not a configuration"):
         with open_regular(path, "rb") as file:
             content = file.read(MOST_CONFIG_BYTES + 1)
         if len(content) > MOST_CONFIG_BYTES:
-            raise ValueError("more than 1 MiB")
+            raise ValueError("it has more than 1 MiB")
         values = yaml.safe_load(content)
         if not isinstance(values, dict):
-            raise ValueError("no keys and values")
+            raise ValueError("it is not a mapping of keys")
         return flatten(values)
 
 
@@ -277,7 +277,7 @@ def figures(run: Run) -> dict[str, tuple[str, float]]:
         "validation": (_text(held_out, "{:.4f}".format), held_out),
         "perplexity": (_text(held_out, lambda value: f"{math.exp(min(value, 700)):.4g}"), math.nan),
         "tokens/s": (_text(rate, compact), -rate),
-        "TFLOP/s a device": (_text(run.median("tflops_per_device"), "{:.4g}".format), math.nan),
+        "TFLOP/s per device": (_text(run.median("tflops_per_device"), "{:.4g}".format), math.nan),
         "MFU": (_text(mfu, "{:.1%}".format), -mfu),
         "memory": (_text(memory, "{:.2f} GiB".format), memory),
         "data wait": (_text(wait, "{:.1%}".format), math.nan),

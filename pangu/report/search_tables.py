@@ -100,7 +100,7 @@ def run_words(outcome: Outcome) -> str:
     data = as_data(outcome, outcome.result.best[0])
     if outcome.tokens is None:
         return ""
-    cost = "" if data["cost"] is None else f", {data['cost']:,.0f} of money"
+    cost = "" if data["cost"] is None else f", cost {data['cost']:,.0f}"
     return f"{outcome.tokens:.3g} tokens take {data['days']:,.1f} days and {data['energy_mwh']:,.0f} MWh{cost}"
 
 
@@ -117,7 +117,7 @@ def explain(outcome: Outcome) -> Iterator[str]:
     space.program.prepare(valid.values())
     for name, reason in reasons.items():
         if name not in valid:
-            yield f"{name}: cannot be: {reason}"
+            yield f"{name}: not valid: {reason}"
             continue
         memory = memory_of(space.program.describe(valid[name]), space.cluster)
         stage, needed = max(enumerate(one.total for one in memory), key=itemgetter(1))
@@ -127,7 +127,7 @@ def explain(outcome: Outcome) -> Iterator[str]:
         time = search.time_of(space, valid[name])
         changes = {term: getattr(time, term) - getattr(best.time, term) for term in TERMS}
         term = max(changes, key=lambda name: abs(changes[name]))
-        yield f"{name}: {time.total / best.time.total - 1:+.1%}, most of it {term} ({changes[term]:+.3f} s)"
+        yield f"{name}: {time.total / best.time.total - 1:+.1%}, mostly {term} ({changes[term]:+.3f} s)"
 
 
 def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,9 +151,9 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"experts on {number} ranks", {"expert": number}
         if plan.tensor > 1:
             of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
-            yield ("whole experts" if of_each else "experts cut by tensor ranks"), {"expert_tensor": of_each}
+            yield f"experts{' not' * bool(of_each)} split by tensor ranks", {"expert_tensor": of_each}
     for count in sorted({1, *search.CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
-        yield f"products in {count} chunks", {"chunks": count}
+        yield f"matmuls in {count} chunks", {"chunks": count}
     recompute = "none" if plan.recompute == "full" else "full"
     yield f"recompute {recompute}", {"recompute": recompute, "recomputed": 0}
     for schedule in orders.worth_trying() if plan.pipeline > 1 else ():
@@ -171,12 +171,12 @@ def page(outcome: Outcome) -> str:
     memory = [(f"stage {stage}", one._asdict()) for stage, one in enumerate(best[0].memory)]
     parts = [
         f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
-        f"<table><tr>{titles}</tr>{cells}</table><h2>Terms of the time</h2>",
+        f"<table><tr>{titles}</tr>{cells}</table><h2>Step time by term</h2>",
         _bars(times, TERMS, max(one.time.total for one in best), "s"),
-        f"<h2>Memory of each stage of the fastest, of {cluster.memory.gib:.1f} GiB</h2>",
+        f"<h2>Memory per stage of the fastest layout, {cluster.memory.gib:.1f} GiB available</h2>",
         _bars(memory, StageMemory._fields, cluster.memory.gib, "GiB"),
-        "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
-        "<h2>Memory against time</h2>" + _front(outcome.result.front, cluster.memory.gib),
+        "<h2>Pipeline timeline of the fastest layout</h2>" + _timeline(outcome),
+        "<h2>Memory and step time</h2>" + _front(outcome.result.front, cluster.memory.gib),
     ]
     style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}svg{background:#fafafa}"
     return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'

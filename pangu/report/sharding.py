@@ -154,15 +154,15 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
         weights = dict.fromkeys((re.sub(r"(experts\.)\d+", r"\1*", name), *of_one) for name, *of_one in part.weights)
         console.print(_table(weights, *(name.replace("_", " ") for name in Weight._fields)))
     if layout.tensor * layout.expert * layout.context == 1:
-        console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
+        console.print("\nNo communication within a micro-batch: every device holds complete matrices.")
         return
-    console.print(Text("\nsent in one micro-batch by the ranks that share modules", style="bold"))
+    console.print(Text("\nCommunication per micro-batch of the ranks that share modules", style="bold"))
     numbers = (Column(head, justify="right") for head in ("calls", "buffers", "sent by each rank"))
     rows = sent_rows(Program(config).spans(plan_of(config, layout, stages)), groups_of(layout, 1))
     console.print(_table(rows, "module", "pass", "ranks", "collective", *numbers))
     console.print(
-        "\nBackward includes what it recomputes. Sent by each rank: (n-1)/n of the buffer over n ranks, twice that for "
-        "an all-reduce (Thakur et al. 2005). What a step adds: --dry-run.",
+        "\nThe backward pass includes recomputation. Sent by each rank: (n-1)/n of the buffer over n ranks, twice that "
+        "for an all-reduce (Thakur et al. 2005). For a whole step, see --dry-run.",
         highlight=False,
     )
 

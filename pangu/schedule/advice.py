@@ -53,7 +53,7 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size
             smaller = "smaller batch.micro_size or " if micro_size > 1 else ""
             lines.append(
                 f"warning: the pipeline is idle {now.bubble:.1%} of the time; {more.schedule.micro_batches} "
-                f"micro-batches ({smaller}larger batch.global_size) would make it {more.bubble:.1%}"
+                f"micro-batches would make it {more.bubble:.1%}: use a {smaller}larger batch.global_size"
             )
     for other in _better_schedules(now, durations, num_layers):
         virtual = f" parallel.virtual={other.schedule.virtual}" if other.schedule.virtual > 1 else ""
@@ -73,7 +73,7 @@ def _described(cost: _Cost) -> str:
     batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
     return (
         f"{schedule.name}, {schedule.stages} stages{chunks}, {batches}: "
-        f"bubble {cost.bubble:.1%}, activations of at most so many micro-batches held: {per_stage}"
+        f"bubble {cost.bubble:.1%}, peak activations in micro-batches: {per_stage}"
     )
 
 

@@ -107,16 +107,16 @@ class _Stage:
 
     def _problem(self, action: Action) -> str | None:
         if action.chunk not in self.chunks:
-            return f"the stage has chunks {self.chunks} only"
+            return f"the stage has only the chunks {self.chunks}"
         if (action.micro is None) == (action.kind in COMPUTE | MESSAGES):
-            return "computations and messages have a micro-batch, all else has none"
+            return "computations and messages need a micro-batch, other actions must not have one"
         if action.micro is None:
             if (action.kind is Kind.UNSHARD) == (action.chunk in self.unsharded):
                 return "already unsharded" if action.kind is Kind.UNSHARD else "not unsharded"
             self.unsharded ^= {action.chunk}
             return None
         if not 0 <= action.micro < self.schedule.micro_batches:
-            return f"there are {self.schedule.micro_batches} micro-batches"
+            return f"the schedule has {self.schedule.micro_batches} micro-batches"
         if (action.chunk, action.micro) in self.done[action.kind]:
             return "done twice"
         if action.kind in MESSAGES:
@@ -125,12 +125,12 @@ class _Stage:
 
     def _problem_of_reduction(self, action: Action) -> str | None:
         if action.kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            return "it completes no gradients" if action.reduce else None
+            return "it does not complete any gradients" if action.reduce else None
         self.gradients[action.chunk] += 1
         complete = self.schedule.reduce_each or self.gradients[action.chunk] == self.schedule.micro_batches
         if action.reduce == complete:
             return None
-        return "the gradients are complete, and not reduced" if complete else "reduced before they are complete"
+        return "the gradients are complete but not reduced" if complete else "reduced before they are complete"
 
     def _problem_of_message(self, action: Action, key: tuple[int, int]) -> str | None:
         ahead = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)  # the other end is the next chunk

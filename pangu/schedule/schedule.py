@@ -77,16 +77,16 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, redu
     work, if there is no such schedule or it does not allow these numbers.
     """
     if name not in SCHEDULES:
-        raise NumbersError(f"schedule {name}", f"there is none of that name; {', '.join(sorted(SCHEDULES))} work")
+        raise NumbersError(f"schedule {name}", f"unknown schedule; use one of {', '.join(sorted(SCHEDULES))}")
     for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
         if value < 1:
-            raise NumbersError(f"schedule {name} with {what} = {value}", "must be at least 1; 1 works")
+            raise NumbersError(f"schedule {name} with {what} = {value}", "must be at least 1")
     family = SCHEDULES[name]
     least, most = family.virtual
     if virtual < least or (most is not None and virtual > most):
         allowed = f"{'exactly' if most == least else 'at least'} {least} chunk{'s' if least > 1 else ''}"
         raise NumbersError(
-            f"schedule {name} with virtual = {virtual}", f"{name} needs {allowed} per stage; {least} works"
+            f"schedule {name} with virtual = {virtual}", f"{name} needs {allowed} per stage; use {least}"
         )
     stage_of = chunk_stages(name, stages, virtual)
     orders = family.order(stages, virtual, micro_batches)

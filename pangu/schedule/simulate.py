@@ -195,7 +195,7 @@ def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
             source = source_of(action.kind, action.chunk, schedule.stage_of)
             assert source is not None
             lines.append(f"stage {stage}: {action}: waits for {message[0]} from stage {schedule.stage_of[source]}")
-    return "stages wait for each other in a circle: " + "; ".join(lines)
+    return "deadlock: stages wait for each other: " + "; ".join(lines)
 
 
 def bubble_by_formula(

@@ -152,8 +152,8 @@ def choose_device(
     if kind == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
-        works = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
-        raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device={works} works")
+        fix = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
+        raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device={fix} works")
     count = torch.accelerator.device_count()
     shown_alone = count == 1 and any(name in environment for name in VISIBLE.get(kind, ()))
     if launch.local_world > count and not shown_alone:

@@ -141,12 +141,12 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         rule = "cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can, with quotes around special characters"
         word = str(error.override)
         meant = _quoted(word) or _joined(word, overrides, groups.get("config", ()))
-        works = f"; {shlex.quote(meant)} works" if meant else ""
-        raise UserError(f"{shown(word)}: {rule}{works}") from error
+        fix = f"; {shlex.quote(meant)} works" if meant else ""
+        raise UserError(f"{shown(word)}: {rule}{fix}") from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        works = f"{', '.join(error.options)} work" if error.options else ""
-        raise ConfigError([Problem(group, option, "there is no such option", works)]) from error
+        fix = f"{', '.join(error.options)} work" if error.options else ""
+        raise ConfigError([Problem(group, option, "there is no such option", fix)]) from error
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).partition("\n\n")[0].replace("++", "")
         reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
@@ -171,8 +171,8 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     if key in groups or "/" in key or override.package:
         options = [override.value()] if not isinstance(override.value(), list) else override.value()
         if not override.is_delete() and not all(isinstance(option, (str, dict)) for option in options):
-            works = f"{', '.join(groups.get(key, ()))} work"
-            raise ConfigError([Problem(key, override.value(), "must be the name of an option", works)])
+            fix = f"{', '.join(groups.get(key, ()))} work"
+            raise ConfigError([Problem(key, override.value(), "must be the name of an option", fix)])
         return word
     return word if override.is_delete() or key.startswith("hydra.") else f"++{word.lstrip('+')}"
 

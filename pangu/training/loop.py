@@ -298,8 +298,8 @@ class Loop:
             goes_back = faults.action == "rollback"
             blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
         if faults.action == "stop":
-            works = "faults.action=rollback would continue from the newest proven checkpoint without the batches since"
-            raise UserError(f"{message}; {works}; {blamed}")
+            fix = "faults.action=rollback would continue from the newest proven checkpoint without the batches since"
+            raise UserError(f"{message}; {fix}; {blamed}")
         log.warning("%s: going back; %s", message, blamed)
         with self._interlude("going back"):
             step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size

@@ -55,10 +55,10 @@ def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
             log.warning("skipping a checkpoint: %s", line)
     if not order and config.faults.action == "rollback" and not any(standing.proven for _, standing in found):
         return None
-    works = "checkpoint.resume=CHECKPOINT continues from a condemned one" if len(order) < len(found) else ""
+    fix = "checkpoint.resume=CHECKPOINT continues from a condemned one" if len(order) < len(found) else ""
     raise UserError(
         f"{folder}: no checkpoint here is intact and not condemned; choose another train.output to start from the "
-        + "; ".join(filter(None, ("beginning", works)))
+        + "; ".join(filter(None, ("beginning", fix)))
         + ":\n"
         + "\n".join(f"  {line}" for line in problems)
     )

@@ -201,7 +201,7 @@ TWO = [torch.zeros(3, 2)] * 2
             partial(nn.Linear, 2, 2),
             TWO,
             "zb_v",
-            "with virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works",
+            "with virtual = 1: zb_v needs exactly 2 chunks per stage; use 2",
         ),
         (partial(nn.Linear, 2, 2), TWO, "zb", "schedule zb: there is none of that name; 1f1b, "),
         (partial(nn.Linear, 2, 2), TWO[:1], "1f1b", "1 inputs, 1 targets: the schedule has 2 micro-batches"),

@@ -67,13 +67,13 @@ def test_the_tag_chooses_the_class() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        ("model.layres", 3, "model.layres = 3: there is no such key; did you mean model.layers?"),
-        ("zzz", 1, "zzz = 1: there is no such key; known keys: model, parallel,"),
+        ("model.layres", 3, "model.layres = 3: unknown key; did you mean model.layers?"),
+        ("zzz", 1, "zzz = 1: unknown key; known keys: model, parallel,"),
         ("model.layers", "many", "model.layers = 'many': must be an integer"),
         ("model.layers", 2.5, "model.layers = 2.5: must be an integer"),
         ("model.layers", True, "model.layers = true: must be an integer"),
         ("model.layers", None, "model.layers = null: must be an integer"),
-        ("model.layers", "???", "model.layers = (missing): must be given: an integer"),
+        ("model.layers", "???", "model.layers = (missing): is required: an integer"),
         ("model.kind", "bert", "model.kind = 'bert': must be pangu or gpt"),
         ("model.ffn", "x", "model.ffn = 'x': must be an integer or null"),
         ("model.dropout", "much", "model.dropout = 'much': must be a number"),
@@ -84,7 +84,7 @@ def test_the_tag_chooses_the_class() -> None:
         ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 numbers"),
         ("optimizer.betas", [0.9, "b"], "optimizer.betas[1] = 'b': must be a number"),
         ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam or lamb"),
-        ("sample.prompts", "x", "sample.prompts = 'x': must be a list of texts"),
+        ("sample.prompts", "x", "sample.prompts = 'x': must be a list of strings"),
         ("parallel.zero", 4, "parallel.zero = 4: must be 0, 1, 2 or 3"),
     ],
 )
@@ -128,7 +128,7 @@ def test_values_are_shown_without_control_characters_and_not_at_any_length() -> 
     assert shown("模型\u3000一\x1b[2J\n") == "模型\u3000一\\x1b[2J\\n"
     assert shown([None, True, "a", {"b": False}]) == "[null, true, a, {b: false}]"
     assert len(shown(list(range(1000)))) == 203
-    assert "must not hold control characters" in message(changed("train.output", "a\x07"))
+    assert "must not contain control characters" in message(changed("train.output", "a\x07"))
     assert build(RunConfig, changed("train.output", "模型\u3000一")).train.output == "模型\u3000一"
 
 

@@ -31,50 +31,60 @@ CONTRADICTIONS = {
     **{
         f"data=stream data.train=[a] data.tokenizer={{kind:bytes}} validation.every=0 {words}": message
         for words, message in {
-            "data.train=[]": "data.train = []: names no files; data.train=[FOLDER] works",
-            "data.tokenizer=null": "data.tokenizer = null: turns text into tokens; data.tokenizer={kind:huggingface",
+            "data.train=[]": "data.train = []: names no files; set data.train=[FOLDER]",
+            "data.tokenizer=null": "data.tokenizer = null: is needed to turn text into tokens; set "
+            "data.tokenizer={kind:huggingface",
             "validation.every=100": (
-                "validation.every = 100: data.kind = stream has no held-out data here; validation.every=0 works, or"
-                " give data.validation or data.holdout"
+                "validation.every = 100: data.kind = stream has no held-out data; set validation.every=0, or give "
+                "data.validation or data.holdout"
             ),
             "data.validation=[b] data.holdout=0.1": (
-                "data.holdout = 0.1: data.validation = ['b'] is what is held out; 0 works, or data.validation=[]"
+                "data.holdout = 0.1: data.validation = ['b'] already names the held-out data; use 0, or set "
+                "data.validation=[]"
             ),
             "data.weights=[1,2]": (
-                "data.weights = [1.0, 2.0]: must have one weight for each of the 1 entries of data.train;"
-                " data.weights=null: all are one source"
+                "data.weights = [1.0, 2.0]: needs one weight for each of the 1 entries of data.train; set "
+                "data.weights=null to sample as one source"
             ),
             "data.weights=[0]": "data.weights[0] = 0.0: must be above 0",
-            "data.packing.method=best_fit": "data.packing.method = best_fit: needs the lengths of all documents first",
+            "data.packing.method=best_fit": "data.packing.method = best_fit: needs the lengths of all documents in "
+            "advance, which data=stream does not know; use concat, or data=indexed "
+            "with files that tools/preprocess_data.py writes",
         }.items()
     },
     "memory.offload=[optimizer,optimizer]": (
-        "memory.offload = [optimizer, optimizer]: names a part twice; [optimizer] works"
+        "memory.offload = [optimizer, optimizer]: has duplicate entries; use [optimizer]"
     ),
     "memory.offload=[parameters]": (
-        "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; [optimizer] works, or "
+        "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; use [optimizer], or set "
         "parallel.zero=3"
     ),
     "optimizer=lamb optimizer.moments=bf16": (
-        "optimizer.betas[1] = 0.999: bf16 moments have 8 bits: one that decays by less than a part in 256 in a step "
-        "stays where it is; 0.99 works, or optimizer.moments=fp32"
+        "optimizer.betas[1] = 0.999: bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has "
+        "no effect; use 0.99, or set optimizer.moments=fp32"
     ),
-    "precision=fp64 optimizer.moments=bf16": "optimizer.moments = bf16: fp64 is for exact comparisons",
-    "precision=fp64 precision.reduce=bf16": "precision.reduce = bf16: fp64 is for exact comparisons",
-    "metrics.trust_ratios=true": "metrics.trust_ratios = true: Adam has none; false works, or optimizer=lamb",
+    "precision=fp64 optimizer.moments=bf16": (
+        "optimizer.moments = bf16: is too coarse for fp64; use fp32, which keeps moments in fp64"
+    ),
+    "precision=fp64 precision.reduce=bf16": (
+        "precision.reduce = bf16: is too coarse for fp64; use fp32, which keeps sums in fp64"
+    ),
+    "metrics.trust_ratios=true": "metrics.trust_ratios = true: Adam has no trust ratios; use false, or set "
+    "optimizer=lamb",
     "model.attention=flash_attn precision=bf16 compile=true": (
-        "model.attention = flash_attn: compile = true, and no graph holds the functions of that package; "
-        "model.attention=auto works, or compile=false"
+        "model.attention = flash_attn: cannot be compiled, and compile = true; set model.attention=auto or "
+        "compile=false"
     ),
-    "model.heads=7": "model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8",
+    "model.heads=7": "model.heads = 7: must divide model.hidden = 128; nearest valid values: 2, 4, 8",
     "model.rope_base=500": (
-        "model.rope_base = 500.0: learned positions do not turn; null works, or model.positions=rope"
+        "model.rope_base = 500.0: only applies with model.positions = rope, got learned; use null, or set "
+        "model.positions=rope"
     ),
     "model.head_dim=0": "model.head_dim = 0: must be at least 1",
-    "model.positions=rope model.head_dim=7": "the head size model.head_dim = 7 is odd",
+    "model.positions=rope model.head_dim=7": "needs an even head size, got model.head_dim = 7",
     "model.biases=keys": "model.biases = 'keys': must be true or false, attention or qkv",
     "model.rope_scaling={factor:8,low_freq_factor:1,high_freq_factor:4,original_sequence:64}": (
-        "learned positions do not turn; null works, or model.positions=rope"
+        "only applies with model.positions = rope, got learned; use null, or set model.positions=rope"
     ),
     (
         "model.positions=rope "
@@ -87,115 +97,119 @@ CONTRADICTIONS = {
         "model.rope_scaling.high_freq_factor=1"
     ): "model.rope_scaling.high_freq_factor = 1.0: must be above model.rope_scaling.low_freq_factor = 1",
     "data.packing.stop=[3,99999]": "data.packing.stop = [3, 99999]: must be ids below model.vocab = 1024",
-    "model.positions=alibi model.rope_base=500": "model.rope_base = 500.0: alibi positions do not turn",
+    "model.positions=alibi model.rope_base=500": "model.rope_base = 500.0: only applies with model.positions = rope, "
+    "got alibi; use null, or set model.positions=rope",
     "model.relative_buckets=8": (
-        "model.relative_buckets = 8: learned positions have no buckets; null works, or model.positions=relative"
+        "model.relative_buckets = 8: only applies with model.positions = relative, got learned; use null, or set "
+        "model.positions=relative"
     ),
-    "model.relative_distance=8": "model.relative_distance = 8: learned positions have no buckets",
+    "model.relative_distance=8": "model.relative_distance = 8: only applies with model.positions = relative, got "
+    "learned",
     "model.positions=relative model.relative_buckets=1": "model.relative_buckets = 1: must be at least 2",
     "model.positions=relative model.relative_distance=16": (
-        "model.relative_distance = 16: must be above 16: half of model.relative_buckets = 32 hold one distance each; "
-        "128 works"
+        "model.relative_distance = 16: must be above 16: half of the 32 buckets hold one distance each; use 128"
     ),
     "model.window=0": "model.window = 0: must be at least 1",
     "model.sparse={kind:fixed,block:16,local_blocks:2,global_blocks:3}": (
-        "model.sparse.global_blocks = 3: must not be above model.sparse.local_blocks = 2, of which they are the "
-        "last; 1 works"
+        "model.sparse.global_blocks = 3: must not exceed model.sparse.local_blocks = 2; use 1"
     ),
     "model.sparse={kind:strided,block:0,local_blocks:2,stride:3}": "model.sparse.block = 0: must be at least 1",
     "model.sparse={kind:fixed,block:16,local_blocks:2,global_blocks:1,stride:3}": (
-        "model.sparse.stride = 3: there is no such key with model.sparse.kind = fixed; choose "
-        "model.sparse.kind=strided, which has it"
+        "model.sparse.stride = 3: does not exist with model.sparse.kind = fixed; set model.sparse.kind=strided, which "
+        "has it"
     ),
-    "model.sparse=fixed": "model.sparse = fixed: must be a group of keys or null; model.sparse.kind=fixed or ",
+    "model.sparse=fixed": "model.sparse = fixed: must be a group of keys or null; set model.sparse.kind=fixed or ",
     "model.sparse={kind:strided,block:16,local_blocks:2,stride:3} model.attention=flash precision=bf16": (
-        "model.attention = flash: cannot leave out the blocks of model.sparse.kind = strided; flex or sdpa works, or "
-        "model.attention=auto works"
+        "model.attention = flash: cannot skip the blocks of model.sparse.kind = strided; use flex or sdpa, or set "
+        "model.attention=auto"
     ),
     "model.attention=sdpa model.residual_scores=true": (
-        "model.attention = sdpa: never holds the scores that model.residual_scores=true passes on; reference works, "
-        "or model.attention=auto works"
+        "model.attention = sdpa: does not return the scores that model.residual_scores=true passes on; use reference, "
+        "or set model.attention=auto"
     ),
     "model.attention=cudnn precision=bf16 train.deterministic=true": (
-        "model.attention = cudnn: may add up in another order each time, and train.deterministic = True; "
-        "model.attention=auto works, or train.deterministic=false"
+        "model.attention = cudnn: is not deterministic (its sums vary in order), and train.deterministic = true; set "
+        "model.attention=auto or train.deterministic=false"
     ),
     "model.attention=flex model.hidden=128 train.deterministic=true": (
-        "model.attention = flex: may add up in another order each time, and train.deterministic = True; "
+        "model.attention = flex: is not deterministic (its sums vary in order), and train.deterministic = true; "
     ),
     "model.attention=flex model.heads=16": (
-        "model.attention = flex: takes heads of 16 to 256 columns, and model.hidden / model.heads = 8"
+        "model.attention = flex: needs a head size from 16 to 256, got model.hidden / model.heads = 8"
     ),
     "model.attention=flash_attn": (
-        "model.attention = flash_attn: has no kernel for precision.compute = fp32; precision=bf16 or fp16 works"
+        "model.attention = flash_attn: does not support precision.compute = fp32; set precision=bf16 or fp16"
     ),
     "model.attention=flash precision=bf16 model.hidden=36 model.heads=3": (
-        "model.attention = flash: takes heads of a multiple of 8 columns, and model.hidden / model.heads = 12"
+        "model.attention = flash: needs a head size that is a multiple of 8, got model.hidden / model.heads = 12"
     ),
     "model.attention=flash_attn precision=bf16 model.positions=relative": (
-        "model.attention = flash_attn: cannot add the bias of model.positions = relative to its scores"
+        "model.attention = flash_attn: does not support the attention bias of model.positions = relative"
     ),
     "model.positions=rope model.rope_base=0": "model.rope_base = 0.0: must be above 0",
     "model.positions=rope model.heads=128": (
-        "model.positions = rope: turns pairs of elements, and the head size model.hidden / model.heads = 1 is odd"
+        "model.positions = rope: needs an even head size, got model.hidden / model.heads = 1"
     ),
     "model.kv_heads=0": "model.kv_heads = 0: must be at least 1",
-    "model.kv_heads=3": "model.kv_heads = 3: must divide model.heads = 8; nearest that work: 1, 2, 4",
+    "model.kv_heads=3": "model.kv_heads = 3: must divide model.heads = 8; nearest valid values: 1, 2, 4",
     "parallel.overlap_chunks=0": "parallel.overlap_chunks = 0: must be at least 1",
     "parallel.overlap_chunks=4": (
-        "parallel.overlap_chunks = 4: has no communication to hide with parallel.tensor = 1; 1 works, or a larger"
+        "parallel.overlap_chunks = 4: has no communication to overlap with parallel.tensor = 1; use 1, or a larger"
     ),
     "model.layers=0": "model.layers = 0: must be at least 1",
-    "model.layers=1": "model.layers = 1: PanGu-α needs a block below its query layer",
+    "model.layers=1": "model.layers = 1: PanGu-α needs at least one layer below its query layer",
     "model.kind=gpt model.final_norm=after_query": "model.final_norm = after_query: GPT has no query layer",
     "model.dropout=1": "model.dropout = 1.0: must be at least 0 and below 1",
     "batch.micro_size=3": (
         "batch.global_size = 16: must be a multiple of batch.micro_size x data-parallel size = 3 x 1 = 3; nearest "
-        "that work: 15, 18; or batch.micro_size = 1 or 2 or 4"
+        "valid values: 15, 18; or batch.micro_size = 1 or 2 or 4"
     ),
     "batch.micro_size=0": "batch.micro_size = 0: must be at least 1",
-    "precision.compute=fp16": "precision.compute = fp16: fp16 needs precision.loss_scale",
-    "precision=bf16 precision.fp32_products=high": "precision.fp32_products = high: concerns fp32",
+    "precision.compute=fp16": "precision.compute = fp16: precision.loss_scale",
+    "precision=bf16 precision.fp32_products=high": "precision.fp32_products = high: only applies to fp32",
     "precision=fp16 precision.matmul=fp8": (
-        "precision.matmul = fp8: does not go with fp16: its loss scale moves, and gradients in e5m2 have scales of "
-        "their own; precision=fp8 works"
+        "precision.matmul = fp8: cannot be combined with fp16: its dynamic loss scale conflicts with the scales of "
+        "e5m2 gradients; set precision=fp8"
     ),
     "precision=fp8 model.hidden=72 batch.micro_size=1 model.sequence=24": (
-        "precision.matmul = fp8: needs multiples of 16: model.hidden = 72, the queries' width = 72, batch.micro_size "
-        "x model.sequence = 24; precision=bf16 works"
+        "precision.matmul = fp8: needs multiples of 16: model.hidden = 72, the queries' width = 72, batch.micro_size x "
+        "model.sequence = 24; set precision=bf16"
     ),
-    "precision=fp16 precision.compute=bf16": "precision.compute = bf16: fp16 needs precision.loss_scale",
-    "precision=fp16 precision.loss_scale.initial=0.5": "precision.loss_scale.initial = 0.5: must not be below",
+    "precision=fp16 precision.compute=bf16": "precision.compute = bf16: precision.loss_scale",
+    "precision=fp16 precision.loss_scale.initial=0.5": "precision.loss_scale.initial = 0.5: must be at least "
+    "precision.loss_scale.minimum = 1; use e.g. 65536",
     "optimizer.lr=0": "optimizer.lr = 0.0: must be above 0",
     "optimizer.lr=nan": "optimizer.lr = nan: must be a finite number",
     "optimizer.betas=[0.9,1]": "optimizer.betas[1] = 1.0: must be at least 0 and below 1",
     "optimizer=lamb optimizer.max_ratio=0": "optimizer.max_ratio = 0.0: must be above 0",
-    "lr_schedule.min_lr=1": "lr_schedule.min_lr = 1.0: must not be above optimizer.lr",
-    "lr_schedule=constant lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: a constant rate does not decay",
-    "lr_schedule=wsd lr_schedule.decay_steps=999": "must fit into train.steps = 300",
-    "lr_schedule.decay_steps=99": "lr_schedule.warmup_steps = 100: must not be above lr_schedule.decay_steps = 99",
+    "lr_schedule.min_lr=1": "lr_schedule.min_lr = 1.0: must not exceed optimizer.lr",
+    "lr_schedule=constant lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: a constant learning rate does not "
+    "decay",
+    "lr_schedule=wsd lr_schedule.decay_steps=999": "must not exceed train.steps = 300",
+    "lr_schedule.decay_steps=99": "lr_schedule.warmup_steps = 100: must not exceed lr_schedule.decay_steps = 99",
     "data.packing.eod=4096": "data.packing.eod = 4096: must be an id below model.vocab",
     "data.packing.eod=6": "data.packing.eod = 6: must differ from data.packing.pad = 6",
-    "data.packing.eod=null": "data.packing.eod = null: must be given if data.packing.reset_mask",
+    "data.packing.eod=null": "data.packing.eod = null: is required if data.packing.reset_mask",
     "data.packing.method=best_fit data.packing.eod=null": (
-        "data.packing.eod = null: each document of data.packing.method = best_fit begins behind the end of one"
+        "data.packing.eod = null: data.packing.method = best_fit needs the id that ends a document; set an id, or "
+        "data.packing.method=concat"
     ),
     "data=synthetic validation.every=0 data.packing.method=single": (
-        "data.packing.method = single: random tokens have no documents; concat works"
+        "data.packing.method = single: data=synthetic has no documents; use concat"
     ),
-    "data.packing.index=x": "data.packing.index = x: samples that are cut from all tokens have none; null",
+    "data.packing.index=x": "data.packing.index = x: only packed samples have an index; use null",
     "data=instructions validation.every=0 data.tokenizer={kind:bytes}": (
-        "data.train = []: names no files; data.train=[FILE.jsonl] works, with a conversation in each line"
+        "data.train = []: names no files; set data.train=[FILE.jsonl], with one conversation per line"
     ),
     "data=instructions validation.every=0 data.train=[x]": (
-        "data.tokenizer = null: turns text into tokens; data.tokenizer={kind:huggingface,path:FOLDER}"
+        "data.tokenizer = null: is needed to turn text into tokens; set data.tokenizer={kind:huggingface,path:FOLDER}"
     ),
     "data=instructions validation.every=0 data.train=[x] data.tokenizer={kind:bytes} data.packing.method=concat": (
-        "data.packing.method = concat: cuts conversations apart; best_fit or single works"
+        "data.packing.method = concat: would split conversations; use best_fit or single"
     ),
-    "model.vocab=100": "model.vocab = 100: the tokenizer of data=stdlib needs more pieces; 512 or more work",
+    "model.vocab=100": "model.vocab = 100: is too small for the tokenizer of data=stdlib; use 512 or more",
     "data=indexed validation.every=0": "data.train = []: names no files",
-    "data=synthetic": "validation.every = 100: data.kind = synthetic has no held-out data here",
+    "data=synthetic": "validation.every = 100: data.kind = synthetic has no held-out data",
     "data=synthetic validation.every=0 sample.tokens=5 sample.prompts=[x]": (
         "sample.tokens = 5: data.kind = synthetic has no tokenizer"
     ),
@@ -204,56 +218,56 @@ CONTRADICTIONS = {
     ),
     "memory.recompute=selective memory.selective=[]": "memory.selective = []: names no part",
     "memory.offload=[activations] model.kind=gpt model.layers=1": (
-        "memory.offload = [activations]: the last layer of a chunk keeps its own, and no chunk of model.layers = 1"
+        "memory.offload = [activations]: the last layer of a chunk is not offloaded, and no chunk of model.layers = 1"
     ),
-    "parallel.sequence=true": "parallel.sequence = true: has nothing to share with parallel.tensor = 1",
+    "parallel.sequence=true": "parallel.sequence = true: needs parallel.tensor > 1",
     "loss.chunk=0": "loss.chunk = 0: must be at least 1",
     "train.steps=0": "train.steps = 0: must be at least 1",
     "checkpoint.keep_every=150": (
-        "checkpoint.keep_every = 150: must be a multiple of checkpoint.every = 100; nearest that work: 100, 200"
+        "checkpoint.keep_every = 150: must be a multiple of checkpoint.every = 100; nearest valid values: 100, 200"
     ),
     "checkpoint.resume=a checkpoint.init_from=b": (
-        "checkpoint.init_from = b: a run that continues checkpoint.resume = a has its weights from there"
+        "checkpoint.init_from = b: checkpoint.resume = a already provides the weights"
     ),
     "faults.max_rollbacks=0": "faults.max_rollbacks = 0: must be at least 1",
     "faults.spike=0": "faults.spike = 0.0: must be above 0",
     "faults.slow_factor=1": "faults.slow_factor = 1.0: must be above 1",
     "faults.action=rollback checkpoint.every=0": (
-        "faults.action = rollback: checkpoint.every = 0 saves nothing to go back to; stop works"
+        "faults.action = rollback: checkpoint.every = 0 saves no checkpoint to roll back to; use stop"
     ),
     "train.check_replicas=-1": "train.check_replicas = -1: must be at least 0",
-    "train.stop_after=soon": "train.stop_after = soon: must be a time; 5400, 90m, 1h30m or null work",
+    "train.stop_after=soon": "train.stop_after = soon: must be a duration; use e.g. 5400, 90m, 1h30m or null",
     "train.stop_after=0": "train.stop_after = 0.0: must be above 0",
     "train.stop_after=1h checkpoint.every=0": (
-        "train.stop_after = 1h: checkpoint.every = 0 saves nothing that could be continued; null works"
+        "train.stop_after = 1h: checkpoint.every = 0 saves no checkpoint to continue from; use null"
     ),
     "data=indexed data.train=[a,b] data.weights=[1] validation.every=0": (
-        "data.weights = [1.0]: must have one weight for each of the 2 prefixes"
+        "data.weights = [1.0]: needs one weight for each of the 2 prefixes"
     ),
     "data=indexed data.train=[a,b] data.weights=[1,-1] validation.every=0": (
         "data.weights[1] = -1.0: must be at least 0"
     ),
     "data=indexed data.train=[a,b] data.weights=[0,0] validation.every=0": (
-        "data.weights = [0.0, 0.0]: one of them must be above 0"
+        "data.weights = [0.0, 0.0]: at least one weight must be above 0"
     ),
     "data=indexed data.train=[a] data.later_weights=[{sample:9,weights:[1,1]}] validation.every=0": (
-        "data.later_weights[0].weights = [1.0, 1.0]: must have one weight for each of the 1 prefixes of data.train"
+        "data.later_weights[0].weights = [1.0, 1.0]: needs one weight for each of the 1 prefixes of data.train"
     ),
     (
         "data=indexed data.train=[a] data.later_weights=[{sample:9,weights:[1]},{sample:9,weights:[2]}] "
         "validation.every=0"
-    ): "data.later_weights = [9, 9]: each `sample` must be larger than the one before",
+    ): "data.later_weights = [9, 9]: `sample` must increase from one entry to the next",
     "evaluate.every=-1": "evaluate.every = -1: must be at least 0",
     "evaluate.shots=-1": "evaluate.shots = -1: must be at least 0",
     "evaluate.limit=0": "evaluate.limit = 0: must be at least 1",
     "evaluate.every=1 evaluate.data=x": (
-        "evaluate.tasks = []: names no task; evaluate.every=0 works, or e.g. [lambada]"
+        "evaluate.tasks = []: names no task; set evaluate.every=0, or e.g. evaluate.tasks=[lambada]"
     ),
     "evaluate.every=1 evaluate.tasks=[c3]": (
-        "evaluate.data = null: must be the folder of the tasks' files; evaluate.every=0 works"
+        "evaluate.data = null: must be the folder with the files of the tasks; set evaluate.every=0"
     ),
     "data=synthetic validation.every=0 evaluate.every=2 evaluate.tasks=[c3] evaluate.data=x": (
-        "evaluate.every = 2: data.kind = synthetic has no tokenizer here; evaluate.every=0 works"
+        "evaluate.every = 2: data.kind = synthetic has no tokenizer; set evaluate.every=0"
     ),
     "sample.tokens=5": "sample.prompts = []: sample.tokens > 0 needs a text to continue",
 }
@@ -285,7 +299,7 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
         ("optimizer.lr=inf", "optimizer.lr = inf: must be a finite number"),
         # 0 in single precision, and 0 / 0 in the update of a weight without a gradient
         ("optimizer.eps=1e-300", "optimizer.eps = 1e-300: must be a number of at least 1.175494351e-38"),
-        ("optimizer.clip=inf", "optimizer.clip = inf: must be a finite number; null works"),
+        ("optimizer.clip=inf", "optimizer.clip = inf: must be a finite number; use null"),
         ("sample.temperature=.inf", "sample.temperature = inf: must be a finite number"),
         (
             "optimizer.weight_decay=1e300",
@@ -303,24 +317,40 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
         ("model.layers=1000000", "model.layers = 1000000: must be at least 1 and at most 1000"),
         (
             "batch.global_size=100000000",
-            "batch.global_size = 100000000: makes 25,000,000 micro-batches in a step; 32,768 are possible; 131",
+            "batch.global_size = 100000000: makes 25,000,000 micro-batches in a step, more than 32,768; use 131",
         ),
         ("checkpoint.resume=''", "checkpoint.resume = '': must not be empty"),
         ("train.output=' '", "train.output =  : must not be empty"),
-        ("train.output=s3://b/run", "train.output = s3://b/run: s3:// is not supported here"),
-        ("train.output=HDFS://b/run", "train.output = HDFS://b/run: HDFS:// is not supported here"),
-        ("checkpoint.resume='gs://b/c'", "checkpoint.resume = gs://b/c: gs:// is not supported here"),
-        ("checkpoint.init_from=file:///c", "checkpoint.init_from = file:///c: file:// is not supported here"),
+        (
+            "train.output=s3://b/run",
+            "train.output = s3://b/run: s3:// is not supported, only folders mounted on this "
+            "machine; use a path such as b/run",
+        ),
+        (
+            "train.output=HDFS://b/run",
+            "train.output = HDFS://b/run: HDFS:// is not supported, only folders mounted on "
+            "this machine; use a path such as b/run",
+        ),
+        (
+            "checkpoint.resume='gs://b/c'",
+            "checkpoint.resume = gs://b/c: gs:// is not supported, only folders mounted "
+            "on this machine; use a path such as b/c",
+        ),
+        (
+            "checkpoint.init_from=file:///c",
+            "checkpoint.init_from = file:///c: file:// is not supported, only folders "
+            "mounted on this machine; use a path such as /c",
+        ),
         ("parallel.sequence=null", "parallel.sequence = null: must be true or false"),
         ("evaluate.tasks=[nope]", "evaluate.tasks[0] = 'nope': must be afqmc, cmnli,"),
         ("parallel.allowed=[3]", "parallel.allowed[0] = 3: must be a group of keys"),
         ("parallel.allowed=3", "parallel.allowed = 3: must be a list of groups of keys or null"),
         (
             "optimizer.max_ratio=2",
-            "no such key with optimizer.name = adam; choose optimizer=lamb, which has it",
+            "does not exist with optimizer.name = adam; set optimizer=lamb, which has it",
         ),
-        ("model.layer=2", "model.layer = 2: there is no such key; did you mean model.layers?"),
-        ("train.layers=2", "train.layers = 2: there is no such key; did you mean model.layers or parallel.layers?"),
+        ("model.layer=2", "model.layer = 2: unknown key; did you mean model.layers?"),
+        ("train.layers=2", "train.layers = 2: unknown key; did you mean model.layers or parallel.layers?"),
     ],
 )
 def test_one_wrong_value(override: str, expected: str) -> None:
@@ -342,10 +372,10 @@ def test_wrong_values_and_contradictions_of_others_are_told_together() -> None:
     checked, found = find_problems(values)
     found += layout_problems(checked, 3)
     assert [str(problem) for problem in found] == [
-        "model.layer = 3: there is no such key; did you mean model.layers?",
+        "model.layer = 3: unknown key; did you mean model.layers?",
         "optimizer.lr = -1.0: must be above 0",
         "train.steps = 'many': must be an integer",
-        "parallel.tensor = 3: must divide model.heads = 8 and model.sequence = 128; nearest that work: 2, 4",
+        "parallel.tensor = 3: must divide model.heads = 8 and model.sequence = 128; nearest valid values: 2, 4",
     ]
 
 

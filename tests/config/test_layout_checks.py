@@ -16,35 +16,36 @@ CONTRADICTIONS = {
     "parallel.virtual=0": "parallel.virtual = 0: must be at least 1",
     "parallel.pipeline=2 parallel.virtual=9": "parallel.pipeline x parallel.virtual = 18: each chunk needs",
     "parallel.pipeline=2 parallel.virtual=2 parallel.schedule=interleaved memory.offload=[activations]": (
-        "memory.offload = [activations]: the last layer of a chunk keeps its own, and no chunk of model.layers = 4 has "
-        "two; [] works, or a smaller parallel.pipeline x parallel.virtual"
+        "memory.offload = [activations]: the last layer of a chunk is not offloaded, and no chunk of model.layers = 4 "
+        "has two; use [], or a smaller parallel.pipeline x parallel.virtual"
     ),
     "parallel.zero_group=2": "parallel.zero_group = 2: parallel.zero = 0 shards nothing",
     "parallel.context=0": "parallel.context = 0: must be at least 1",
     "parallel.context_kind=ring": (
-        "parallel.context_kind = ring: has nothing to exchange with parallel.context = 1; auto works, or a larger"
+        "parallel.context_kind = ring: has no effect with parallel.context = 1; use auto, or a larger"
     ),
     "parallel.context=3 model.sequence=64": (
-        "parallel.context = 3: 2 x parallel.context must divide model.sequence = 64; nearest that work: 1, 2, 4"
+        "parallel.context = 3: 2 x parallel.context must divide model.sequence = 64; nearest valid values: 1, 2, 4"
     ),
     "parallel.context=4 parallel.tensor=8 parallel.sequence=true model.sequence=16": (
-        "parallel.context = 4: parallel.context x parallel.tensor must divide model.sequence = 16; nearest that "
-        "work: 1, 2"
+        "parallel.context = 4: parallel.context x parallel.tensor must divide model.sequence = 16; nearest valid "
+        "values: 1, 2"
     ),
     "parallel.context=16 parallel.context_kind=ulysses": (
-        "parallel.context_kind = ulysses: parallel.context = 16 must divide the 8 heads of a tensor-parallel rank; "
-        "gather or ring works"
+        "parallel.context_kind = ulysses: parallel.context = 16 must divide the 8 heads of a tensor-parallel rank; use "
+        "gather or ring"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flex": (
-        "model.attention = flex: with parallel.context_kind = ring must be one of reference, sdpa, flash, triton; auto "
-        "works, or ulysses"
+        "model.attention = flex: with parallel.context_kind = ring must be one of reference, sdpa, flash, triton; use "
+        "auto or parallel.context_kind=ulysses"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flash model.window=8": (
-        "model.attention = flash: with parallel.context_kind = ring takes no window; parallel.context_kind=gather works"
+        "model.attention = flash: does not support a window with parallel.context_kind = ring; set "
+        "parallel.context_kind=gather"
     ),
-    "parallel.context=2 compile=true": "compile = true: layers of parts of sequences",
+    "parallel.context=2 compile=true": "compile = true: is not supported with parallel.context > 1; set",
     "parallel.context=2 parallel.zero=1 parallel.zero_group=3 parallel.data=2": (
-        "must divide the data-parallel size 2 x parallel.context = 4; nearest that work: 1, 2, 4"
+        "must divide the data-parallel size 2 x parallel.context = 4; nearest valid values: 1, 2, 4"
     ),
     "parallel.zero=1 parallel.zero_group=3 parallel.data=4": "must divide the data-parallel size 4",
     "parallel.timeout_s=0": "parallel.timeout_s = 0.0: must be above 0",
@@ -58,27 +59,25 @@ CONTRADICTIONS = {
 def test_too_few_devices(recipe: str, needed: int) -> None:
     text = problems(f"+config={recipe}", "data.train=[a]", "data.validation=[b]")
     assert text.startswith("1 problem")
-    assert f"needs at least {needed} devices, one process each, and this run has 1" in text
+    assert f"needs at least {needed} processes, one per device, got 1" in text
     assert "dry_run=true" in text
     assert "+config=quickstart" in text
 
 
 def test_devices_that_do_not_fit_the_layout() -> None:
     base = ["+config=pangu_13b", "data.train=[a]", "data.validation=[b]"]
-    assert "this run has 12 processes, which is not a multiple of 8; nearest that work: 8, 16" in problems(
-        *base, world=12
-    )
-    assert "which is not 16; processes that work: 16" in problems(*base, "parallel.data=2", world=24)
+    assert "needs a multiple of 8 processes, got 12; nearest valid values: 8, 16" in problems(*base, world=12)
+    assert "needs 16 processes, got 24; start 16 processes" in problems(*base, "parallel.data=2", world=24)
     assert (
-        "parallel.tensor = 3: must divide model.heads = 40 and the feed-forward width 20480; nearest that work: 1, 2, 4"
-        in problems(*base, "parallel.tensor=3", world=3)
+        "parallel.tensor = 3: must divide model.heads = 40 and the feed-forward width 20480; nearest valid values: 1, "
+        "2, 4" in problems(*base, "parallel.tensor=3", world=3)
     )
 
 
 def test_tensor_parallel_ranks_must_divide_the_key_heads() -> None:
     text = problems("model.kv_heads=2", "parallel.tensor=4", world=4)
     assert text.startswith("1 problem")
-    assert "parallel.tensor = 4: must divide model.kv_heads = 2; nearest that work: 1, 2" in text
+    assert "parallel.tensor = 4: must divide model.kv_heads = 2; nearest valid values: 1, 2" in text
     assert check(config("model.kv_heads=2", "parallel.tensor=2"), 2) == 1
 
 
@@ -103,7 +102,7 @@ def test_suggestions_work(number: int, near: int) -> None:
 def test_fp8_looks_at_each_ranks_share() -> None:
     """A share of 24 of 48 query rows is none that a kernel takes; in fp64, where products are emulated, any is."""
     words = ("model.hidden=48", "model.heads=4", "model.ffn=96", "parallel.tensor=2", "precision.matmul=fp8")
-    assert "the queries' width on each of parallel.tensor = 2 ranks = 24; precision=bf16" in problems(
+    assert "the queries' width on each of parallel.tensor = 2 ranks = 24; set precision=bf16" in problems(
         *words, "precision=bf16", world=2
     )
     assert problems(*words, "precision=fp64", world=2) == str(ConfigError([]))

@@ -173,7 +173,7 @@ def test_measuring_shows_its_progress(
     noted: list[int] = []
     Traces(note_progress=lambda: noted.append(1)).measure(requests)
     said = capsys.readouterr().err
-    assert said.startswith("counting     what layers do, in 3 dry runs\n")
-    assert ("counting     2 of 3 dry runs are done" in said) is (seconds == 0)
+    assert said.startswith("counting     operations of the layers, in 3 dry runs\n")
+    assert ("counting     2 of 3 dry runs done" in said) is (seconds == 0)
     assert "3/3" in said
     assert len(noted) == 3

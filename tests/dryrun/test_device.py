@@ -35,8 +35,8 @@ def test_the_reason_is_told(tmp_path: Path) -> None:
     done = command("-c", SCRIPT, str(tmp_path))
     assert done.returncode == 0, done.stderr
     missing, broken, temporary, unwritable = done.stdout.splitlines()
-    assert missing == "no C++ compiler is found (install g++, or name one in CXX)"
+    assert missing == "no C++ compiler found (install g++, or set CXX)"
     assert broken.startswith(f"{tmp_path}/pangu/device-")
     assert "cannot be loaded" in broken
     assert temporary.startswith(f"{tmp_path}/pangu-{os.getuid()}/device-")
-    assert unwritable.startswith(f"{compiler}/pangu-{os.getuid()} is not a folder of yours that can be written")
+    assert unwritable.startswith(f"{compiler}/pangu-{os.getuid()} is not a writable folder that you own")

@@ -65,7 +65,7 @@ def test_a_process_cannot_open_a_real_device(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("worker", ["kill -9 $$"], indirect=True)
 def test_a_process_that_is_killed(worker: Worker) -> None:
-    with pytest.raises(UserError, match="its process ended with status -9"):
+    with pytest.raises(UserError, match="its process exited with status -9"):
         worker.report({}, 0)
 
 

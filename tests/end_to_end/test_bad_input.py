@@ -13,12 +13,12 @@ from tests.end_to_end.commands import SMALL, pretrain
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["model.layres=3"], "model.layres = 3: there is no such key; did you mean model.layers?"),
+        (["model.layres=3"], "model.layres = 3: unknown key; did you mean model.layers?"),
         (["model=bert"], "model = bert: there is no such option; gpt2_124m, gpt3_175b"),
         (["train.steps=many"], "train.steps = 'many': must be an integer"),
-        (["model.heads=7"], "model.heads = 7: must divide model.hidden = 32; nearest that work: 2, 4, 8"),
+        (["model.heads=7"], "model.heads = 7: must divide model.hidden = 32; nearest valid values: 2, 4, 8"),
         (["batch.micro_size=3"], "batch.global_size = 4: must be a multiple of batch.micro_size"),
-        (["parallel.tensor=4"], "needs at least 4 devices, one process each, and this run has 1; start 4 processes"),
+        (["parallel.tensor=4"], "needs at least 4 processes, one per device, got 1; start 4 processes"),
         (["data=indexed", "data.train=[nowhere/corpus]", "validation.every=0"], "nowhere/corpus.bin"),
         (["checkpoint.resume=nowhere"], "nowhere: no checkpoint here"),
     ],

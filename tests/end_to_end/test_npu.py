@@ -118,7 +118,7 @@ REFUSED = {
     "precision=bf16": "precision = bf16: Ascend910B3 has no products in bf16; fp32 and fp16 work",
     "precision=fp64": "precision = fp64: Ascend910B3 has no products in fp64; fp32 and fp16 work",
     "precision=fp8": "precision = bf16: Ascend910B3 has no products in bf16",
-    "model.attention=flex model.heads=2": "model.attention = flex: trains on cuda only, and this run's device is npu",
+    "model.attention=flex model.heads=2": "model.attention = flex: needs a device of type cuda, got npu",
     "compile=true": "compile = true: torch has no Triton for npu here; compile=false works",
     "train.device=cuda": "train.device = cuda: this machine has no cuda device; train.device=cpu or npu works",
     "train.device=xpu": "train.device = 'xpu': must be auto, cpu, cuda or npu",

@@ -57,7 +57,7 @@ def test_layers_as_given() -> None:
 @pytest.mark.parametrize(
     ("chunks", "explicit", "message"),
     [
-        (8, None, "8 chunks for 6 layers: each needs a layer; at most 6 work"),
+        (8, None, "8 chunks for 6 layers: each needs a layer; use at most 6"),
         (3, [3, 3], r"\[3, 3\]: must be 3 numbers, one for each chunk"),
         (3, [2, 2, 3], r"\[2, 2, 3\]: must add up to the model's 6 layers, not 7"),
         (3, [0, 3, 3], r"\[0, 3, 3\]: each chunk needs at least one layer"),

@@ -51,5 +51,5 @@ def test_what_is_wrong_with_each_is_told_at_once() -> None:
         choose_layout(asdict(tiny("parallel.allowed=[{tensor:3},{pipline:2},{data:3}]")), 5)
     said = str(told.value)
     assert "parallel.allowed[0]: parallel.tensor = 3: must divide model.heads = 4" in said
-    assert "parallel.allowed[1].pipline = 2: there is no such key; did you mean parallel.allowed[1].pipeline?" in said
+    assert "parallel.allowed[1].pipline = 2: unknown key; did you mean parallel.allowed[1].pipeline?" in said
     assert "parallel.allowed[2]: parallel.tensor, parallel.pipeline, parallel.data" in said

@@ -19,26 +19,26 @@ from tests.configs import tiny
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("parallel.virtual=2", ["parallel.virtual = 2: 1f1b needs exactly 1 chunk per stage; 1 works"]),
+        ("parallel.virtual=2", ["parallel.virtual = 2: 1f1b needs exactly 1 chunk per stage; use 1"]),
         (
             "parallel.schedule=interleaved",
-            ["parallel.virtual = 1: interleaved needs at least 2 chunks per stage; 2 works"],
+            ["parallel.virtual = 1: interleaved needs at least 2 chunks per stage; use 2"],
         ),
-        ("parallel.schedule=zb_v", ["parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works"]),
+        ("parallel.schedule=zb_v", ["parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; use 2"]),
         (
             "parallel.layers=[1,2]",
-            ["parallel.layers = [1, 2]: must add up to the model's 5 layers, not 3; null works"],
+            ["parallel.layers = [1, 2]: must add up to the model's 5 layers, not 3; use null"],
         ),
-        ("parallel.layers=[5]", ["parallel.layers = [5]: must be 2 numbers, one for each chunk; null works"]),
+        ("parallel.layers=[5]", ["parallel.layers = [5]: must be 2 numbers, one for each chunk; use null"]),
         (
             "parallel.schedule=zb_v parallel.virtual=3 model.layers=6",
-            ["parallel.virtual = 3: zb_v needs exactly 2 chunks per stage; 2 works"],
+            ["parallel.virtual = 3: zb_v needs exactly 2 chunks per stage; use 2"],
         ),
         (
             "parallel.schedule=zb_v parallel.layers=[5]",
             [
-                "parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works",
-                "parallel.layers = [5]: must be 2 numbers, one for each chunk; null works",
+                "parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; use 2",
+                "parallel.layers = [5]: must be 2 numbers, one for each chunk; use null",
             ],
         ),
     ],

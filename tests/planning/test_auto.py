@@ -56,7 +56,7 @@ def test_the_choice_is_a_layout_that_can_be_run_and_fits() -> None:
     assert layout.world == 16
     expected = Forecast.of(config, layout, stages)
     expected.require_room(config, layout, stages)
-    assert f"a step of {expected.time.total:.3g} s and {expected.memory.total:.3g} of 79.2 GiB" in lines[1]
+    assert f"expected step time {expected.time.total:.3g} s, memory {expected.memory.total:.3g} of 79.2 GiB" in lines[1]
 
 
 def test_a_layout_that_does_not_fit_when_it_is_carried_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,18 +101,18 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do(
     values = {**composed("+config=pangu_13b", "cluster=a100", "parallel.tensor=1", "parallel.pipeline=1", *NO_DATA)}
     values["cluster"] = {**values["cluster"], "devices": 16}
     run = choose_layout(values, 16)
-    with pytest.raises(UserError, match=r"needs 90 GiB, and a100 has 79.2; these fit: parallel") as refused:
+    with pytest.raises(UserError, match=r"needs 90 GiB, and a100 has 79.2 GiB; these layouts fit: parallel") as refused:
         Forecast.of(*run).require_room(*run)
     measured[0] = 79.0
     with caplog.at_level("WARNING", "pangu"):
         Forecast.of(*run).require_room(*run)
-    assert "a dry run of the fullest stage needs 79 GiB, which fits" in caplog.text
+    assert "a dry run of the stage with the highest peak needs 79 GiB, which fits" in caplog.text
     measured[0] = 90.0
     for frozen, fits in (("layers.*", True), ("embedding.*", False)):  # these have no gradients and no moments
         other = run._replace(config=replace(run.config, train=replace(run.config.train, frozen=(frozen,))))
-        with nullcontext() if fits else pytest.raises(UserError, match="these fit: parallel"):
+        with nullcontext() if fits else pytest.raises(UserError, match="these layouts fit: parallel"):
             replace(Forecast.of(*other), room_gib=60.0).require_room(*other)
-    first = str(refused.value).partition("these fit: ")[2].partition(" (")[0]
+    first = str(refused.value).partition("these layouts fit: ")[2].partition(" (")[0]
     for word in first.split():
         group, _, rest = word.partition(".")
         key, _, value = rest.partition("=")
@@ -134,7 +134,7 @@ def test_a_forecast_that_nothing_confirms_refuses_nothing(
     expected = replace(Forecast.of(*run), room_gib=1.0)
     with caplog.at_level("WARNING", "pangu"):
         expected.require_room(*run)
-    assert "a100 has 1; no dry run could confirm it (no device)" in caplog.text
+    assert "a100 has 1 GiB; this run may run out of memory, which no dry run could check (no device)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_where_no_file_is_for_the_devices_the_message_says_what_to_do() -> None:
     done = called("pretrain", "+config=quickstart", "parallel=auto", "train.device=cpu")
     assert done.returncode == 2
     assert (
-        "parallel=auto needs to know for which devices: cluster=NAME says so, where NAME is one of a100," in done.stderr
+        "parallel=auto needs the description of a cluster: set cluster=NAME, where NAME is one of a100," in done.stderr
     )
     assert done.stderr.count("a100") == 1
 
@@ -237,7 +237,7 @@ def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     forecast = summary["forecast"]
     assert forecast["step_time_s"] == pytest.approx(sum(forecast["terms_s"].values()))
-    assert f"a step of {forecast['measured_step_time_s']:.3g} s" in done.stderr
+    assert f"step time {forecast['measured_step_time_s']:.3g} s" in done.stderr
 
 
 def planned_on(rank: int, world: int, port: int) -> tuple[int, int, list[str]]:
@@ -303,7 +303,7 @@ def test_what_a_search_cannot_keep_is_refused(words: tuple[str, ...]) -> None:
     ):
         assert done.returncode == 2
         assert done.stderr.count(f"{words[0].partition('=')[0]} = ") == 1
-        assert "leave it out, or take parallel=data" in done.stderr
+        assert "leave it out, or set parallel=data" in done.stderr
 
 
 def test_keys_that_no_search_chooses_stay() -> None:

@@ -200,7 +200,7 @@ def test_what_is_given_goes_only_with_what_the_checks_accept(devices: int, given
 
 
 def test_a_cluster_without_fp8_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"precision.matmul = fp8: a100 has none .* precision=bf16 works"):
+    with pytest.raises(ConfigError, match=r"precision.matmul = fp8: a100 has no fp8 matmuls .* set precision=bf16"):
         space(8, *SMALL, "precision=fp8")
 
 
@@ -257,7 +257,7 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("+config=pangu_13b", "--search"), "--search needs to know for which devices: cluster=NAME says so"),
+        (("+config=pangu_13b", "--search"), "--search needs the description of a cluster: set cluster=NAME"),
         ((*PLAN, "cluster.memory.gib=1"), "no valid layout for 64 devices with 1 GiB each: "),
         ((*PLAN, "parallel.expert=2"), "each and parallel.expert=2: "),
         ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: fits no tensor of the model"),
@@ -276,8 +276,8 @@ def test_impossible_requests_end_in_one_message(
 
 def test_reasons_that_differ_in_numbers_are_counted_together() -> None:
     batch = "batch.global_size: must be a multiple of batch.micro_size x data-parallel size"
-    experts = "parallel.expert: model.experts = null: all layers are dense"
-    fp8 = "precision.matmul: model.experts = 4, whose products are not done in fp8"
+    experts = "parallel.expert: needs a model with experts, and model.experts = null"
+    fp8 = "precision.matmul: is not supported for the matmuls of experts, and model.experts = 4"
     reasons = {f"{batch} = 8 x 4 = 32": 2, f"{batch} = 8 x 2 = 16": 3, experts: 4, fp8: 1}
     assert refusals(reasons) == f"5 {batch}; 4 {experts}; 1 {fp8.replace(' = 4', '')}"
 

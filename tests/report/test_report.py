@@ -133,8 +133,8 @@ def test_configurations_faults_and_times(runs: list[Path], tmp_path: Path) -> No
     assert differing == ["run", "optimizer.lr"]
     events = [row[1:] for row in page.rows if row[0] == "10" and len(row) == 3 and not row[2].startswith("/")]
     assert ["10", "slow ranks: 3 (1.72x)"] in events
-    assert ["26", "skipped: the gradient was not finite"] in events
-    assert ["31", "goes on from the checkpoint of step 30"] in events
+    assert ["26", "skipped: the gradients were not finite"] in events
+    assert ["31", "continues from the checkpoint of step 30"] in events
     assert ["35", "the run failed"] in events
     assert ["lambada/accuracy"] in [row[1:] for row in page.rows]
     place = next(number for number, row in enumerate(page.rows) if row == ["run", "web", "b/ooks"])
@@ -206,8 +206,8 @@ def test_absurd_figures_leave_a_page_and_no_warning(tmp_path: Path, figure: floa
 
 
 DAMAGE: dict[str, tuple[str, str, str]] = {
-    "not YAML": ("config.yaml", "a: [", "config.yaml: is no configuration"),
-    "a list": ("config.yaml", "- 1", "config.yaml: is no configuration (no keys and values)"),
+    "not YAML": ("config.yaml", "a: [", "config.yaml: is not a configuration"),
+    "a list": ("config.yaml", "- 1", "config.yaml: is not a configuration (it is not a mapping of keys)"),
     "many keys": (
         "config.yaml",
         "a: &a {x: 1, y: 2}\nb1: &b1 {x: *a, y: *a}\n"
@@ -215,7 +215,7 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
         "more than 10,000 settings",
     ),
     "not JSON": ("summary.json", "{", "summary.json: cannot be read: it is not JSON"),
-    "no object": ("heartbeat.json", "[]", "heartbeat.json: is no JSON object"),
+    "no object": ("heartbeat.json", "[]", "heartbeat.json: is not a JSON object"),
 }
 
 
@@ -234,7 +234,7 @@ def test_a_damaged_folder_is_one_message(tmp_path: Path, name: str) -> None:
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done, _ = report(tmp_path / "empty", "--output", tmp_path / "r.html")
-    assert f"{tmp_path}/empty: is no run folder" in done.stderr
+    assert f"{tmp_path}/empty: is not a run folder" in done.stderr
     done, _ = report(tmp_path / "nothing", "--output", tmp_path / "r.html")
     assert "No such file or directory" in done.stderr
     folder = make_run(tmp_path / "run", 0.001)
@@ -286,7 +286,7 @@ def test_a_sweep_that_was_started_twice(tmp_path: Path) -> None:
         assert [line.get("continued_from") for line in metrics(tmp_path / "sweep" / name)] == [None, None, 2, None]
         figures = dict(zip(page.row("run"), page.row(name), strict=True))
         assert (figures["state"], figures["step"], figures["restarts"]) == ("complete", "4 / 4", "1")
-        assert [name, "3", "goes on from the checkpoint of step 2"] in page.rows
+        assert [name, "3", "continues from the checkpoint of step 2"] in page.rows
     assert ["run", "optimizer.lr"] in page.rows
 
 

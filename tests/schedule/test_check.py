@@ -141,17 +141,17 @@ REFUSED: dict[str, tuple[int, Callable[[Actions], None], str]] = {
     "a chunk of another stage": (
         1,
         put(micro("F", 1, 0), Action(Kind.FORWARD, 0, 0)),
-        "stage 1: F of chunk 0, micro-batch 0: the stage has chunks [1] only",
+        "stage 1: F of chunk 0, micro-batch 0: the stage has only the chunks [1]",
     ),
     "a micro-batch too many": (
         1,
         put(micro("F", 1, 2), Action(Kind.FORWARD, 1, 3)),
-        "stage 1: F of chunk 1, micro-batch 3: there are 3 micro-batches",
+        "stage 1: F of chunk 1, micro-batch 3: the schedule has 3 micro-batches",
     ),
     "a forward of no micro-batch": (
         1,
         put(micro("F", 1, 2), Action(Kind.FORWARD, 1)),
-        "stage 1: F of chunk 1: computations and messages have a micro-batch, all else has none",
+        "stage 1: F of chunk 1: computations and messages need a micro-batch, other actions must not have one",
     ),
     "reduced too early": (
         0,
@@ -161,12 +161,12 @@ REFUSED: dict[str, tuple[int, Callable[[Actions], None], str]] = {
     "not reduced": (
         0,
         put(f"{micro('W', 0, 2)}, reduce", Action(Kind.BACKWARD_WEIGHT, 0, 2)),
-        "stage 0: W of chunk 0, micro-batch 2: the gradients are complete, and not reduced",
+        "stage 0: W of chunk 0, micro-batch 2: the gradients are complete but not reduced",
     ),
     "reduced by a forward": (
         0,
         put(micro("F", 0, 0), Action(Kind.FORWARD, 0, 0, reduce=True)),
-        "stage 0: F of chunk 0, micro-batch 0, reduce: it completes no gradients",
+        "stage 0: F of chunk 0, micro-batch 0, reduce: it does not complete any gradients",
     ),
 }
 # of breadth_first with 2 stages of 2 chunks and 2 micro-batches
@@ -218,9 +218,8 @@ def test_stages_that_wait_for_each_other() -> None:
     with pytest.raises(ScheduleError) as error:
         simulate(schedule, Durations())
     assert str(error.value) == (
-        "stages wait for each other in a circle: "
-        "stage 0: B of chunk 0, micro-batch 0: waits for RECV_GRADIENT from stage 1; "
-        "stage 1: F of chunk 1, micro-batch 1: waits for RECV_ACTIVATION from stage 0"
+        "deadlock: stages wait for each other: stage 0: B of chunk 0, micro-batch 0: waits for RECV_GRADIENT from "
+        "stage 1; stage 1: F of chunk 1, micro-batch 1: waits for RECV_ACTIVATION from stage 0"
     )
 
 

@@ -75,13 +75,13 @@ sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "p
     ("override", "words"),
     [
         ("model.heads=7", "model.heads = 7: must divide model.hidden = 64"),
-        ("+model.layres=3", "there is no such key; did you mean model.layers?"),
-        ("model.layres=3", "there is no such key; did you mean model.layers?"),
+        ("+model.layres=3", "unknown key; did you mean model.layers?"),
+        ("model.layres=3", "unknown key; did you mean model.layers?"),
         ("+config=nowhere", "config = nowhere: there is no such option; gpt2_124m,"),
         ("model.heads=[", "error: model.heads=[: "),
         ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
         ("dry_run=[]", "dry_run = []: must be true or false"),
-        ("~memory", "memory = (missing): must be given: a group of keys"),
+        ("~memory", "memory = (missing): is required: a group of keys"),
     ],
 )
 def test_bad_input_is_one_message(override: str, words: str) -> None:

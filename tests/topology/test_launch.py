@@ -78,7 +78,7 @@ def test_a_device_that_a_process_is_shown_alone_is_its_first(devices: Callable[[
     assert choose_device("cuda", process, {"CUDA_VISIBLE_DEVICES": "2,3"}) == torch.device("cuda", 1)
     devices(1, (2, 2))
     assert choose_device("cuda", process, {"CUDA_VISIBLE_DEVICES": "3"}) == torch.device("cuda", 0)
-    with pytest.raises(UserError, match=r"this machine has 1 cuda device\(s\) .*at most --nproc-per-node=1 works"):
+    with pytest.raises(UserError, match=r"this machine has 1 cuda device\(s\) .*use at most --nproc-per-node=1"):
         choose_device("cuda", process, {})
 
 

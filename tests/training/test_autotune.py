@@ -375,7 +375,7 @@ def test_a_dry_run_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ("precision", "times", "says"),
     [
         ("bf16", {"fp32": 1.0, "bf16": 38.0}, "products take 38.0 times as long as in fp32; precision=fp32 works"),
-        ("fp16", {"fp32": 2.0, "bf16": 1.0, "fp16": 20.0}, "20.0 times as long as in bf16; precision=bf16 works"),
+        ("fp16", {"fp32": 2.0, "bf16": 1.0, "fp16": 20.0}, "20.0 times as long as in bf16; set precision=bf16"),
         ("bf16", {"fp32": 1.0, "bf16": 0.5}, ""),
         ("fp32", {}, ""),
     ],

@@ -64,17 +64,17 @@ def refuse(where: object, problems: Sequence[Problem]) -> None:
         raise UserError(f"{where}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def wrong_field(where: object, key: str, value: object, rule: str, works: str = "") -> UserError:
+def wrong_field(where: object, key: str, value: object, rule: str, fix: str = "") -> UserError:
     """Return the error about one field of a file."""
-    return UserError(f"{where}:\n  {Problem(key, value, rule, works)}")
+    return UserError(f"{where}:\n  {Problem(key, value, rule, fix)}")
 
 
-def _same(value: object, works: object) -> bool:
+def _same(value: object, expected: object) -> bool:
     """Return whether two plain values are equal; foreign values may be anything, so that `==` alone may raise."""
-    if isinstance(works, list | tuple):
-        same_size = isinstance(value, list | tuple) and len(value) == len(works)
-        return same_size and all(map(_same, value, works))  # type: ignore[call-overload]
-    if isinstance(works, Mapping):
-        same_keys = isinstance(value, Mapping) and value.keys() == works.keys()
-        return same_keys and all(_same(value[key], works[key]) for key in works)  # type: ignore[index]
-    return isinstance(value, bool | int | float | str | None) and value == works
+    if isinstance(expected, list | tuple):
+        same_size = isinstance(value, list | tuple) and len(value) == len(expected)
+        return same_size and all(map(_same, value, expected))  # type: ignore[call-overload]
+    if isinstance(expected, Mapping):
+        same_keys = isinstance(value, Mapping) and value.keys() == expected.keys()
+        return same_keys and all(_same(value[key], expected[key]) for key in expected)  # type: ignore[index]
+    return isinstance(value, bool | int | float | str | None) and value == expected

@@ -174,8 +174,8 @@ def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
         if kinds_ != ["full_attention" if window is None else "sliding_attention"] * layers:
             raise wrong_field(path, "layer_types", kinds_, "is not computed here", "one kind in all layers is")
     elif window is not None and 0 < first < layers:
-        works = f"0 is, or at least {layers}"
-        raise wrong_field(path, "max_window_layers", first, "is not computed here", works)
+        fix = f"0 is, or at least {layers}"
+        raise wrong_field(path, "max_window_layers", first, "is not computed here", fix)
     elif first >= layers:
         window = None
     keys["window"] = window
