@@ -57,8 +57,6 @@ def _kernel(kernel: str, kind: str, window: int | None) -> Iterator[Problem]:
     key = f"with parallel.context_kind = {kind}"
     if not ABILITIES[kernel].blocks:
         able = ", ".join(name for name, can in ABILITIES.items() if can.blocks)
-        yield Problem(
-            "model.attention", kernel, f"{key} must be one of {able}", "use auto or parallel.context_kind=ulysses"
-        )
+        yield Problem("model.attention", kernel, f"{key} needs one of {able}", "use auto, or set context_kind=ulysses")
     elif kernel == "flash" and kind == "ring" and window is not None:
         yield Problem("model.attention", kernel, f"does not support a window {key}", "set parallel.context_kind=gather")
