@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from pangu.common.errors import LocalError, allocating
 from pangu.data.indexed_writer import IndexedWriter
+from pangu.tasks.arguments import connected
+from pangu.topology.launch import Launch
 from pangu.training.step import Trainer
 from pangu.training.validation import Validation
 from tests.training.test_resume import train
@@ -87,3 +89,11 @@ def test_a_run_says_where_it_ran_out_and_what_needs_less(
     said = rf"{place}: out of memory, 20.00 GiB asked for, 12.31 GiB free; {advice}command .*"
     assert re.fullmatch(said, str(raised.value)), str(raised.value)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_commands_that_load_a_model_say_the_same() -> None:
+    said = (
+        r"rank 0 on \S+: out of memory, 20.00 GiB asked for, 12.31 GiB free; try a smaller --rows, or more devices .*"
+    )
+    with pytest.raises(LocalError, match=said), connected(1, 1, "cpu", Launch(), replicas=False):
+        full()
