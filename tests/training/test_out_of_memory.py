@@ -92,8 +92,6 @@ def test_a_run_says_where_it_ran_out_and_what_needs_less(
 
 
 def test_commands_that_load_a_model_say_the_same() -> None:
-    said = (
-        r"rank 0 on \S+: out of memory, 20.00 GiB asked for, 12.31 GiB free; try a smaller --rows, or .*"
-    )
+    said = r"rank 0 on \S+: out of memory, 20.00 GiB asked for, 12.31 GiB free; try a smaller --rows, or .*"
     with pytest.raises(LocalError, match=said), connected(1, 1, "cpu", Launch(), replicas=False):
         full()
