@@ -45,9 +45,9 @@ class ChunkedLoss(Function):
     ) -> Tensor:
         """Return the loss of tokens [n, width], table [vocab / ranks, width], labels and weights [n]."""
         # `scale`: the gradient that the backward pass will get, None: 1
-        of_table, add = chunks.train and chunks.table.requires_grad, chunks.store and chunks.store.add_product
+        of_table, sums = chunks.train and chunks.table.requires_grad, chunks.store and chunks.store.sums
         ctx.chunks, ctx.grad = chunks, torch.empty_like(tokens) if chunks.train and tokens.requires_grad else None
-        ctx.sum = torch.zeros_like(table) if of_table and not add else None
+        ctx.sum = torch.zeros_like(table) if of_table and not sums else None
 
         def of_chunk(rows: slice) -> Tensor:
             x, label = tokens[rows], labels[rows]
@@ -59,8 +59,8 @@ class ChunkedLoss(Function):
                 torch.mm(logits, table, out=ctx.grad[rows])
             if ctx.sum is not None:
                 ctx.sum += logits.t() @ x
-            elif of_table and add:
-                add(chunks.table, logits.t(), x, completes=False)
+            elif of_table and sums:
+                sums.add(chunks.table, logits.t(), x, completes=False)
             return losses
 
         weights = weights.to(torch.promote_types(tokens.dtype, torch.float32))
@@ -76,6 +76,6 @@ class ChunkedLoss(Function):
         ctx.grad = ctx.sum = None
         if total is None and chunks.table.requires_grad:
             assert chunks.store is not None
-            assert chunks.store.complete is not None
-            chunks.store.complete(chunks.table)
+            assert chunks.store.sums is not None
+            chunks.store.sums.complete(chunks.table)
         return grad, total, None, None, None, None

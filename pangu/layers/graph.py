@@ -21,7 +21,7 @@ from pangu.layers.dropout import Dropout, DropoutKeys, Masks, keys_of_heads
 from pangu.layers.dropout_masks import drop
 from pangu.layers.linear import ParallelLinear, RowParallelLinear
 from pangu.layers.recompute import SavedTensors, checkpointed
-from pangu.layers.tensor_parallel_matmul import ColumnBackward, RowBackward, Use
+from pangu.layers.tensor_parallel_matmul import ColumnParallelMatmul, RowParallelMatmul, Use
 from pangu.topology.placement import TensorRank
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
@@ -39,8 +39,6 @@ class GraphProduct:
     number: Tensor
     by_rows: bool
     """True if partial sums are added over ranks."""
-    postpones: bool
-    """True if the weight-gradient store may be open in the backward pass."""
 
     def __call__(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """Apply the layer to x."""
@@ -49,25 +47,29 @@ class GraphProduct:
         # autograd would drop a node of which it gets no gradient
         apart = layer.store is not None and x.requires_grad
         weight = layer.weight.detach() if apart else layer.weight
-        bias = layer.bias.detach() if layer.bias is not None and apart and self.postpones else layer.bias
+        bias = layer.bias.detach() if layer.bias is not None and apart else layer.bias
         out: Tensor = torch.ops.pangu.product(x, weight, bias, self.number, rows, apart)
         return out
 
 
-def hold_in_graph(layer: nn.Module, postpones: bool) -> None:
+def hold_in_graph(layer: nn.Module) -> None:
     """Replace the matmul of a layer by an operator in traced graphs, if the compiler cannot trace it."""
     if not isinstance(layer, ParallelLinear) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
         return
     number = next(_NUMBERS)
     by_rows = isinstance(layer, RowParallelLinear) and layer.region.size > 1
-    layer.in_graph = GraphProduct(torch.tensor(number), by_rows, postpones)
+    layer.in_graph = GraphProduct(torch.tensor(number), by_rows)
     _LAYERS[number] = layer
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
-    with torch.enable_grad():  # as in training; the graph is discarded
-        value: Tensor = _LAYERS[int(number)](x.detach().requires_grad_())
-    return value.detach()
+    layer = _LAYERS[int(number)]
+    return _kind(layer).value(x, Use(layer.weight, layer.bias, layer.region, layer.store, layer.fp8))
+
+
+def _kind(layer: ParallelLinear) -> type[ColumnParallelMatmul] | type[RowParallelMatmul]:
+    by_rows = isinstance(layer, RowParallelLinear) and layer.region.size > 1
+    return RowParallelMatmul if by_rows else ColumnParallelMatmul
 
 
 def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
@@ -80,10 +82,7 @@ def _gradients(
     """Return the gradients of input, weight and, if requested, bias; empty if they go elsewhere (`apart`)."""
     layer = _LAYERS[int(number)]
     use = Use(layer.weight, layer.bias, layer.region, layer.store if apart else None, fp8=layer.fp8)
-    has_bias = layer.bias is not None and layer.bias.requires_grad
-    node = SimpleNamespace(saved_tensors=(x, weight), use=use, needs_input_grad=(True, True, has_bias))
-    kind = RowBackward if isinstance(layer, RowParallelLinear) else ColumnBackward
-    grad_x, *others = kind.backward(node, grad)[:3]
+    grad_x, *others = _kind(layer).backward(SimpleNamespace(saved_tensors=(x, weight), use=use), grad)[:3]
     asked_for: list[Any] = [grad_x]
     for parameter, gradient, asked in zip((layer.weight, layer.bias), others, (not apart, of_bias), strict=True):
         if gradient is not None and parameter is not None and not asked:

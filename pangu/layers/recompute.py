@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +26,19 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class _Recompute(threading.local):
+    runs = False
+
+
+_recompute = _Recompute()
+"""State of the thread that runs the backward pass."""
+
+
+def is_recomputing() -> bool:
+    """Return whether a forward pass is being repeated, which ends at the last tensor that it saves."""
+    return _recompute.runs
+
+
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
     """Return `compute(*arguments)`, saving only the inputs for the backward pass if `on`."""
     # The recompute stops at the last tensor that the backward pass needs, so a final matmul is not repeated. Dropout
@@ -33,8 +47,20 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
         return compute(*arguments)
     # a checkpoint saves its tensor arguments through hooks, but merely references tensors inside tuples
     leaves, structure = tree_flatten(arguments)
+    repeats = False
+
+    def run(*leaves: Any) -> Result:
+        nonlocal repeats
+        if torch.compiler.is_compiling():
+            return compute(*tree_unflatten(leaves, structure))
+        before, _recompute.runs, repeats = _recompute.runs, _recompute.runs or repeats, True
+        try:
+            return compute(*tree_unflatten(leaves, structure))
+        finally:
+            _recompute.runs = before
+
     return checkpoint(
-        lambda *leaves: compute(*tree_unflatten(leaves, structure)),
+        run,
         *leaves,
         use_reentrant=False,
         preserve_rng_state=False,

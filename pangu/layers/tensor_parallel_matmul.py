@@ -7,8 +7,8 @@ hides the sum of dx (of its last chunk):
     communication   | gather x            | sum dx, chunk 1 | sum dx, chunk 2 |
     computation     | dx of chunk 1 | dx of chunk 2 | dW = dyᵀ x      |
 
-A matmul is two nodes of the graph: the first saves the tensors and runs backward, the second computes the value. A
-recompute ends when the last tensor is saved, and so before a matmul whose value is not needed again.
+A matmul is one node of the graph, and two in a recompute: the first saves the tensors and runs backward, the second
+computes the value. A recompute ends when the last tensor is saved, and so before a matmul whose value is not needed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
+from pangu.layers.recompute import is_recomputing
 
 if TYPE_CHECKING:
     from pangu.layers.fp8 import Fp8Products
@@ -59,13 +60,7 @@ def column_parallel_matmul(
     if region.size == 1 and store is None and fp8 is None:
         return F.linear(x, weight, bias)
     x = x.contiguous()  # or both passes would copy it
-    rows, use = x.shape[0] * region.num_slices, Use(weight, bias, region, store, fp8)
-    backward = _node(ColumnBackward, x, rows, use)
-
-    def value() -> Tensor:
-        return _in_order(_gather_and_multiply(x, _linear(fp8, weight, bias), region)[1], region)
-
-    return _Value.apply(backward, value)
+    return _node(ColumnParallelMatmul, x, x.shape[0] * region.num_slices, Use(weight, bias, region, store, fp8))
 
 
 def row_parallel_matmul(
@@ -79,13 +74,7 @@ def row_parallel_matmul(
     if region.size == 1:
         return column_parallel_matmul(x, weight, bias, region, store, fp8=fp8)
     x, fp8 = x.contiguous(), fp8 if torch.is_grad_enabled() else None
-
-    def value() -> Tensor:
-        total = _finish(_multiply_and_sum(x, _linear(fp8, weight), region))
-        return total if bias is None else total.add_(bias)
-
-    rows, use = x.shape[0] // region.num_slices, Use(weight, bias, region, store, fp8)
-    return _Value.apply(_node(RowBackward, x, rows, use), value)
+    return _node(RowParallelMatmul, x, x.shape[0] // region.num_slices, Use(weight, bias, region, store, fp8))
 
 
 def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
@@ -150,14 +139,20 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
 def _weight_gradient(use: Use, grad: Tensor, x: Tensor) -> Tensor | None:
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
     fp8 = use.fp8 if use.fp8 is not None and use.fp8.known else None
-    if use.store is None or use.store.add_product is None:
+    if use.store is None or use.store.sums is None:
         return left @ right if fp8 is None else fp8.weight_gradient(left, right, x.dtype)
-    use.store.add_product(use.weight, left, right, fp8)
+    use.store.sums.add(use.weight, left, right, fp8)
     return None
 
 
-def _bias_gradient(grad: Tensor) -> Tensor:
-    return grad.flatten(0, -2).sum(0)
+def _bias_gradient(use: Use, grad: Tensor) -> Tensor | None:
+    if use.bias is None or not use.bias.requires_grad:
+        return None
+    rows = grad.flatten(0, -2)
+    if use.store is None or use.store.sums is None:
+        return rows.sum(0)
+    use.store.sums.add_rows(use.bias, rows)
+    return None
 
 
 class _Value(Function):
@@ -170,19 +165,28 @@ class _Value(Function):
         return grads[0], None
 
 
-class _Backward(Function):
-    """Graph node of a matmul that runs its backward pass: its output has the shape, but no memory."""
+class _ParallelMatmul(Function):
+    """Graph node of a matmul."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, use: Use) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, use: Use, value: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return `value()`; save x and the weight."""
         ctx.save_for_backward(x, weight)
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.use = use
-        return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
+        return value()
 
 
-class ColumnBackward(_Backward):
-    """Backward pass of a column-parallel matmul."""
+class ColumnParallelMatmul(_ParallelMatmul):
+    """Column-parallel matmul."""
+
+    @staticmethod
+    def value(x: Tensor, use: Use) -> Tensor:
+        """Return the output for x."""
+        multiply = _linear(use.fp8, use.weight, use.bias)
+        return _in_order(_gather_and_multiply(x, multiply, use.region)[1], use.region)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,11 +200,17 @@ class ColumnBackward(_Backward):
         whole_x = start_gather(x, use.region) if use.weight.requires_grad else None
         sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
         grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())
-        return _finish(sums), grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
+        return _finish(sums), grad_weight, _bias_gradient(use, grad), None, None
 
 
-class RowBackward(_Backward):
-    """Backward pass of a row-parallel matmul."""
+class RowParallelMatmul(_ParallelMatmul):
+    """Row-parallel matmul."""
+
+    @staticmethod
+    def value(x: Tensor, use: Use) -> Tensor:
+        """Return the output for x."""
+        total = _finish(_multiply_and_sum(x, _linear(use.fp8, use.weight), use.region))
+        return total if use.bias is None else total.add_(use.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,17 +223,24 @@ class RowBackward(_Backward):
             _store(use, x, ALONE, whole_grad, grad)
             return grad_x, None, None, None, None
         grad_weight = _weight_gradient(use, whole_grad, x) if use.weight.requires_grad else None
-        return grad_x, grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
+        return grad_x, grad_weight, _bias_gradient(use, grad), None, None
 
 
-def _node(kind: type[_Backward], x: Tensor, rows: int, use: Use) -> Tensor:
-    return kind.apply(x, use.weight.detach() if leaves_no_gradient(x, use.store) else use.weight, use.bias, rows, use)
+def _node(kind: type[ColumnParallelMatmul] | type[RowParallelMatmul], x: Tensor, rows: int, use: Use) -> Tensor:
+    weight, bias = use.weight, use.bias
+    if leaves_no_gradient(x, use.store):
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+    value = partial(kind.value, x, use)
+    if not is_recomputing():
+        return kind.apply(x, weight, bias, use, value)
+    like = x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
+    return _Value.apply(kind.apply(x, weight, bias, use, lambda: like), value)
 
 
 def leaves_no_gradient(x: Tensor, store: Store) -> bool:
     """Return whether a matmul with x leaves its weight out of autograd's graph, adding to the weight's sum itself."""
     # torch would call the hooks of a weight that gets no gradient in another thread; without an edge, not at all
-    return store is not None and store.add_product is not None and x.requires_grad
+    return store is not None and store.sums is not None and x.requires_grad
 
 
 def _is_open(store: Store) -> bool:
@@ -234,7 +251,7 @@ def _store(use: Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, gr
     assert use.store is not None
     use.store.put(use.weight, x, region, partial(_weight_gradient, use, grad_of_weight))
     if use.bias is not None:
-        use.store.put(use.bias, grad_of_bias, ALONE, _bias_gradient)
+        use.store.put(use.bias, grad_of_bias, ALONE, partial(_bias_gradient, use))
 
 
 class _Lookup(Function):
@@ -249,8 +266,8 @@ class _Lookup(Function):
         (ids,) = ctx.saved_tensors
 
         def gradient(grad: Tensor) -> Tensor | None:
-            if ctx.store.add_rows is not None:
-                return ctx.store.add_rows(ctx.table, ids, grad)
+            if ctx.store.sums is not None:
+                return ctx.store.sums.add_lookup(ctx.table, ids, grad)
             return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.table.shape[0], -1, False)
 
         if ctx.store.is_open:

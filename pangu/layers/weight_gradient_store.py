@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,12 +40,8 @@ class WeightGradientStore:
         """Create an empty, closed store."""
         self._stored: dict[Hashable, deque[_Work]] = {}
         self._open: deque[_Work] | None = None
-        self.add_product: Callable[..., None] | None = None
-        """Function that adds a weight gradient to its sum (`WeightProducts.add`); None: autograd gets the gradient."""
-        self.complete: Callable[[Tensor], None] | None = None
-        """Function to call if `add_product` was told that more follow, once a weight's gradient is complete."""
-        self.add_rows: Callable[..., None] | None = None
-        """Function that adds the gradient of looked-up rows of a table (`WeightProducts.add_rows`), or None."""
+        self.sums: Any = None
+        """`WeightProducts`, by which layers add their gradients to the sums; None: autograd gets them."""
 
     @property
     def is_open(self) -> bool:

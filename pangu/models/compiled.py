@@ -70,7 +70,7 @@ class CompiledBlocks:
                 continue
             _require_alignment(block)
             for layer in block.modules():
-                hold_in_graph(layer, splits_backward)
+                hold_in_graph(layer)
             block.attention_dropout = GraphDropout(block.attention_dropout)
             block.mlp_dropout = GraphDropout(block.mlp_dropout)
             block.attention.core.dropout = GraphDropout(block.attention.core.dropout)

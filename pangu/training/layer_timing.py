@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pangu.collectives.reduce import largest_of
 from pangu.collectives.regions import TensorRegion
@@ -51,14 +53,25 @@ def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer
     return dict(zip(("false", "true"), largest_of(seconds, mesh), strict=True))
 
 
+class _Discarded:
+    """Sums that are only computed, to be timed."""
+
+    def add(self, weight: Tensor, left: Tensor, right: Tensor, fp8: Any) -> None:
+        if fp8 is None:
+            left @ right
+        else:
+            fp8.weight_gradient(left, right, left.dtype)
+
+    def add_rows(self, bias: Tensor, grad: Tensor) -> None:
+        grad.sum(0)
+
+
 def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
     region = replace(TensorRegion.of(mesh), sequence=False, group=None)
     store, scales, part = None, None, ModelPart(range(1))
     if layer_products_add(mesh.device):
         store = WeightGradientStore()
-        store.add_product = lambda weight, left, right, fp8: (
-            left @ right if fp8 is None else fp8.weight_gradient(left, right, left.dtype)
-        )
+        store.sums = _Discarded()
     if config.precision.matmul == "fp8":
         scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         scales.known = True  # every step but the first

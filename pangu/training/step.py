@@ -119,8 +119,7 @@ class Trainer:
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters.of_run(self.model, table, chunks, mesh, config, schedule.reduce_each)
-        products = WeightProducts(self.parameters.gradients, self.model)
-        store.add_product, store.complete, store.add_rows = products.add, products.complete, products.add_rows
+        store.sums = WeightProducts(self.parameters.gradients, self.model)
         if config.compile is True or (choices is not None and choices.compile == "true"):
             self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,22 @@ def layer_products_add(device: torch.device) -> bool:
     # Elsewhere autograd computes them, which takes less host time, and the hook adds them. The head's and postponed
     # weight gradients are added by matmuls on every device.
     return device.type == "cuda"
+
+
+@dataclass(slots=True)
+class _GradientPlace:
+    """Place of a parameter's gradient."""
+
+    chunk: int
+    index: int
+    """Number of the flat parameter in its chunk, in backward order."""
+    flat: FlatParameter
+    span: slice
+    shape: torch.Size
+    begins: bool = False
+    """The parameter has no gradient in this step yet: the buffer may hold old values."""
+    view: Tensor | None = None
+    """View of the buffer in the shape of the parameter, as long as the buffer is allocated."""
 
 
 class GradientSum(ReduceRules[FlatParameter]):
@@ -49,19 +66,18 @@ class GradientSum(ReduceRules[FlatParameter]):
         for _, group in self._shared:
             # few models need these groups; NCCL connects one at its first message: do that outside of steps
             all_reduce(torch.zeros(1, device=mesh.device), group)
-        self._places: dict[Tensor, tuple[int, int, slice]] = {
-            parameter: (chunk, index, span)
+        # by the parameter's identity: torch computes a tensor's hash in Python
+        self._sums = {
+            id(parameter): _GradientPlace(chunk, index, flat, span, parameter.shape)
             for chunk, flats in self.flat_parameters.items()
             for index, flat in enumerate(flats)
             for parameter, span in flat.parameters
         }
-        self._empty: set[Tensor] = set()
-        """Parameters without a gradient in this step yet, whose buffer may hold old values."""
         self._handles: list[Handle] = []
         self._stream = CopyStream(mesh.device)
         self.norms: Norms = []
         """Norms of this rank's unreduced gradients in this step: a reduction spreads non-finite values to all ranks."""
-        for parameter in self._places:
+        for parameter in (one for flat in self._all for one, _ in flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook())
 
     def start_step(self) -> None:
@@ -70,9 +86,13 @@ class GradientSum(ReduceRules[FlatParameter]):
             if flat.total is None:
                 flat.grad.zero_()
             else:
-                self._empty.update(parameter for parameter, _ in flat.parameters)
+                self._begin(flat)
         self.restart()
         self.norms = []
+
+    def _begin(self, flat: FlatParameter) -> None:
+        for parameter, _ in flat.parameters:
+            self._sums[id(parameter)].begins = True
 
     def expect(self, chunk: int, parameters: Collection[Tensor] | None = None) -> None:
         """Arm gradient reduction: the next backward pass is the last one to add to these parameters (None: all)."""
@@ -122,33 +142,35 @@ class GradientSum(ReduceRules[FlatParameter]):
 
     def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
         """Return a parameter's gradient buffer, in its shape (zeroed if new and `cleared`), and whether it is new."""
-        chunk, index, span = self._places[parameter]
-        total = self._total(self.flat_parameters[chunk][index])[span].view(parameter.shape)
-        begins = parameter in self._empty
-        self._empty.discard(parameter)
+        one = self._sums[id(parameter)]
+        if one.view is None:
+            one.view = self._total(one.flat)[one.span].view(one.shape)
+        begins, one.begins = one.begins, False
         if begins and cleared:
-            total.zero_()
-        return total, begins
+            one.view.zero_()
+        return one.view, begins
 
     def _total(self, flat: FlatParameter) -> Tensor:
         if flat.total is None:
             flat.total = torch.empty(flat.padded, dtype=flat.grad.dtype, device=flat.grad.device)
             flat.total[flat.numel :].zero_()
-            self._empty.update(parameter for parameter, _ in flat.parameters)
+            self._begin(flat)
         return flat.total
 
     def complete(self, parameter: Tensor) -> None:
         """Count a gradient of this backward pass as added, and start the reductions that it completes."""
-        chunk, index, _ = self._places[parameter]
-        self.count(chunk, index)
+        one = self._sums[id(parameter)]
+        self.count(one.chunk, one.index)
 
     def _start(self, flat: FlatParameter) -> Handle:
         mesh, sharding, total = self.mesh, flat.sharding, self._total(flat)
         message = self._message if sharding.replicas > 1 and self._message else flat.grad.dtype
-        for parameter, span in flat.parameters:
-            if parameter in self._empty:  # the backward pass did not reach it
-                total[span].zero_()
-                self._empty.discard(parameter)
+        for one in (self._sums[id(parameter)] for parameter, _ in flat.parameters):
+            if one.begins:  # the backward pass did not reach it
+                total[one.span].zero_()
+                one.begins = False
+            if sharding.stage >= 2:
+                one.view = None
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if sharding.size == 1:
             part = flat.grad.to(message)

@@ -54,7 +54,16 @@ class WeightProducts:
         if weight not in self._looked_up:
             self._gradients.complete(weight)
 
-    def add_rows(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
+    def add_rows(self, bias: Tensor, grad: Tensor) -> None:
+        """Add the sum over the rows of `grad` [rows, width] to the gradient of a bias."""
+        total, begins = self._gradients.sum_of(bias)
+        if begins:
+            torch.sum(grad, 0, dtype=total.dtype, out=total)
+        else:
+            total.add_(grad.sum(0, dtype=total.dtype))
+        self._gradients.complete(bias)
+
+    def add_lookup(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
         """Add gradients [..., width] to looked-up rows [...] of a table, its last gradient of each backward pass."""
         # A dense gradient would be written, read and added for the whole vocabulary.
         total, _ = self._gradients.sum_of(table, cleared=True)

@@ -53,9 +53,7 @@ class Run:
     def add_products(self) -> None:
         """Let products add to the sums, as in the trainer, if there is a store."""
         if self.store is not None:
-            products = weight_products.WeightProducts(self.gradients, self.model)
-            self.store.add_product, self.store.complete = products.add, products.complete
-            self.store.add_rows = products.add_rows
+            self.store.sums = weight_products.WeightProducts(self.gradients, self.model)
 
     def backward(self, number: int) -> None:
         """Forward and backward of a micro-batch."""
