@@ -122,11 +122,11 @@ class Setting:
         known.setdefault(label, values)
         return values
 
-    def begin(self, words: list[str]) -> None:
+    def begin(self, command: str) -> None:
         """Write what is known before anything is measured."""
         self.document |= {
             "part": self.part,
-            "command": " ".join(words),
+            "command": command,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "commit": commit(),
             "device": describe(self.device),

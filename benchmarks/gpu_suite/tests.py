@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import pytest
 
 from benchmarks.gpu_suite.setting import ROOT, Setting
-
-JOBS = 8
-"""Tests at a time, on one device."""
 
 
 class Rows:
@@ -31,7 +29,8 @@ class Rows:
 def measure(setting: Setting) -> None:
     """Run them. Raises RuntimeError if they cannot be collected."""
     # most tests wait for a compiler: where pytest-xdist is there, several run at a time
-    jobs = ["-n", str(JOBS)] if find_spec("xdist") and not setting.on_host else []
+    cores = os.cpu_count() or 1
+    jobs = ["-n", str(max(1, cores - cores // 4))] if find_spec("xdist") and not setting.on_host else []
     words = [*jobs, "-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-m", "gpu"]
     folders = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests" / "metrics" / "test_devices.py")]
     status = pytest.main([*words, "--rootdir", str(ROOT), *folders], plugins=[Rows(setting)])

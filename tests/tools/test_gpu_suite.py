@@ -104,7 +104,7 @@ def test_a_part_ends_with_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> None:
     setting = Setting(torch.device("cpu"), tmp_path, "example")
-    setting.begin(["example"])
+    setting.begin("example")
     with setting.row("first") as figures:
         figures["loss"] = math.nan
         require_near([math.nan], [1.0], 0.1)
