@@ -30,7 +30,7 @@ def fused(
         schema: Schema over tensors and numbers.
         function: Computation. On an accelerator Inductor compiles one Triton kernel per shapes, formats and floats;
             integers become 0-dimensional host tensors, so that their values do not recompile it. Without Triton it
-            runs as it is. Untested on devices so far: `tests/gpu` checks it.
+            runs as it is.
         result: Function that returns an uninitialized result; None if an argument is overwritten. Autograd does not
             look into the operator, and the auditor of a dry run counts one launch.
         on_cpu: Computation on a CPU; None: as `without_triton`.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
     """Add the matmul [m, k] x [k, n] to a gradient sum, or overwrite the sum if this `begins` it.
 
-    Only cuBLAS adds to a sum in a wider format, untested on devices so far: `tests/gpu` checks it. apex's
+    Only cuBLAS adds to a sum in a wider format. apex's
     `wgrad_gemm_accum_fp32` is the same matmul but cannot begin a sum, which would have to be zeroed first.
     """
     if left.dtype == total.dtype:
