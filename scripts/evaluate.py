@@ -58,18 +58,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--join", action="store_true", help="take each file of --input as one text, not each of its documents"
     )
     parser.add_argument(
-        "--shots", default="0", metavar="K", help="examples before each question; few: the paper's number (0)"
+        "--shots", default="0", metavar="K", help="number of examples before each question; few: that of the paper (0)"
     )
     parser.add_argument(
         "--scoring",
         choices=["text", "rest"],
         default="text",
         help="rank answers by the perplexity of the whole filled template (text, the default: the paper's words) or of "
-        "what stands behind the answer (rest: the paper's code)",
+        "what follows the answer (rest: the paper's code)",
     )
     parser.add_argument("--template", metavar="TEXT", help="instead of the task's own, with {answer} and its fields")
     parser.add_argument("--limit", type=int, metavar="N", help="questions of each task at most, taken at random (all)")
-    parser.add_argument("--stride", type=int, help="tokens by which the window moves on in long texts (half of it)")
+    parser.add_argument("--stride", type=int, help="tokens by which the window moves in long texts (half of it)")
     parser.add_argument(
         "--recipe",
         choices=["own", "huggingface"],
@@ -77,9 +77,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="perplexity with each token counted once behind the end of a document (own, the default), or as the "
         "documentation of transformers computes it (huggingface), to compare with its published figures",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is taken at random (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (0)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="results as JSON; answers go to FILE.answers.jsonl as they come"
+        "--output", type=Path, metavar="FILE", help="results as JSON; answers are appended to FILE.answers.jsonl"
     )
     options = parser.parse_args(arguments)
     require_positive(parser, options, "limit", "stride")
@@ -116,7 +116,7 @@ def _texts(options: argparse.Namespace) -> list[Item]:
     for path in find_inputs(options.input):
         documents = list(read_documents([path], options.text_key))
         if not documents:
-            raise UserError(f"--input {path}: holds no text, which has no perplexity")
+            raise UserError(f"--input {path}: has no text to compute the perplexity of")
         texts = ["\n\n".join(documents)] if options.join else documents
         items += [Item(f"{path}-{number}", {}, (text,)) for number, text in enumerate(texts)]
     return items
@@ -136,8 +136,8 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         if (options.stride or 1) > model.config.sequence:
             window = model.config.sequence
             raise UserError(
-                f"--stride {options.stride}: would leave out tokens, as the window has {window} (model.sequence); "
-                f"1 to {window} work"
+                f"--stride {options.stride}: would skip tokens, as the window has model.sequence = {window}; "
+                f"use 1 to {window}"
             )
         with ProgressBar(mesh.is_first) as progress:
             results = [_measure(model, one, file, progress) for one in questions]
@@ -168,7 +168,7 @@ def _measure(model: LoadedModel, questions: Questions, file: AnswerFile | None, 
     of_items = [answers[item.id] for item in questions.items]
     measures = summary(of_items)
     if name == "perplexity" and "perplexity" not in measures:
-        raise UserError(f"{name}: no token of --input has others before it to be predicted from")
+        raise UserError(f"{name}: no token of --input can be predicted; use longer texts")
     return result(name, questions.setup.shots, len(of_items), measures)
 
 

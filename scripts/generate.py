@@ -48,8 +48,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="continue texts as they are; without it a model that was fine-tuned on conversations takes each as a "
-        "message of the user in its chat template, and only its answer is printed",
+        help="continue plain text; without it a model fine-tuned on conversations treats each prompt as a "
+        "user message in its chat template, and only its answer is printed",
     )
     parser.add_argument(
         "--output",
@@ -58,16 +58,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="write one JSON object a line: prompt (as the model saw it), text, tokens, end (stop: end of document, "
         "length: --max-tokens, window: model.sequence); without it texts are printed",
     )
-    parser.add_argument("--max-tokens", type=int, default=100, help="tokens of a text at most (100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token (1)")
+    parser.add_argument("--max-tokens", type=int, default=100, help="largest number of new tokens (100)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most probable token (1)")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the k most probable tokens (0: all)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among the most probable tokens of so much probability (1)"
+        "--top-p", type=float, default=1.0, help="draw among the most probable tokens with this total probability (1)"
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="divides scores of tokens that were there before (1)"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="divide the scores of tokens that occurred before by this (1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt draw the same text (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed: the same seed and prompt give the same text (0)")
     options = parser.parse_args(arguments)
     require_positive(parser, options)
     return options
@@ -122,7 +125,7 @@ def encode(
     for number, record in enumerate(records, 1):
         if "messages" in record:
             why = "--raw takes texts" if raw else "the model was not fine-tuned on conversations"
-            raise UserError(f'prompt {number}: has messages, and {why}; {{"prompt": "some text"}} works')
+            raise UserError(f'prompt {number}: has messages, and {why}; use {{"prompt": "some text"}}')
         texts.append(record["prompt"])
     return encode_prompts(texts, model.tokenizer, model.eod, model.config.sequence, model.bos), sampling, False
 
@@ -141,14 +144,17 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     with connected(options.tensor, options.pipeline, options.device, launch, replicas=False) as mesh:
         model = load_model(options.model, mesh, options.precision, rows=options.rows)
         if model.tokenizer is None:
-            raise UserError(f"{options.model}: was trained on data without a tokenizer")
+            raise UserError(f"{options.model}: has no tokenizer; set data.tokenizer in its run")
         prompts, sampling, is_chat = encode(model, records, sampling, raw=options.raw)
         if mesh.is_first:
             size = f"{num_parameters(model.config):,} parameters in {model.runner.dtype} on {mesh.device}"
             print(f"{options.model}: {size}".replace("torch.", ""), file=sys.stderr)
             print(printable(describe_ids(model.tokenizer, model.eod, model.bos)), file=sys.stderr)
             if is_chat:
-                print("prompts are messages in the chat template of the fine-tuning; --raw: texts", file=sys.stderr)
+                print(
+                    "prompts are rendered as messages of the chat template; use --raw to continue them as text",
+                    file=sys.stderr,
+                )
         _continue(model, prompts, sampling, options.output, is_chat=is_chat)
 
 

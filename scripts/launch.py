@@ -115,8 +115,10 @@ def end_after_workers(host: str, port: int) -> None:
         is_idle = has_started and not children()
         has_started = has_started or bool(children())
         silences = 0 if not is_idle or answers(host, port) else silences + 1
-    text = f"{socket.gethostname()}: all processes have ended and the launchers' store, {host}:{port}, does not answer"
-    print(f"\n{text}: the launcher ends too", file=sys.stderr, flush=True)
+    text = (
+        f"{socket.gethostname()}: all processes have ended, and the launchers' store at {host}:{port} does not answer"
+    )
+    print(f"\n{text}; the launcher exits too", file=sys.stderr, flush=True)
     os._exit(RETRYABLE)
 
 
@@ -153,7 +155,7 @@ def report(failed: ChildFailedError) -> int:
     rank, failure = failed.get_first_failure()
     if failure.exitcode in SPEAKS_ITSELF:
         return INTERRUPTED if failure.exitcode == -signal.SIGINT else failure.exitcode
-    how = f"ended with status {failure.exitcode}; what it said stands above"
+    how = f"exited with status {failure.exitcode}; see its output above"
     if failure.exitcode < 0:
         how = f"was ended by {failure.signal_name()}"
     if failure.exitcode == -signal.SIGKILL:
@@ -202,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         reason = str(error.__cause__ or error).splitlines()[0]
         if "EADDRINUSE" in reason:
             port = reason.partition("port: ")[2].partition(",")[0]
-            rule = "--master-port or --rdzv-endpoint takes another one, the same on all nodes"
+            rule = "set another one with --master-port or --rdzv-endpoint, the same on all nodes"
             print(f"error: port {port} of {socket.gethostname()} is in use: {rule}", file=sys.stderr, flush=True)
             return USER_ERROR
         print(f"\nthe launchers of this run did not meet: {reason}", file=sys.stderr, flush=True)

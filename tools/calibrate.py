@@ -84,9 +84,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE.yaml", help="the cluster's file")
-    parser.add_argument("--like", default="", metavar="NAME", help="file of configs/cluster/ to borrow from")
-    parser.add_argument("--quick", action="store_true", help="few shapes, once each: to see that it works")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE.yaml", help="cluster file to write")
+    parser.add_argument(
+        "--like",
+        default="",
+        metavar="NAME",
+        help="cluster in configs/cluster/ that provides values which are not measured",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure few shapes, once each, as a test")
     return parser.parse_args(arguments)
 
 
@@ -441,10 +446,10 @@ def calibrate(options: argparse.Namespace) -> None:
 def _begin(path: Path) -> NewFile:
     """The file before anything is measured, which takes minutes. Raises UserError if there cannot be one."""
     if path.suffix != ".yaml" or path.stem.startswith("."):
-        raise UserError(f"--output {path}: cluster=NAME asks for a file NAME.yaml; mine.yaml works")
+        raise UserError(f"--output {path}: must be a file NAME.yaml, for cluster=NAME; use e.g. mine.yaml")
     with writing(path):
         if path.exists() and not path.read_bytes().startswith(_HEAD.encode()):
-            raise UserError(f"--output {path}: this tool has not made the file that is there; another name works")
+            raise UserError(f"--output {path}: exists and was not written by this tool; use another name")
         return NewFile(path)
 
 
@@ -452,7 +457,7 @@ def _borrowed(like: str, launch: Launch) -> ClusterConfig:
     """What is not measured: of the file that is named, or that is for such a device. Raises UserError."""
     names, device = cluster_names(_CLUSTERS, whole=True), device_here(launch)
     if like and like not in names:
-        raise UserError(f"--like {like}: there is no such file; {', '.join(names)} work")
+        raise UserError(f"--like {like}: no such file; use one of {', '.join(names)}")
     named = None if device is None else cluster_of_device(device.name, names)
     base = load_cluster(_CLUSTERS / f"{like or named or 'a100'}.yaml")
     gib = base.memory.gib if device is None else device.total_memory / 2**30

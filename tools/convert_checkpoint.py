@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--from", dest="source", choices=FORMATS, required=True, help="format of the input")
     parser.add_argument("--to", dest="target", choices=FORMATS, required=True, help="format of the output")
-    parser.add_argument("--input", type=Path, required=True, help="what is converted")
+    parser.add_argument("--input", type=Path, required=True, help="files to convert")
     parser.add_argument("--output", type=Path, required=True, help="a new folder (mindspore: a file)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a Megatron output (1)")
     parser.add_argument(
@@ -82,7 +82,7 @@ def configure(source: Source, overrides: Sequence[str], output: Path) -> RunConf
     values = compose(_CONFIGS, [*defaults, "validation.every=0", "dry_run=true", f"train.output={output}", *overrides])
     config = build(RunConfig, values)
     if not isinstance(config.data, IndexedData):
-        raise UserError(f"data.kind = {config.data.kind}: must be indexed; data={presets['data']} works")
+        raise UserError(f"data.kind = {config.data.kind}: must be indexed; set data={presets['data']}")
     named = {name.removeprefix("model.") for name in names if name.startswith("model.")}
     if recipe or "model" in names:
         named |= vars(config.model).keys()
@@ -111,13 +111,13 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = config.data.tokenizer
     if tokenizer is not None and options.target == "huggingface" and tokenizer.kind in (*ENCODINGS, "bytes"):
         raise UserError(
-            f"data.tokenizer.kind = {tokenizer.kind}: there is no form of it for transformers; data.tokenizer=null"
-            " writes the model alone"
+            f"data.tokenizer.kind = {tokenizer.kind}: cannot be written for transformers; set data.tokenizer=null"
+            " to write only the model"
         )
     if tokenizer is not None and not Path(tokenizer.path).exists():
         raise UserError(
-            f"the tokenizer {tokenizer.path} does not exist; "
-            '"data.tokenizer={kind: sentencepiece, path: FILE}" gives another one'
+            f"data.tokenizer.path = {tokenizer.path}: does not exist; "
+            'set another one with "data.tokenizer={kind: sentencepiece, path: FILE}"'
         )
     with ProgressBar(True) as progress:
         task = progress.add_task("Converting tensors", total=None)

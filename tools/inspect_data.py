@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reset-positions", action="store_true", help="data.packing.reset_positions")
     parser.add_argument("--eod", type=int, metavar="ID", help="data.packing.eod (what PREFIX.json says)")
     parser.add_argument("--pad", type=int, metavar="ID", help="data.packing.pad (none)")
-    parser.add_argument("--tokenizer", choices=_KINDS, help="of another tokenizer than PREFIX.json names")
+    parser.add_argument("--tokenizer", choices=_KINDS, help="kind of another tokenizer than that of PREFIX.json")
     parser.add_argument("--tokenizer-path", default="", metavar="PATH")
     options = parser.parse_args(arguments)
     for name, least in (("documents", 0), ("samples", 0), ("sequence", 1), ("seed", 0)):
@@ -91,7 +91,7 @@ def inspect(options: argparse.Namespace) -> None:
 def _inspect_conversations(options: argparse.Namespace, folders: list[str]) -> None:
     """Of the folder that a fine-tuning run has prepared."""
     if folders != options.prefix or len(folders) > 1 or options.verify:
-        raise UserError(f"{folders[0]}: is a folder of conversations, which is shown by itself and without --verify")
+        raise UserError(f"{folders[0]}: is a folder of conversations; name it alone, without --verify")
     folder = Path(folders[0])
     manifest = read_prepared(folder)
     with reading(folder / "manifest.json", *_ERRORS, rule="is damaged"):
@@ -136,20 +136,18 @@ def _ids(options: argparse.Namespace, eod: int | None, bos: int | None = None) -
 
 def _manifest(prefix: str) -> AbstractContextManager[None]:
     """For what takes values of a manifest, which others may have written."""
-    return reading(manifest_path(prefix), *_ERRORS, rule="is no manifest of these files")
+    return reading(manifest_path(prefix), *_ERRORS, rule="is not a manifest of these files")
 
 
 def _verify(prefixes: list[str], manifests: list[dict[str, Any] | None]) -> None:
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         if manifest is None:
-            raise UserError(
-                f"{manifest_path(prefix)} does not exist, so there are no checksums to compare {prefix} with"
-            )
+            raise UserError(f"{manifest_path(prefix)} does not exist, so {prefix} cannot be verified; write it again")
         with reading(prefix):
             problems = find_damage(prefix, manifest)
         if problems:
-            raise UserError("\n".join(problems))
-        print(f"{prefix}: all bytes are as they were written")
+            raise UserError("\n".join(problems) + "; copy the files again, or write them again")
+        print(f"{prefix}: all checksums match")
 
 
 def _tokenizer(options: argparse.Namespace, manifest: dict[str, Any] | None) -> Tokenizer | None:
@@ -160,7 +158,7 @@ def _tokenizer(options: argparse.Namespace, manifest: dict[str, Any] | None) -> 
         return None
     named = manifest["recipe"]["tokenizer"]
     if named.get("kind") not in _KINDS or not Path(str(named.get("path"))).exists():
-        print(f"the tokenizer {shown(named.get('path'))} is not here: ids are shown; see --tokenizer")
+        print(f"the tokenizer {shown(named.get('path'))} does not exist, so ids are shown; set --tokenizer")
         return None
     return load_tokenizer(TokenizerConfig(**named))
 
@@ -196,7 +194,7 @@ def _show_samples(
     packed = []
     if ids.method != "concat":
         if ids.eod is None and ids.bos is None and not conversations:
-            raise UserError("--eod: must be given, as each document of a packed sample begins behind the end of one")
+            raise UserError("--eod is required: packed samples need the id that ends a document")
         bos = None if ids.bos is None else int(ids.bos)
         for reader in readers:
             packing = Packing(reader.prefix, options.sequence, ids.method, options.indexes, conversations, bos)

@@ -68,13 +68,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
-    parser.add_argument("--sharding", action="store_true", help="how each weight is cut, and which collective runs")
+    parser.add_argument("--sharding", action="store_true", help="how each weight is split, and which collectives run")
     parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
-    parser.add_argument("--modules", action="store_true", help="work and memory of each kind of module, as data")
+    parser.add_argument("--modules", action="store_true", help="work and memory of each kind of module")
     parser.add_argument("--search", action="store_true", help="the fastest layouts that fit (needs cluster=NAME)")
     parser.add_argument("--top", type=int, metavar="N", help=f"how many of them ({TOP})")
-    parser.add_argument("--explain", action="store_true", help="why the neighbours of the fastest are slower")
-    parser.add_argument("--tokens", type=float, metavar="N", help="days, energy and money for so many tokens")
+    parser.add_argument("--explain", action="store_true", help="explain why neighbors of the fastest layout are slower")
+    parser.add_argument("--tokens", type=float, metavar="N", help="days, energy and cost of training on N tokens")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     parser.add_argument("--json", action="store_true", help="dry run, modules or search as data, and nothing else")
     options = parser.parse_intermixed_args(arguments)
@@ -99,9 +99,9 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
     if alone and not options.search:
         yield f"{', '.join(alone)} goes with --search"
     if options.top is not None and options.top < 1:
-        yield f"--top {options.top}: must be at least 1; --top {TOP} works"
+        yield f"--top {options.top}: must be at least 1; use e.g. --top {TOP}"
     if options.tokens is not None and not 0 < options.tokens < MOST_TOKENS:
-        yield f"--tokens {options.tokens:g}: must be above 0 and below {MOST_TOKENS:g}; --tokens 300e9 works"
+        yield f"--tokens {options.tokens:g}: must be above 0 and below {MOST_TOKENS:g}; use e.g. --tokens 300e9"
 
 
 def planned(overrides: Sequence[str]) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def print_layouts(options: argparse.Namespace) -> None:
         f"{result.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(result.refused)}"
     )
     console.print(table)
-    console.print(f"=: within the model's error of {MODEL_ERROR:.0%}, which cannot tell it from the first")
+    console.print(f"=: ties with the first, within the model's error of {MODEL_ERROR:.0%}")
     if any(one.measured is None for one in result.best):
-        console.print("?: planned only; the others were carried out in a dry run, whose memory is said")
+        console.print("?: predicted memory; the others show the memory of a dry run")
     if run := run_words(outcome):
         console.print(run, highlight=False)
     console.print(

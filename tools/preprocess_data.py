@@ -75,17 +75,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="leave out up to N lines that hold no document, each named (0: the first one ends the command)",
+        help="skip and log up to N lines without a document (0: the first one ends the command)",
     )
-    parser.add_argument(
-        "--remove-duplicates", action="store_true", help="leave out documents whose text came before, to the character"
-    )
+    parser.add_argument("--remove-duplicates", action="store_true", help="skip documents whose exact text came before")
     parser.add_argument(
         "--remove-near-duplicates",
         type=float,
         metavar="SHARE",
-        help="leave out documents that have about that share of their stretches of 8 characters in common with one"
-        " before, e.g. 0.8 (MinHash; needs rensa)",
+        help="skip documents that share about this part of their substrings of 8 characters with an earlier"
+        " one, e.g. 0.8 (MinHash; needs rensa)",
     )
     parser.add_argument("--workers", type=int, default=min(8, available_cores()), help="processes (CPUs, at most 8)")
     parser.add_argument(
@@ -93,7 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="what a kill costs at most: the same command goes on from the last commit (60)",
+        help="seconds between commits; after a kill the same command continues from the last commit (60)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     options = parser.parse_args(arguments)
@@ -144,7 +142,7 @@ def preprocess(options: argparse.Namespace) -> None:
         with ProgressBar(True) as progress:
             if work.resumed:
                 done = sum(writer.num_documents for writer in work.writers)
-                progress.console.print(f"going on after {done:,} documents", highlight=False)
+                progress.console.print(f"continuing after {done:,} documents", highlight=False)
             task = progress.add_task("Encoding documents", total=None)
             work.run(
                 options.workers,
@@ -181,7 +179,7 @@ def _end_of_document(options: argparse.Namespace, eod: int | None, vocab: int) -
         return None
     eod = eod if options.eod is None else options.eod
     if eod is None:
-        raise UserError("the tokenizer has no end-of-document id; give one with --eod, or --no-append-eod")
+        raise UserError("the tokenizer has no end-of-document id; set --eod or --no-append-eod")
     if not 0 <= eod < vocab:
         raise UserError(f"--eod {eod} is outside the tokenizer's vocabulary of {vocab} ids")
     return eod
@@ -204,10 +202,10 @@ def _beginning_of_text(options: argparse.Namespace, tokenizer: Tokenizer) -> int
 def _check_filled(options: argparse.Namespace, writers: list[ResumableWriter]) -> None:
     """Raise UserError, while the files have no name yet, if one of them would be empty."""
     if not any(writer.num_tokens for writer in writers):
-        raise UserError(f"--input {' '.join(options.input)}: there is no text in it")
+        raise UserError(f"--input {' '.join(options.input)}: has no text")
     if not all(writer.num_tokens for writer in writers):
         raise UserError(
-            f"--holdout {options.holdout} leaves one side without a document; give more text or another share"
+            f"--holdout {options.holdout} leaves one side without a document; use more text or another share"
         )
 
 

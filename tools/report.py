@@ -35,10 +35,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of them")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (report.html)")
     parser.add_argument("--serve", action="store_true", help="show the page to browsers on this machine instead")
-    parser.add_argument("--port", type=int, help=f"with --serve; 0 takes any that is free ({_PORT})")
+    parser.add_argument("--port", type=int, help=f"port for --serve; 0: any free one ({_PORT})")
     options = parser.parse_args(arguments)
     if options.port is not None and not (options.serve and 0 <= options.port < 2**16):
-        parser.error(f"--port {options.port}: goes with --serve and is at most 65535")
+        parser.error(f"--port {options.port}: needs --serve, and must be at most 65535")
     return options
 
 
@@ -73,7 +73,7 @@ def make_server(runs: list[Path], port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}; --port 0 takes any that is free") from error
+        raise UserError(f"--port {port}: {error.strerror}; use --port 0 for any free port") from error
 
 
 def run(options: argparse.Namespace) -> None:

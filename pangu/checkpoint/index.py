@@ -46,11 +46,11 @@ def read_index(path: Path) -> dict[str, Any]:
     file = path / "index.json"
     if not file.exists():
         inside = list_checkpoints(path / "checkpoints")
-        more = f"; this is a run folder, and its newest one is {inside[-1]}" if inside else ""
+        more = f"; this is a run folder, use its newest checkpoint {inside[-1]}" if inside else ""
         raise UserError(f"{path}: no checkpoint here (index.json is missing){more}")
     index = read_json(file, shared=True)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise UserError(f"{file}: this is not the index of a checkpoint of pangu")
+        raise UserError(f"{file}: is not the index of a pangu checkpoint")
     version = index.get("version")
     if isinstance(version, int) and version > VERSION:
         raise NewerFormatError(
@@ -60,7 +60,7 @@ def read_index(path: Path) -> dict[str, Any]:
     if version != VERSION:
         raise UserError(f"{path}: format version {version!r}; this version of pangu reads {VERSION}")
     if index.pop("checksum", None) != checksum(index):
-        raise UserError(f"{file}: damaged: its checksum is another one than was written")
+        raise UserError(f"{file}: damaged: checksum mismatch")
     if problem := next(_problems(index), None):
         raise UserError(f"{file}: damaged: {problem}")
     return index
@@ -73,7 +73,7 @@ def read_start(folder: Path) -> dict[str, Any]:
         return {}
     facts = read_json(file, shared=True)
     if not _matches(facts, {"samples": _is_count, "watch": _FACTS["watch?"]}):
-        raise UserError(f"{file}: damaged; without this file the run begins with the first sample")
+        raise UserError(f"{file}: damaged; delete it to start from the first sample")
     return facts
 
 
@@ -88,7 +88,7 @@ def write_start(folder: Path, facts: Mapping[str, Any]) -> None:
 def require_facts(path: Path, index: Mapping[str, Any], *names: str) -> None:
     """Raise a UserError unless the index of `path` has these facts of a run."""
     if missing := [name for name in names if name not in index]:
-        raise UserError(f"{path / 'index.json'}: damaged: {', '.join(missing)} must be given")
+        raise UserError(f"{path / 'index.json'}: damaged: {', '.join(missing)} missing")
 
 
 def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: int = 1) -> list[str]:
@@ -113,17 +113,17 @@ def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[M
     """Return how a file differs from the index's facts about it and its `pieces`, or an empty text."""
     status = file.lstat()
     if stat.S_ISREG(status.st_mode) and status.st_size != expected["bytes"]:
-        return f"{status.st_size} bytes, and {expected['bytes']} were written"
+        return f"{status.st_size} bytes instead of {expected['bytes']}"
     with open_regular(file, "rb") as opened:
         if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-            return "its checksum is another one than was written"
+            return "checksum mismatch"
     try:
         with safe_open(file, framework="pt") as header:
             keys = set(header.keys())
             for piece, code in pieces:
                 part = header.get_slice(piece["key"]) if piece["key"] in keys else None
                 if part is None or part.get_shape() != piece["shape"] or part.get_dtype() != code:
-                    return f"it does not hold {piece['key']!r} as {piece['shape']} in {code}"
+                    return f"no tensor {piece['key']!r} of shape {piece['shape']} and format {code}"
             # the norm of what is not finite is not finite, and it takes no memory
             suspects = [key for key in sorted(keys) if not header.get_tensor(key).norm().isfinite()]
             if spoiled := [key for key in suspects if not header.get_tensor(key).isfinite().all()]:
@@ -137,13 +137,13 @@ def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[M
 def _problems(index: Mapping[str, Any]) -> Iterator[str]:
     tensors, files = index.get("tensors"), index.get("files")
     if not isinstance(tensors, dict) or not isinstance(files, dict):
-        yield "tensors and files must be given"
+        yield "tensors or files are missing"
         return
     for fact, pattern in _FACTS.items():
         if not _matches(index, {fact: pattern}):
             yield f"{fact[:-1]} = {index[fact[:-1]]!r:.200}"
     if _is_count(index.get("step")) and _is_count(index.get("skipped")) and index["skipped"] > index["step"]:
-        yield f"{index['skipped']} of {index['step']} steps are skipped"
+        yield f"{index['skipped']} of {index['step']} steps are marked as skipped"
     for name, entry in files.items():
         if not (_FILE_NAME.fullmatch(name) and _matches(entry, _FILE)):  # a name leads out of no folder
             yield f"files: {name!r:.200}: {entry!r:.200}"
@@ -153,7 +153,7 @@ def _problems(index: Mapping[str, Any]) -> Iterator[str]:
         pieces = entry["pieces"] if dims >= 0 else ()
         alike = all(len(piece["shape"]) == len(piece["offsets"]) == dims for piece in pieces)
         if not name.isprintable() or dims < 0 or not alike:
-            yield f"tensors: {name!r:.200}: no shape, format and pieces of a tensor"
+            yield f"tensors: {name!r:.200}: not a valid tensor entry"
             continue
         for piece in entry["pieces"]:
             yield from (f"{name}: {problem}" for problem in _problems_of_piece(piece, entry, files))

@@ -150,9 +150,9 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
         raise UserError(f"{path}: {error}") from error
     weights = sum(name.startswith("weight/") for name in index["tensors"])
     if trained.model.layers > weights:
-        raise UserError(f"{path}: model.layers = {trained.model.layers}: {checkpoint} holds {weights} tensors in all")
+        raise UserError(f"{path}: model.layers = {trained.model.layers}, but {checkpoint} has only {weights} weights")
     # no heads, or a negative width
-    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of model describe none"):
+    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of `model` do not describe a model"):
         shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
     require_fit(checkpoint, index, shapes, "weight")
     return trained
@@ -174,5 +174,5 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuse aliases."""
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("references (*name) are not read here")
+            raise yaml.YAMLError("references (*name) are not supported here")
         return super().compose_node(parent, index)

@@ -83,7 +83,7 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
     if source.resolve() == (run / name).resolve():
         return name
     if not source.exists():
-        raise UserError(f"the tokenizer {source} does not exist")
+        raise UserError(f"data.tokenizer.path = {source}: does not exist")
     with writing(run), new_path(run / name) as partial:
         if source.is_dir():
             partial.mkdir()
@@ -150,5 +150,5 @@ def require_inside(folder: Path, file: Path) -> None:
     homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
     if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):
         raise UserError(
-            f"{file}: is a link to {target}, out of the folder, and is not copied; put the file there itself"
+            f"{file}: is a link to {target}, outside the folder, and is not copied; replace it with the file"
         )

@@ -25,8 +25,8 @@ def require_kind(path: Path, dense: bool) -> None:
     """Raise UserError unless a checkpoint is of a dense model, or of one with experts."""
     experts = any("/layers." in name and ".mlp.experts." in name for name in read_index(path)["tensors"])
     if dense and experts:
-        raise UserError(f"{path}: its model has experts; checkpoint.upcycle=false begins with its weights")
+        raise UserError(f"{path}: its model has experts; set checkpoint.upcycle=false to start from its weights")
     if not dense and not experts:
         raise UserError(
-            f"{path}: its model has no experts; checkpoint.upcycle=true makes each a copy of a dense layer in its place"
+            f"{path}: its model has no experts; set checkpoint.upcycle=true to copy its dense layers into experts"
         )

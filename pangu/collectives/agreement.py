@@ -42,8 +42,8 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
             silent = [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
         others = mesh.named(silent) if silent else "another process"
         raise LostError(
-            f"{mesh.name}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
-            f"says, if it still speaks, is the cause ({error})"
+            f"{mesh.name}, {place}: {others} did not respond within parallel.timeout_s, or exited; look for the "
+            f"cause in its output ({error})"
         ) from error
 
 

@@ -67,10 +67,10 @@ def agree_on_long_work(
             busy, stuck_ranks, of_all = meet_all(mesh, (running, stuck, progress), _summary)
             if stuck_ranks:
                 raise StuckError(
-                    f"{mesh.named(stuck_ranks)}: {doing} does not get on for more than {mesh.timeout_s:g} s "
-                    "(parallel.timeout_s); look at the disk and the network there, or raise the limit"
+                    f"{mesh.named(stuck_ranks)}: {doing} made no progress for more than {mesh.timeout_s:g} s "
+                    "(parallel.timeout_s); check the disk and the network there, or raise parallel.timeout_s"
                 )
-            watch(*(doing, progress) if running else (f"waiting for others, {doing}", of_all))
+            watch(*(doing, progress) if running else (f"waiting for other ranks: {doing}", of_all))
     except BaseException:
         is_left = True
         leave()

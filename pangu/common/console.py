@@ -30,7 +30,7 @@ class _Descriptor(io.FileIO):
         except OSError as failure:
             self.failure = failure
             if not self.is_needed:
-                log.warning("standard output is gone (%s): the run continues without it", failure.strerror)
+                log.warning("standard output was closed (%s); the run continues without it", failure.strerror)
         return size
 
 

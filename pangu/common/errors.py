@@ -109,11 +109,11 @@ class ConfigError(UserError):
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free some space or choose a folder on another disk",
     errno.EDQUOT: "the disk quota is used up: free some space or choose a folder on another disk",
-    errno.EACCES: "no permission to write there: choose a folder of yours",
-    errno.EPERM: "no permission to write there: choose a folder of yours",
+    errno.EACCES: "no permission to write there: choose a folder that you own",
+    errno.EPERM: "no permission to write there: choose a folder that you own",
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.ENOTDIR: "part of the path is a file, not a folder: choose another folder",
-    errno.EEXIST: "a file of that name is in the way: choose another folder",
+    errno.EEXIST: "a file of that name exists: choose another folder",
 }
 
 

@@ -33,13 +33,13 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"more than {DEPTH} brackets within brackets") from error
+        raise ValueError(f"nested more than {DEPTH} levels deep") from error
     level = [value]
     for _ in range(DEPTH):
         level = [child for parent in level for child in _children(parent)]
         if not level:
             return value
-    raise ValueError(f"more than {DEPTH} brackets within brackets")
+    raise ValueError(f"nested more than {DEPTH} levels deep")
 
 
 def refuse_expanding(values: Any) -> None:
@@ -49,7 +49,7 @@ def refuse_expanding(values: Any) -> None:
         value, count = left.pop(), count + 1
         left += _children(value)
     if left:
-        raise ValueError(f"its references stand for more than {MOST_VALUES:,} values")
+        raise ValueError(f"its references expand to more than {MOST_VALUES:,} values")
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -66,9 +66,9 @@ def read_json(path: Path, *, shared: bool = False) -> Any:
                 content = file.read()
         else:
             if path.exists() and not path.is_file():  # a named pipe would wait for ever, a device never end
-                raise UserError(f"{path}: is no regular file")
+                raise UserError(f"{path}: is not a regular file")
             content = path.read_bytes()
-    with reading(path, ValueError, rule="cannot be read: it is not JSON in UTF-8"):
+    with reading(path, ValueError, rule="is not JSON in UTF-8"):
         return parse_json(content.decode("utf-8-sig"))
 
 
@@ -76,7 +76,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UserError if the file holds anything else."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: is no JSON object")
+        raise UserError(f"{path}: is not a JSON object")
     return value
 
 
@@ -95,12 +95,12 @@ def _open_regular(path: str, flags: int) -> int:
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise UserError(f"{path}: is no regular file")
+        raise UserError(f"{path}: is not a regular file")
     return handle
 
 
 def _refused(path: Path) -> str:
-    return f"{path}: is a symbolic link, and none is followed inside a run folder; put there what it leads to"
+    return f"{path}: is a symbolic link, which is not followed inside a run folder; replace it with its target"
 
 
 def refuse_links(paths: Iterable[Path]) -> None:

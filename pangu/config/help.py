@@ -30,7 +30,7 @@ pangu trains GPT and PanGu-α language models.
   python pretrain.py +config=pangu_13b dry_run=true             checks and plans, without devices
   python pretrain.py +config=pangu_13b optimizer=lamb --cfg job   shows all values of a configuration
 
-scripts/launch.py takes torchrun's options; torchrun works too.
+scripts/launch.py accepts torchrun's options; torchrun can be used instead.
 
 Options of groups: GROUP=OPTION chooses one, +config=RECIPE a whole recipe.
 {options}
@@ -44,7 +44,7 @@ Groups of keys: GROUP.KEY=VALUE sets one, after recipes and options.
 
 
 START = """\
-nothing says what to train. To start:
+no configuration given. To start:
 
   python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart
       trains a small model on the sources of Python, in a few minutes on a CPU
@@ -101,8 +101,8 @@ def explain(name: str) -> str:
     chosen = [one for one in known if name == "all" or one.name == name or one.name.startswith(f"{name}.")]
     if not chosen:
         near = close_names(name, [one.name for one in known])
-        fix = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(hints_of(RunConfig))}"
-        raise UserError(f"{name}: there is no such group or key; {fix}")
+        fix = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(hints_of(RunConfig))}"
+        raise UserError(f"{name}: unknown group or key; {fix}")
     return "\n\n".join(_paragraph(f"{one.name}: {one.type}{one.when and f' [{one.when}]'}", one.text) for one in chosen)
 
 

@@ -52,7 +52,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": beginning} | ({} if end is None else {"eos_token": end}) | tokens
         if name in ("plain", "alpaca") and end is None:
             raise UserError(
-                f"data.template = {name}: needs a tokenizer with an end of a document, which ends responses"
+                f"data.template = {name}: needs a tokenizer with an end-of-document token, which ends responses"
             )
         self.portable = self._portable(text, beginning)
         """Template text for any program: it spells the pieces of this tokenizer, and what begins a text."""
@@ -80,10 +80,8 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
         if name := unwritten(Dialog(messages, tools, []), whole):
-            raise ValueError(
-                f"the chat template {self._name} does not write the function {shown(name)}; qwen3 or the model's own"
-                " template does"
-            )
+            reason = f"does not write the function {shown(name)}; use qwen3 or the model's own"
+            raise ValueError(f"the chat template {self._name} {reason}")
         return self._count(parts, dialog.counted)
 
     def _portable(self, text: str, beginning: str) -> str:
@@ -151,8 +149,8 @@ class ChatTemplate:
         is_clear = prompt and begin >= len(prompt) and prompt not in messages[number]["content"]
         if not (tail and before + after == whole and after.startswith(tail) and is_clear):
             raise TemplateError(
-                f"it writes turn {number} differently once others follow; use data.turns=last, or mark responses in it"
-                " by {% generation %} and {% endgeneration %}"
+                f"it writes turn {number} differently if others follow; set data.turns=last, or mark responses in it"
+                " with {% generation %} and {% endgeneration %}"
             )
         return begin, len(before) + len(tail)
 
@@ -161,7 +159,7 @@ class ChatTemplate:
         if all(counted):
             return parts
         if sum(is_response for _, is_response in parts) != len(counted):
-            raise ValueError(f"the chat template {self._name} does not mark each response of the conversation once")
+            raise ValueError(f"the chat template {self._name} does not mark each response exactly once")
         counts = iter(counted)
         return [(text, is_response and next(counts)) for text, is_response in parts]
 
@@ -206,7 +204,7 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
     if path.suffix != ".json":
         if not path.is_file():
             names = ", ".join(TEMPLATES)
-            raise UserError(f"data.template = {path}: no such file; {names} are built in")
+            raise UserError(f"data.template = {path}: no such file; use a file, or one of {names}")
         return _read_text(path), {}
     config = read_json_object(path)
     template = config.get("chat_template")
@@ -214,7 +212,7 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
         named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
     if not isinstance(template, str):
-        raise UserError(f"{path}: has no chat_template; {', '.join(TEMPLATES)} are built in (data.template)")
+        raise UserError(f"{path}: has no chat_template; set data.template to one of {', '.join(TEMPLATES)}")
     return template, _pieces(config)
 
 
@@ -234,4 +232,4 @@ def _pieces(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _reason(error: BaseException) -> str:
-    return "it takes too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+    return "it needs too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__

@@ -50,9 +50,9 @@ def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[
     Raises UserError, which quotes the `limit` text, for more than `most`.
     """
     if count > most:
-        raise UserError(f"{line}; more than {limit} are not left out")
+        raise UserError(f"{line}; limit reached: {limit}; correct the line, or raise the limit")
     if count <= _NAMED:
-        warn(f"left out: {line}")
+        warn(f"skipped: {line}")
     return count <= _NAMED
 
 
@@ -66,7 +66,7 @@ def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
             try:
                 yield Document(text, len(text.encode()))
             except UnicodeEncodeError:
-                yield BadLine(chunk.source, line, "its text holds half of a surrogate pair, which is no character")
+                yield BadLine(chunk.source, line, "its text has half of a surrogate pair, which is not a character")
 
 
 def _in_text(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
@@ -116,7 +116,7 @@ def json_lines(chunk: Chunk) -> Iterator[tuple[int, Any]]:
 
 def _parsed(content: bytes, source: str, line: int) -> Any:
     if has_too_many_values(content):
-        return BadLine(source, line, f"holds more than {MOST_VALUES:,} values; cut it into several lines")
+        return BadLine(source, line, f"has more than {MOST_VALUES:,} values; split it into several lines")
     try:
         return parse_json(content.decode("utf-8-sig" if line == 1 else "utf-8"))
     except UnicodeDecodeError:
@@ -132,14 +132,14 @@ def _in_lines(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
 
 def _text_of(record: Any, key: str, source: str, line: int) -> str | BadLine:
     if not isinstance(record, dict):
-        return BadLine(source, line, "is no JSON object")
+        return BadLine(source, line, "is not a JSON object")
     text = record.get(key)
     if isinstance(text, str):
         return text
     if key in record:
-        return BadLine(source, line, f"has no text under {key!r}, but {shown(text)}")
+        return BadLine(source, line, f"has {shown(text)} instead of a string under {key!r}")
     has = shown(sorted(record))
-    return BadLine(source, line, f"has no text under {key!r}; it has {has}; see --text-key, or data.text_key")
+    return BadLine(source, line, f"has no text under {key!r}; its keys are {has}: set --text-key or data.text_key")
 
 
 def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
@@ -147,7 +147,7 @@ def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
         if isinstance(text, str):
             yield line, text
         else:
-            yield line, BadLine(chunk.source, line, f"has no text under {key!r}, but {shown(text)}")
+            yield line, BadLine(chunk.source, line, f"has {shown(text)} instead of a string under {key!r}")
 
 
 def _values(column: Any) -> list[object]:

@@ -34,7 +34,7 @@ def encode(
         stops.append(len(ids))
     tokens = np.array(ids, dtype=np.int32)
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab:
-        raise UserError(f"{tokenizer.path}: gives the id {tokens.max()}, outside its vocabulary")
+        raise UserError(f"{tokenizer.path}: produced the id {tokens.max()}, outside its vocabulary")
     return tokens, np.diff(np.array(stops, dtype=np.int64)).astype(np.int32)
 
 

@@ -70,11 +70,11 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         expected = int(offsets[-1]) + int(lengths[-1]) * number_format.itemsize if num_sequences else 0
         if size != expected:
             raise UserError(
-                f"{data} has {size} bytes, but {idx} describes {expected}: one of them is truncated or they are"
+                f"{data} has {size} bytes, but {idx} describes {expected}: one of them is truncated, or they are"
                 " not a pair; write them again with tools/preprocess_data.py"
             )
         if size == 0:
-            raise UserError(f"{data} holds no tokens; the text it was made from was empty")
+            raise UserError(f"{data} has no tokens, as its text was empty; write it again from another text")
         if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
             raise UserError(f"{idx}: its document index is damaged; write the files again")
         tokens = np.memmap(data, dtype=number_format, mode="r")
@@ -83,19 +83,19 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
 
 def _parse_header(idx: Path, header: bytes, size: int) -> tuple[np.dtype[np.integer], int, int]:
     if header.startswith(_OLD_MAGIC):
-        raise UserError(f"{idx} is of Megatron's old 'cached' or 'lazy' kind; write it again with --dataset-impl mmap")
+        raise UserError(f"{idx} has Megatron's old 'cached' or 'lazy' format; write it again with --dataset-impl mmap")
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise UserError(f"{idx} is not the index of a token file: it does not begin with {MAGIC[:7].decode()}")
     if len(header) < HEADER.size:
-        raise UserError(f"{idx} is truncated: it has only {size} bytes")
+        raise UserError(f"{idx} is truncated: it has only {size} bytes; copy or write it again")
     _, version, code, num_sequences, num_documents = HEADER.unpack(header)
     if version != 1:
-        raise UserError(f"{idx} has version {version}; only version 1 is known")
+        raise UserError(f"{idx} has version {version}, and only version 1 is supported; write it again")
     if code not in FORMATS:
-        raise UserError(f"{idx} has number format {code}; token ids are one of {sorted(FORMATS)}")
+        raise UserError(f"{idx} has number format {code}, not one of {sorted(FORMATS)}; write it again")
     expected = HEADER.size + 12 * num_sequences + 8 * num_documents
     if size != expected:
         raise UserError(
-            f"{idx} has {size} bytes, but {expected} are needed for {num_sequences} sequences: it is damaged"
+            f"{idx} has {size} bytes, but {num_sequences} sequences need {expected}: it is damaged; write it again"
         )
     return np.dtype(FORMATS[code]), num_sequences, num_documents

@@ -55,7 +55,7 @@ class IndexedWriter:
         """Append one document. Raises ValueError for an id outside the vocabulary."""
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self._vocab):
-            raise ValueError(f"ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self._vocab}")
+            raise ValueError(f"ids {ids.min()} to {ids.max()} are outside a vocabulary of {self._vocab}")
         self._new[0].file.write(ids.astype(self._format).tobytes())
         self._lengths.append(ids.size)
         self.num_tokens += ids.size

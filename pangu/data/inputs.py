@@ -81,11 +81,11 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         " `datasets` streams"
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record that has the text (text)")
     parser.add_argument(
         "--whole-files",
         action="store_true",
-        help="take each .txt file for one document, not what is between blank lines",
+        help="treat each .txt file as one document instead of splitting it at blank lines",
     )
 
 
@@ -105,9 +105,9 @@ def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
         for match, files in matches:
             known = [file for file in files if _is_known(file)]
             if not known and files == [match]:
-                raise UserError(f"{key} {match}: its kind is unknown; known are {_KINDS}")
+                raise UserError(f"{key} {match}: unknown kind of file; supported are {_KINDS}")
             if not known:
-                raise UserError(f"{key} {match}: the folder holds no file of a known kind: {_KINDS}")
+                raise UserError(f"{key} {match}: the folder has no file of a supported kind: {_KINDS}")
             inputs.update(dict.fromkeys(known))
     return list(inputs)
 
@@ -118,7 +118,7 @@ def _matches(pattern: str, key: str) -> list[tuple[str, list[str]]]:
         with reading(f"{key} {pattern}", Exception, rule="cannot be found"):
             return find_urls(pattern)
     if not pattern:  # e.g. from an unset shell variable
-        raise UserError(f"{key}: an empty name")
+        raise UserError(f"{key}: a name is empty")
     path = Path(pattern)
     # pathlib's own glob takes no absolute patterns
     globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
@@ -237,10 +237,10 @@ def _array(file: BinaryIO) -> Iterator[object]:
                 break
             value, end = decoder.raw_decode(text, before.end() if before else len(text))
             if end == len(text):
-                raise json.JSONDecodeError("no comma or bracket behind it", text, end)  # a number may go on
+                raise json.JSONDecodeError("no comma or bracket after it", text, end)  # a number may go on
         except json.JSONDecodeError as error:
             if has_too_many_values(text[place:].encode(errors="replace")):
-                raise ValueError(f"value {number + 1} of its array holds more than {MOST_VALUES:,} values") from error
+                raise ValueError(f"value {number + 1} of its array has more than {MOST_VALUES:,} values") from error
             more = "" if len(text) - place > LONGEST else stream.read(max(CHUNK, len(text) - place))
             if not more:
                 raise ValueError(f"value {number + 1} of its array is not JSON: {error.msg}") from error
@@ -267,10 +267,10 @@ def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lin
         known, held = len(held), held + block
         if len(held) > LONGEST and _first_size(held, kind) > LONGEST:
             size, lines, held = _pass_over(file, held, kind)
-            what = "no blank line ends its document" if kind == "text" else "it does not end"
+            what = "no blank line ends the document" if kind == "text" else "it does not end"
             if kind == "file":
                 what = "the file does not end"
-            reason = f"{what} within {LONGEST >> 20} MiB; cut it into documents"
+            reason = f"{what} within {LONGEST >> 20} MiB; split it into documents"
             offset, first, line = offset + size, line + 1, line + lines
             yield Chunk(source, reason, "bad", first, Place(place.source, offset, line))
             known = 0

@@ -140,7 +140,7 @@ class Encoder:
         if any(counted[:1]):  # no token precedes the response
             first = self._eod if recipe.bos is None else recipe.bos
             if first is None:
-                raise ValueError("has nothing before its response, and the tokenizer has no end of a document")
+                raise ValueError("has nothing before its response, and the tokenizer has no end-of-document token")
             ids, counted = [first, *ids], [0, *counted]
         if not any(counted):
             raise ValueError("its response has no tokens")
@@ -169,7 +169,7 @@ def encode_chunk(recipe: Recipe, max_bad: int, chunk: Chunk) -> Encoded:
             except TooLongError as error:
                 if recipe.too_long == "refuse":
                     raise UserError(
-                        f"{BadLine(chunk.source, line, str(error))}; data.too_long=truncate or leave_out works"
+                        f"{BadLine(chunk.source, line, str(error))}; set data.too_long=truncate or leave_out"
                     ) from error
                 encoded.too_long += 1
             except ValueError as error:
@@ -231,7 +231,7 @@ def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[s
         for number, pattern in enumerate(patterns):
             sources = find_inputs([pattern], f"data.{split}")
             if wrong := next((source for source in sources if not _LINES.search(source)), None):
-                raise UserError(f"data.{split} {wrong}: conversations are read from .jsonl files, one in each line")
+                raise UserError(f"data.{split} {wrong}: must be a .jsonl file with one conversation per line")
             inputs[f"{split}-{number}"] = [input_record(source) for source in noted(sources, note_progress)]
     return inputs
 
@@ -271,7 +271,7 @@ def _write(
     note_progress: Callable[[], None],
 ) -> Counts:
     """Write the tokens and the loss mask of one dataset, and return its counts."""
-    counts, limit = Counts(), f"data.max_bad = {data.max_bad} such lines"
+    counts, limit = Counts(), f"data.max_bad = {data.max_bad} bad lines"
     chunks = read_chunks(sources, data.messages_key)
     with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
         for encoded in parallel_map(partial(encode_chunk, recipe, data.max_bad), chunks, data.workers):
@@ -286,7 +286,7 @@ def _write(
             counts.conversations += len(encoded.conversations)
             counts.too_long += encoded.too_long
         if not counts.conversations:
-            raise UserError(f"{', '.join(sources)}: {counts}")
+            raise UserError(f"{', '.join(sources)}: no conversations left ({counts}); set data.messages_key")
     return counts
 
 
@@ -302,7 +302,7 @@ def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocu
         counted = np.memmap(path, np.uint8, "r")
     documents = PackedDocuments(packing, vocab, ids, counted)
     if len(counted) != len(documents.reader.tokens):
-        raise UserError(f"{path}: damaged; remove {path.parent}, and the next run makes it anew")
+        raise UserError(f"{path}: damaged; remove {path.parent}, and the next run prepares it again")
     return documents
 
 
@@ -310,7 +310,7 @@ def read_prepared(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder of prepared conversations. Raises UserError if it is missing or incomplete."""
     manifest = _manifest(folder)
     if manifest is None:
-        raise UserError(f"{folder}: holds no prepared conversations, or not all of them")
+        raise UserError(f"{folder}: has no prepared conversations, or not all of them; the next run prepares them")
     return manifest
 
 

@@ -33,7 +33,7 @@ def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, si
     """
     if global_size % (micro_size * size):
         raise ValueError(
-            f"a global batch of {global_size} cannot be dealt to {size} ranks in micro-batches of {micro_size}"
+            f"a global batch of {global_size} cannot be divided among {size} ranks in micro-batches of {micro_size}"
         )
     first, stop = consumed + rank * micro_size, consumed + global_size
     return [range(start, start + micro_size) for start in range(first, stop, micro_size * size)]

@@ -53,14 +53,14 @@ def read_dialog(record: Any, messages_key: str, prompt_key: str, response_key: s
     first = max(users, default=0) if turns == "last" else 0
     counted = [number >= first and messages[number].get("weight", 1) != 0 for number in responses]
     if not any(counted):
-        raise ValueError("has no response that counts: each has a weight of 0")
+        raise ValueError("has no response that counts: all have weight 0")
     return Dialog(messages, _tools(record.get("tools")), counted)
 
 
 def messages_of(record: Any, messages_key: str, prompt_key: str, response_key: str) -> list[dict[str, Any]]:
     """Return the messages of a record, or its prompt and response as messages. Raises ValueError, with the reason."""
     if not isinstance(record, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     key = messages_key if messages_key in record or "conversations" not in record else "conversations"
     if key in record:
         messages = record[key]
@@ -74,14 +74,14 @@ def messages_of(record: Any, messages_key: str, prompt_key: str, response_key: s
         raise ValueError(f"has {keys}; it has {shown(sorted(record))}")
     messages = _listed(record, key, messages)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("has no response: no message is of the role assistant")
+        raise ValueError("has no response: no message has the role assistant")
     return messages
 
 
 def read_prompt(record: Any) -> Dialog:
     """Read a conversation to respond to, or `prompt` as a user message. Raises ValueError, with the reason, if none."""
     if not isinstance(record, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     key = next((key for key in ("messages", "conversations") if key in record), "prompt")
     if key not in record:
         raise ValueError(f"has neither 'prompt' nor 'messages'; it has {shown(sorted(record))}")
@@ -92,7 +92,7 @@ def read_prompt(record: Any) -> Dialog:
 def _listed(record: Mapping[str, Any], key: str, messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a record under `key`, after its own system prompt if it has one."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"its {key!r} is no list of messages")
+        raise ValueError(f"its {key!r} is not a list of messages")
     messages = [_message(message, f"message {number}") for number, message in enumerate(messages)]
     system = record.get("system")  # next to the messages, as in ShareGPT
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -102,11 +102,11 @@ def _listed(record: Mapping[str, Any], key: str, messages: Any) -> list[dict[str
 
 def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"{place} is no JSON object with 'role' and 'content'")
+        raise ValueError(f"{place} is not a JSON object with 'role' and 'content'")
     given = message.get("role", message.get("from"))
     role = _OTHER_ROLES.get(given, given) if isinstance(given, str) else given
     if role not in ROLES:
-        raise ValueError(f"{place} has the unknown role {shown(role)}; {', '.join(ROLES)} are known")
+        raise ValueError(f"{place} has the unknown role {shown(role)}; use one of {', '.join(ROLES)}")
     content = message.get("content", message.get("value"))
     calls = message.get("tool_calls")
     if given == "function_call":  # ShareGPT: the call, or several, as JSON
@@ -119,7 +119,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     read = {**left, "role": role, "content": _text(content, place, empty=bool(calls))}
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise ValueError(f"{place} has tool calls that are no list, or no assistant's: {shown(calls)}")
+            raise ValueError(f"{place} has tool calls that are not a list, or not the assistant's: {shown(calls)}")
         read["tool_calls"] = [_call(call, place) for call in calls]
     elif role == "assistant" and not read["content"].strip():
         raise ValueError(f"{place} is an empty response")
@@ -138,10 +138,10 @@ def _text(content: Any, place: str, *, empty: bool) -> str:
                 or part.get("type") not in _TEXT_PARTS
                 or not isinstance(part.get("text"), str)
             ):
-                raise ValueError(f"{place} has a part of its 'content' that is no text: {shown(part)}")
+                raise ValueError(f"{place} has a part of its 'content' that is not text: {shown(part)}")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"{place} has no text as its 'content', but {shown(content)}")
+        raise ValueError(f"{place} has {shown(content)} instead of text as its 'content'")
     return content
 
 
@@ -152,7 +152,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} has a tool call without the name of a function: {shown(call)}")
     arguments = _parsed(function.get("arguments") or {}, f"{place} calls {shown(function['name'])} with arguments")
     if not isinstance(arguments, dict):
-        raise ValueError(f"{place} calls {shown(function['name'])} with arguments that are no JSON object")
+        raise ValueError(f"{place} calls {shown(function['name'])} with arguments that are not a JSON object")
     named = {key: call[key] for key in ("id",) if key in call}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -160,7 +160,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 def _tools(tools: Any) -> list[Any]:
     tools = _parsed(tools or [], "has tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"its 'tools' is no list of functions, but {shown(tools)}")
+        raise ValueError(f"its 'tools' is not a list of functions, but {shown(tools)}")
     map_text(tools, _check_text)
     return tools
 
@@ -178,9 +178,9 @@ def _check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("holds half of a surrogate pair, which is no character") from error
+        raise ValueError("contains half of a surrogate pair, which is not a character") from error
     if any(sign in text for sign in (BEGIN, END, APART)):
-        raise ValueError("holds one of U+FDD0 to U+FDD2, which are no characters")
+        raise ValueError("contains one of U+FDD0 to U+FDD2, which are not characters")
     return text
 
 

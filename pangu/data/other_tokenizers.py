@@ -48,11 +48,11 @@ class FastTokenizer:
         self._path = path
         files = [Path(path, name) for name in ("vocab.json", "merges.txt")] if Path(path).is_dir() else [Path(path)]
         if missing := [str(file) for file in files if not file.is_file()]:
-            raise UserError(f"the tokenizer's {', '.join(missing)} does not exist")
+            raise UserError(f"tokenizer files not found: {', '.join(missing)}; set data.tokenizer.path")
         # the library raises arbitrary errors for a damaged file
         if len(files) == 1:
             check_growth(files[0])
-        with library_errors(path, "is no tokenizer that the library tokenizers reads"):
+        with library_errors(path, "is not a tokenizer that the library tokenizers can read"):
             if len(files) == 1:
                 self._tokenizer = library.Tokenizer.from_file(str(path))
             else:
@@ -107,7 +107,7 @@ class TiktokenTokenizer:
         library = _library("tiktoken")
         self.bos = None
         pattern, self.eod = ENCODINGS[encoding]
-        with reading(path, ValueError, binascii.Error, rule="is no file of tiktoken"):
+        with reading(path, ValueError, binascii.Error, rule="is not a tiktoken file"):
             ranks = _ranks(Path(path).read_bytes(), self.eod)
             require_encoding(encoding, len(ranks))
             self._encoding = library.Encoding(
@@ -134,8 +134,8 @@ def require_encoding(encoding: str, pieces: int) -> None:
     """Raise ValueError if a file with this number of pieces belongs to another encoding."""
     if pieces > _OWN_PIECES and pieces != _PIECES[encoding]:
         raise ValueError(
-            f"it has {pieces:,} pieces, and {encoding} has {_PIECES[encoding]:,}: another program's file cuts text "
-            "into other words; use that program's tokenizer.json (kind: huggingface)"
+            f"it has {pieces:,} pieces, and {encoding} has {_PIECES[encoding]:,}: another program splits text "
+            "differently; use its tokenizer.json with kind=huggingface"
         )
 
 
@@ -148,7 +148,7 @@ def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
             raise ValueError(f"line {number} is not a piece in base64 and its id")
         ranks[base64.b64decode(piece, validate=True)] = int(rank)
     if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError("it lacks a byte")
+        raise ValueError("a byte has no piece")
     if len(set(ranks.values())) < len(ranks) or eod in ranks.values():
         raise ValueError("two pieces have the same id")
     return ranks

@@ -195,8 +195,8 @@ class PackedSource:
         needed = recipe.least * recipe.sequence + 1
         if tokens < needed:
             raise UserError(
-                f"{self._name}: an epoch has {tokens} tokens, but {needed} are needed at once ({recipe.least} x"
-                f" model.sequence = {recipe.sequence}, and one more); use more text"
+                f"{self._name}: an epoch has {tokens} tokens, but a batch needs {needed} ({recipe.least} x"
+                f" model.sequence = {recipe.sequence}, plus one); use more text, or lower batch.global_size"
             )
         log.info("%s: epoch %d has %s tokens", self._name, self._epoch, f"{tokens:,}")
         self._epoch += 1
@@ -204,8 +204,8 @@ class PackedSource:
 
     def _changed(self) -> UserError:
         return UserError(
-            f"{self._name}: has changed since the checkpoint was written: another document stands where the run was;"
-            " give it the same text, or another train.output to begin a new run"
+            f"{self._name}: has changed since the checkpoint was written: there is another document at its position;"
+            " restore the text, or set another train.output to start a new run"
         )
 
     @property
@@ -237,7 +237,7 @@ def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
             for document in documents(chunk, key):
                 if isinstance(document, BadLine):
                     bad += 1
-                    leave_out(document, bad, most, f"data.max_bad = {most} such lines of an epoch", log.warning)
+                    leave_out(document, bad, most, f"data.max_bad = {most} bad lines per epoch", log.warning)
                 elif held_out(document.text, recipe.data.holdout) == recipe.held_out:
                     texts.append(document.text)
                     size += document.size

@@ -132,7 +132,7 @@ def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: 
                 new.discard()
     except UserError as error:
         if packing.folder is None and isinstance(error.__cause__, OSError):
-            raise UserError(f"{error}; data.packing.index=FOLDER keeps the index elsewhere") from error
+            raise UserError(f"{error}; set data.packing.index=FOLDER to keep the index elsewhere") from error
         raise
 
 
@@ -144,7 +144,7 @@ def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing, note_progres
         file.write(pieces.tobytes())
         counts.append(in_each)
     if not counts:
-        raise UserError(f"{bin_path(packing.prefix)} holds no token to be predicted")
+        raise UserError(f"{bin_path(packing.prefix)} has no token to predict; use more text")
     stops = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype("<i8")
     file.write(stops.tobytes())
     file.seek(0)
@@ -178,7 +178,7 @@ def _pieces(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[n
             lengths = reader.sequence_lengths[sequences[0] : sequences[-1]]
             stops = begin + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[sequences - sequences[0]]
             if (np.diff(stops) < 0).any() or stops[-1] > len(reader.tokens):
-                raise ValueError("documents that overlap or lie beyond the tokens")
+                raise ValueError("documents overlap, or exceed the tokens")
         begin = int(stops[-1])
         has_input = np.full(len(stops) - 1, packing.first_is_input)
         if packing.bos is not None and len(reader.tokens):
@@ -206,15 +206,15 @@ def _is_current(packing: Packing) -> bool:
 
 def _check_size(packing: Packing, header: bytes) -> tuple[int, int]:
     """Return (pieces, samples) of an index. Raises UserError if it is not the index of these files, OSError."""
-    path, anew = packing.path, "remove it, and the next run makes it anew"
+    path, anew = packing.path, "remove it, and the next run writes it again"
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise UserError(f"{path}: is no index of packed documents; {anew}")
+        raise UserError(f"{path}: is not an index of packed documents; {anew}")
     *_, num_pieces, num_samples = _HEADER.unpack(header)
     if header != packing.header(num_pieces, num_samples):
-        raise UserError(f"{path}: was made of other files than {packing.prefix}.bin and .idx are now; {anew}")
+        raise UserError(f"{path}: does not match the current {packing.prefix}.bin and .idx; {anew}")
     size = path.stat().st_size
     if size != _HEADER.size + _PIECE.itemsize * num_pieces + 8 * (num_samples + 1) or not num_samples:
-        raise UserError(f"{path}: has {size} bytes, not those of {num_pieces:,} pieces; {anew}")
+        raise UserError(f"{path}: has {size} bytes, which does not match {num_pieces:,} pieces; {anew}")
     return num_pieces, num_samples
 
 
@@ -271,7 +271,7 @@ class PackedDocuments:
             inside = all(int(goes_on) <= start <= num_tokens - length for start, length, goes_on in pieces)
             if inside and all(length for _, length, _ in pieces) and sum(length for _, length, _ in pieces) <= size:
                 return pieces
-        raise UserError(f"{self._packing.path}: damaged; remove it, and the next run makes it anew")
+        raise UserError(f"{self._packing.path}: damaged; remove it, and the next run writes it again")
 
 
 def packings(prefixes: Sequence[str], config: PackingConfig, sequence: int) -> list[Packing]:

@@ -44,7 +44,7 @@ class ChatPrompts:
                 with Allowance() as allowance:
                     text = self._template.prompt(dialog, allowance)
             except ValueError as error:
-                raise UserError(f"prompt {number}: {error}; --raw continues texts as they are") from error
+                raise UserError(f"prompt {number}: {error}; use --raw to continue plain text") from error
             (ids,) = encode_parts(self._tokenizer, [text])
             prompts.append([self._ids.get(token, token) for token in ids] or self._first)
         return prompts

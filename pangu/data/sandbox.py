@@ -141,7 +141,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _check_size(bits: int) -> None:
     if bits > _LARGEST:
-        raise SecurityError("it computes with numbers that are too large")
+        raise SecurityError("it computes with too large numbers")
 
 
 def _rounded(value: Any, precision: int = 0, method: str = "common") -> Any:

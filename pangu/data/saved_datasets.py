@@ -17,15 +17,15 @@ def saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:
     """
     if (folder / "dataset_dict.json").is_file():
         if len(folders) > 1:
-            raise UserError(f"{folder}: holds the splits {', '.join(folders)}; name one of them, {folder / folders[0]}")
+            raise UserError(f"{folder}: has the splits {', '.join(folders)}; name one, e.g. {folder / folders[0]}")
         return []
     state = read_json_object(folder / "state.json")
     files = state.get("_data_files")
     if not isinstance(files, list):
         return None
     if any(state.get(key) for key in ("_indices_files", "_indices_data_files")):
-        raise UserError(f"{folder}: stores its order of rows apart from them; save it anew after flatten_indices()")
+        raise UserError(f"{folder}: stores the order of its rows separately; save it again after flatten_indices()")
     names = [file.get("filename") if isinstance(file, dict) else None for file in files]
     if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise UserError(f"{folder / 'state.json'}: {shown(wrong[0])} is no name of a data file")
+        raise UserError(f"{folder / 'state.json'}: {shown(wrong[0])} is not the name of a data file")
     return [folder / name for name in names if isinstance(name, str)]

@@ -163,8 +163,8 @@ def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
     paths = StdlibPaths(Path(data.folder))
     if paths.manifest.is_file() and paths.tokenizer.is_file() and find_damage(paths, paths.tokenizer.name):
         raise UserError(
-            f"{paths.tokenizer}: damaged: its checksum is not that of {paths.manifest.name}; a run with "
-            f"data.folder = {data.folder} makes it anew"
+            f"{paths.tokenizer}: damaged: checksum mismatch with {paths.manifest.name}; start a run with "
+            f"data.folder={data.folder} to prepare it again"
         )
     return TokenizerConfig("sentencepiece", str(paths.tokenizer))
 
@@ -173,8 +173,8 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
     paths = StdlibPaths(Path(data.folder))
     if not is_prepared(paths, model.vocab, data.validation_fraction):
         raise UserError(
-            f"data.folder = {data.folder} does not hold the standard library in {model.vocab} pieces, which is made"
-            " when a run starts; if another run has made it anew since, give each model.vocab a folder of its own"
+            f"data.folder = {data.folder} does not have the standard library in {model.vocab} pieces, which a run"
+            " prepares at its start; if another run has replaced it, use a folder for each model.vocab"
         )
     files = ((str(paths.train),), None, (str(paths.validation),))
     return IndexedData("indexed", *files, tokenizer_of(data), data.packing)

@@ -77,12 +77,12 @@ def prepare_stdlib(
     paths = StdlibPaths(Path(folder))
     if packing.eod not in (None, END_OF_TEXT):
         raise UserError(
-            f"data.packing.eod = {packing.eod}: documents of data=stdlib end with {END_OF_TEXT}; use that or null"
+            f"data.packing.eod = {packing.eod}: documents of data=stdlib end with {END_OF_TEXT}; use it or null"
         )
     prepared = is_prepared(paths, vocab, validation_fraction)
     damaged = find_damage(paths) if prepared else []
     if damaged:
-        log.warning("%s: made anew, as its checksums are not those of %s", paths.folder, ", ".join(damaged))
+        log.warning("%s: prepared again, because of checksum mismatches: %s", paths.folder, ", ".join(damaged))
     if damaged or not prepared:
         with writing(paths.folder), ProgressBar(show_progress, note_progress) as progress:
             _build(paths, vocab, validation_fraction, progress)
@@ -138,7 +138,7 @@ def read_library(root: Path, progress: ProgressBar) -> list[Source]:
     if len(sources) < 2:
         raise UserError(
             f"data=stdlib: Python's standard library in {root} has fewer than two readable .py files; use a"
-            " Python that is installed with its sources, or data=indexed with text of your own"
+            " Python installed with its sources, or data=indexed with your own text"
         )
     return sources
 
@@ -192,7 +192,7 @@ def _write_tokenizer(paths: StdlibPaths, sources: list[Source], vocab: int, prog
     try:
         model = train_sentencepiece((source.documents[0] for source in sources), vocab, "bpe")
     except UserError as error:
-        raise UserError(f"model.vocab = {vocab} does not suit data=stdlib: {error}") from error
+        raise UserError(f"model.vocab = {vocab} does not fit data=stdlib: {error}") from error
     write_atomically(paths.tokenizer, model)
     progress.update(task, completed=1)
 

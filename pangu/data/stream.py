@@ -184,7 +184,7 @@ class SampleStream(Stream):
                 if not weight * RAREST >= sum(weights) > 0 and (weight or not any(row)):
                     raise UserError(
                         f"{reader.prefix}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
-                        f" {sum(weights)}; raise it or leave the dataset out"
+                        f" {sum(weights)}; raise it, or remove the dataset"
                     )
         for first, weights in stages:
             self._add_stage(first, weights)
@@ -252,6 +252,6 @@ def check_ids(prefix: str, tokens: NDArray[np.integer], vocab: int) -> None:
     """Raise UserError for an id outside the vocabulary."""
     if not 0 <= tokens.min() <= tokens.max() < vocab:
         raise UserError(
-            f"{prefix} holds the id {tokens.max() if tokens.min() >= 0 else tokens.min()}, but model.vocab ="
-            f" {vocab}; was it written with another tokenizer?"
+            f"{prefix} contains the id {tokens.max() if tokens.min() >= 0 else tokens.min()}, but model.vocab ="
+            f" {vocab}; use the tokenizer of the model, or a larger model.vocab"
         )

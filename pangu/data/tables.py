@@ -107,7 +107,7 @@ def _column_parts(column: Any, skipped: int) -> Iterator[Any]:
 def _check_expansion(where: str, stored: int, expanded: int) -> None:
     if expanded > MOST_EXPANDED and expanded > 100 * stored:
         limit = f"more than {MOST_EXPANDED >> 20} MiB and 100 times the stored size"
-        rule = f"{stored:,} bytes unpack to {expanded:,}, {limit}"
+        rule = f"{stored:,} bytes decompress to {expanded:,}, {limit}"
         raise UserError(f"{where}: {rule}; write it in smaller parts")
 
 
@@ -175,5 +175,5 @@ def streamed_records(source: str, key: str, skipped: int) -> Iterator[object]:
 
 def _require(source: object, key: str, names: Iterable[str]) -> None:
     if key not in names:
-        rule = f"a record has no text under {key!r}; it has {sorted(names)}"
-        raise UserError(f"{source}: {rule}; see --text-key, or data.text_key")
+        rule = f"a record has no text under {key!r}; its keys are {sorted(names)}"
+        raise UserError(f"{source}: {rule}; set --text-key or data.text_key")

@@ -129,8 +129,8 @@ def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
         for source in noted(find_inputs(patterns, key), note_progress):
             input_record(source)
             if not (is_url(source) or is_dataset(source) or Path(source).is_file()):
-                rule = "is no regular file, and text is read again in each epoch and process"
-                raise UserError(f"{key} {source}: {rule}; tools/preprocess_data.py reads pipes")
+                rule = "is not a regular file, and each epoch and process reads the text again"
+                raise UserError(f"{key} {source}: {rule}; encode it first with tools/preprocess_data.py")
 
 
 def open_text(
@@ -156,7 +156,7 @@ def open_text(
     assert data.packing.bos != "auto"
     eod, bos = data.packing.eod, data.packing.bos
     if eod is None:
-        raise UserError("data.packing.eod = null: the tokenizer has no id that ends a document either; give one")
+        raise UserError("data.packing.eod = null: the tokenizer has no end-of-document id either; set an id")
     entries = [data.train] if data.weights is None else [(entry,) for entry in data.train]
     weights = data.weights or (1.0,)
     _require_weights(entries, weights)
@@ -218,7 +218,7 @@ def _require_weights(entries: Sequence[tuple[str, ...]], weights: Sequence[float
         if weight * RAREST < sum(weights):
             raise UserError(
                 f"{' '.join(entry)}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
-                f" {sum(weights)}; raise it or leave it out"
+                f" {sum(weights)}; raise it, or remove the entry"
             )
 
 
@@ -229,7 +229,7 @@ def _record(source: str) -> tuple[str, int]:
 
 def _of_checkpoint() -> AbstractContextManager[None]:
     return reading(
-        "the checkpoint's place in the data", KeyError, TypeError, ValueError, AttributeError, rule="is damaged"
+        "the data position of the checkpoint", KeyError, TypeError, ValueError, AttributeError, rule="is damaged"
     )
 
 
@@ -241,10 +241,10 @@ def _require_same(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     ]
     pairs = zip_longest(chain(*current["train"]), chain(*saved["train"]), fillvalue=("none", 0))
     wrong += [
-        f"  data.train: {shown(name)} of {size} bytes stands where the checkpoint has {shown(other)} of {bytes_}"
+        f"  data.train: {shown(name)} of {size} bytes, and the checkpoint has {shown(other)} of {bytes_}"
         for (name, size), (other, bytes_) in pairs
         if (name, size) != (other, bytes_)
     ][:3]
     if wrong:
-        advice = "give the same text and values to continue it, or another train.output to start a new run"
-        raise UserError(f"the checkpoint's place is one in other data; {advice}:\n" + "\n".join(wrong))
+        advice = "restore these files and values, or set another train.output to start a new run"
+        raise UserError(f"the data differs from that of the checkpoint; {advice}:\n" + "\n".join(wrong))

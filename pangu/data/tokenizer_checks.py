@@ -50,7 +50,7 @@ def check_growth(path: Path) -> None:
             growth = _growth(config.get(key))
         if growth > MOST_GROWTH:
             raise UserError(
-                f"{path}: its {key} writes up to {growth:.3g} characters for one; at most {MOST_GROWTH} are allowed"
+                f"{path}: its {key} replaces a character by up to {growth:.3g}; at most {MOST_GROWTH} are allowed"
             )
 
 

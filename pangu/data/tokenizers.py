@@ -65,8 +65,8 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path) -> None:
         """Load the model file. Raises UserError if it is missing, damaged or not a SentencePiece model."""
         if not Path(path).is_file():
-            raise UserError(f"the tokenizer model {path} does not exist")
-        rule = "is not a SentencePiece model (or only a pointer to one that Git LFS keeps), or a damaged one"
+            raise UserError(f"data.tokenizer.path = {path}: does not exist")
+        rule = "is not a valid SentencePiece model (perhaps a Git LFS pointer: run `git lfs pull`)"
         with reading(path, RuntimeError, ValueError, rule=rule):
             self.processor = _processor(Path(path).read_bytes())
         self.vocab_size: int = self.processor.vocab_size()
@@ -117,13 +117,13 @@ class SentencePieceTokenizer:
 def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     """Load a model from the contents of its file. Raises RuntimeError or ValueError unless every id decodes to text."""
     if not model:
-        raise ValueError("an empty file, which the library takes for none")
+        raise ValueError("the file is empty")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     # Protobuf merges repeated normalization specs (field 3), so check the character map (field 2) of each
     specs = [value for key, value in _fields(model) if key == 3 and isinstance(value, bytes)]
     for charsmap in (value for spec in specs for key, value in _fields(spec) if key == 2 and isinstance(value, bytes)):
         if charsmap_growth(charsmap) > MOST_GROWTH:
-            raise ValueError(f"its normalization writes more than {MOST_GROWTH} bytes for a character")
+            raise ValueError(f"its normalization replaces a character by more than {MOST_GROWTH} bytes")
     # damaged pieces are not UTF-8, which the library detects only when it decodes them
     processor.decode([[token] for token in range(processor.vocab_size())])
     return processor
@@ -200,14 +200,14 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer  # noqa: PLC0415 - optional package
         except ImportError as error:
             raise UserError(
-                "a huggingface tokenizer needs transformers: pip install transformers (or this package's extra: test)"
+                "a huggingface tokenizer needs transformers; pip install transformers (or this package's extra: test)"
             ) from error
         if not Path(path).is_dir():
-            raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
+            raise UserError(f"data.tokenizer.path = {path}: no such folder; download it first, and name the folder")
         # the library raises arbitrary errors for a damaged file
         self._path = path
         check_growth(Path(path, "tokenizer.json"))
-        with library_errors(path, "transformers cannot load a tokenizer from there"):
+        with library_errors(path, "transformers cannot load a tokenizer from it"):
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
             largest_id(self._tokenizer.get_vocab().values())
         self.vocab_size: int = len(self._tokenizer)
@@ -231,7 +231,7 @@ class HuggingFaceTokenizer:
         """Encode a text that may contain special pieces. Raises UserError for a tokenizer without offsets."""
         if not self._tokenizer.is_fast:
             raise UserError(
-                f"{self._tokenizer.name_or_path}: this tokenizer does not say which characters its tokens stand for;"
+                f"{self._tokenizer.name_or_path}: this tokenizer does not provide the offsets of its tokens;"
                 " save it as a tokenizer.json"
             )
         with library_errors(self._path, CANNOT_ENCODE):
@@ -262,7 +262,7 @@ def fitting_tokenizer(config: TokenizerConfig, vocab: int) -> Tokenizer:
     """Load the configured tokenizer like `load_tokenizer`. Raises UserError also if it has more than `vocab` ids."""
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > vocab:
-        raise UserError(f"model.vocab = {vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
+        raise UserError(f"model.vocab = {vocab}: must be at least {tokenizer.vocab_size}, the size of the tokenizer")
     return tokenizer
 
 

@@ -107,11 +107,11 @@ def sampled(items: Iterable[Item], size: int) -> list[Item]:
 
 def _plain_words(error: str, vocab: int) -> str:
     if most := re.search(r"Please set it to a value <= (\d+)", error):
-        return f"a vocabulary of {vocab} pieces needs more text than there is; at most {most[1]} pieces work"
+        return f"a vocabulary of {vocab} pieces needs more text; use at most {most[1]} pieces"
     if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
         return (
-            f"a vocabulary of {vocab} pieces is too small for the different characters of the text; at least {least[1]}"
-            " pieces work, or a lower character coverage"
+            f"a vocabulary of {vocab} pieces is too small for the characters of the text; use at least {least[1]}"
+            " pieces, or a lower character coverage"
         )
     if "sentences_.empty()" in error or "all_chars_count" in error:
         return "there is no text to train a tokenizer on"

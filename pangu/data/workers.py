@@ -44,7 +44,7 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker process was killed, most likely for lack of memory; use fewer --workers, or data.workers"
+            "a worker process was killed, most likely for lack of host memory; lower --workers (data.workers)"
         ) from error
     finally:
         # wait: a worker that is still starting would report that the pool's semaphores are gone

@@ -71,9 +71,9 @@ def draw(
     window, vocab, problems = model.config.sequence, model.config.vocab, []
     for number, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= window:
-            problems.append(f"prompt {number}: {len(prompt)} tokens; 1 to model.sequence = {window} work")
+            problems.append(f"prompt {number}: {len(prompt)} tokens; use 1 to model.sequence = {window}")
         if any(not 0 <= token < vocab for token in prompt):
-            problems.append(f"prompt {number}: holds ids outside of model.vocab = {vocab}")
+            problems.append(f"prompt {number}: contains ids outside of model.vocab = {vocab}")
     if problems:
         raise UserError("\n".join(problems))
     # similar lengths side by side, which takes the least padding
@@ -232,7 +232,7 @@ def encode_prompts(
     """
     # bytes of a command line that are not UTF-8 are lone surrogates to Python
     if wrong := [text for text in texts if any("\ud800" <= character <= "\udfff" for character in text)]:
-        raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
+        raise UserError("\n".join(f"prompt {text[:40]!a}: contains bytes that are not UTF-8" for text in wrong))
     before = [] if bos is None else [bos]
     prompts = [[*before, *tokenizer.encode(text)] or [eod or 0] for text in texts]
     require_fitting([repr(text[:40]) for text in texts], prompts, window)
@@ -242,7 +242,7 @@ def encode_prompts(
 def require_fitting(names: Sequence[str], prompts: Sequence[Sequence[int]], window: int) -> None:
     """Raise UserError, naming the prompts that are longer than the model's window."""
     problems = [
-        f"prompt {name}: {len(ids)} tokens, and the model looks back at {window} (model.sequence); shorten it"
+        f"prompt {name}: {len(ids)} tokens, more than model.sequence = {window}; shorten it"
         for name, ids in zip(names, prompts, strict=True)
         if len(ids) > window
     ]

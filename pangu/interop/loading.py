@@ -157,7 +157,7 @@ def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[ModelPart,
     problems = list(shared_matrices(config, layout.tensor))
     if layout.pipeline > config.layers:
         rule = f"each stage needs at least one of model.layers = {config.layers}"
-        problems.append(Problem("parallel.pipeline", layout.pipeline, rule, f"1 to {config.layers} work"))
+        problems.append(Problem("parallel.pipeline", layout.pipeline, rule, f"use 1 to {config.layers}"))
     if problems:
         raise ConfigError(problems)
     return make_schedule("gpipe", layout.pipeline, 1, 1), cut(config, layout.pipeline)

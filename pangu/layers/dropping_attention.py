@@ -229,7 +229,7 @@ class _Launcher(NamedTuple):
             kernel[(count * batch,)](*arguments, **options, enable_fp_fusion=True)
         except (TritonError, subprocess.SubprocessError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            fix = "model.attention=reference works"
+            fix = "set model.attention=reference"
             raise LocalError(f"model.attention = triton cannot run on this device ({reason}); {fix}") from error
 
 

@@ -219,7 +219,7 @@ class Fp8Scales:
         self.reset()
         if state is not None:
             if missing := [name for name in self._names if name not in state]:
-                raise UserError(f"{path / 'index.json'}: damaged: fp8 has no magnitudes of {', '.join(missing[:3])}")
+                raise UserError(f"{path / 'index.json'}: damaged: no fp8 scaling history of {', '.join(missing[:3])}")
             rows = [row for name in self._names for row in state[name]]
             self._history.copy_(torch.tensor(rows, dtype=torch.int32).t())
             self._set()
@@ -228,13 +228,13 @@ class Fp8Scales:
 def require_fp8(compute: str, device: torch.device) -> str:
     """Describe how a device multiplies in fp8; raise `UserError` if it cannot."""
     if device.type == "cpu" or compute == "fp64":
-        return "emulated: the numbers of a device, and more time than without"
+        return "emulated: the results of a device, but slower than without fp8"
     module: Any = torch.get_device_module(device)
     capability = module.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else (0, 0)
     if capability < (8, 9):
         name = module.get_device_name(device)
         raise UserError(
-            f"precision.matmul = fp8: {name} has no products in e4m3 and e5m2 (NVIDIA's have from compute capability "
-            "8.9 on: Ada, Hopper, Blackwell); precision=bf16 works"
+            f"precision.matmul = fp8: {name} has no fp8 matmuls (NVIDIA GPUs have them from compute capability "
+            "8.9 on: Ada, Hopper, Blackwell); set precision=bf16"
         )
     return "torch._scaled_mm, accumulated in fp32"

@@ -199,14 +199,14 @@ def can_run(kernel: str, device: torch.device) -> bool:
 def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
     """Yield the reasons why a kernel cannot run here at all."""
     if kernel in BUILT_IN and not can_run(kernel, device):
-        rule = "needs a GPU of compute capability 8.0 or later, and a torch that was built with it"
-        yield Problem("model.attention", kernel, rule, "model.attention=auto works")
+        rule = "needs a GPU of compute capability 8.0 or later, and a torch built with this kernel"
+        yield Problem("model.attention", kernel, rule, "set model.attention=auto")
     if kernel == "flash_attn":
         try:
             importlib.import_module("flash_attn")
         except ImportError as error:
             rule = f"the package flash-attn cannot be imported ({error})"
-            fix = "installing flash-attn 2.4.1 or later helps, or model.attention=auto works"
+            fix = "install flash-attn 2.4.1 or later, or set model.attention=auto"
             yield Problem("model.attention", kernel, rule, fix)
 
 

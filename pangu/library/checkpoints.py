@@ -80,7 +80,7 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
     if optimizer is not None:
         steps = index["optimizer_steps"]
         if steps is None:
-            raise UserError(f"{path}: was written without an optimizer; without one, `load` takes its weights alone")
+            raise UserError(f"{path}: was written without an optimizer; call `load` without one for its weights")
         kinds = sorted({name.partition("/")[0] for name in index["tensors"]} - {"weight", "buffer", "step"})
         for shard in sharded.parameters.trained_shards:
             state = optimizer.state[shard.main]
@@ -151,7 +151,7 @@ def _slice(tensor: Tensor) -> Slice:
 def _require_savable(sharded: ShardedModel, path: Path, facts: Mapping[str, Any] | None) -> None:
     with reading(path):
         if path.exists() and not (path / "index.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"{path}: is there and is no checkpoint, so it is not replaced; another name works")
+            raise UserError(f"{path}: exists and is not a checkpoint, so it is not replaced; use another name")
     try:
         json.dumps(dict(facts or {}))
     except (TypeError, ValueError) as error:
@@ -161,5 +161,5 @@ def _require_savable(sharded: ShardedModel, path: Path, facts: Mapping[str, Any]
         if buffer.is_complex() or not stored.isfinite().all() or not (stored.to(buffer.dtype) == buffer).all():
             raise UserError(
                 f"{name}: a buffer with values that are not finite or not exact in fp64 cannot be saved; "
-                "register_buffer(..., persistent=False) leaves it out"
+                "use register_buffer(..., persistent=False)"
             )

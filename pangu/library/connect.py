@@ -45,12 +45,12 @@ def connect(
     if not 0 < timeout_s <= 1e9:
         raise UserError(f"timeout_s = {timeout_s}: must be above 0 and at most 1e9")
     if zero not in (0, 1, 2, 3):
-        raise UserError(f"zero = {zero}: there is no such stage; 0, 1, 2 and 3 work")
+        raise UserError(f"zero = {zero}: must be 0, 1, 2 or 3")
     replicas, rest = divmod(launch.world, tensor * pipeline)
     if rest or not replicas:
         raise UserError(
-            f"tensor = {tensor}, pipeline = {pipeline}: {launch.world} processes are no multiple of "
-            f"{tensor * pipeline}; --nproc-per-node={tensor * pipeline * max(replicas, 1)} works"
+            f"tensor = {tensor}, pipeline = {pipeline}: {launch.world} processes are not a multiple of "
+            f"{tensor * pipeline}; use --nproc-per-node={tensor * pipeline * max(replicas, 1)}"
         )
     if zero_group is not None and replicas % zero_group:
         raise UserError(f"zero_group = {zero_group}: must divide the {replicas} replicas")

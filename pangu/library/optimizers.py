@@ -43,8 +43,8 @@ def _require_owner(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         owner = None if known is None else known()
         if owner is not None and not owner.is_stepping:
             raise UserError(
-                "optimizer.step(): its tensors belong to a sharded model, of which the weights would not change; "
-                "`sharded.step(optimizer)` on all ranks works, with an optimizer that is made after `shard`"
+                "optimizer.step(): its tensors belong to a sharded model, whose weights would not change; call "
+                "`sharded.step(optimizer)` on all ranks, with an optimizer that is created after `shard`"
             )
 
 
@@ -70,7 +70,7 @@ def options_of(
         own = {name: value for name, value in group.items() if name != "params"}
         known = {field for field in vars(config) if field not in ("name", "clip", "moments", "exclude_vectors")}
         if unknown := sorted(set(own) - known):
-            raise UserError(f"groups[{number}]: there is no {unknown[0]}; {', '.join(sorted(known))} work")
+            raise UserError(f"groups[{number}]: unknown key {unknown[0]}; use {', '.join(sorted(known))}")
         build(type(config), {**_plain(vars(config)), **_plain(own)})
         patterns = group.get("params", ())
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -79,10 +79,10 @@ def options_of(
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
                 few = ", ".join(names[:3])
-                raise UserError(f"groups[{number}]: {pattern!r} names no trained parameter; their names are {few}, ...")
+                raise UserError(f"groups[{number}]: {pattern!r} fits no trained parameter; their names are {few}, ...")
             for name in matching:
                 if owner.setdefault(name, number) != number:
-                    raise UserError(f"{name}: is in groups[{owner[name]}] and in groups[{number}]; one works")
+                    raise UserError(f"{name}: is in groups[{owner[name]}] and in groups[{number}]; keep one")
         options.append((own, [name for name in names if owner.get(name) == number]))
     options[0][1].extend(name for name in names if name not in owner)
     return options
@@ -97,8 +97,8 @@ def require_alone(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Lamb) or not _treats_elements_alone(optimizer):
         raise UserError(
             f"{type(optimizer).__name__}: its update depends on the shape or on the norm of a tensor, and main "
-            "parameters are flat, each rank's own part; `sharded.lamb(...)`, `sharded.adamw(...)` or an optimizer of "
-            "torch that treats each element alone works"
+            "parameters are flat shards; use `sharded.lamb(...)`, `sharded.adamw(...)` or an optimizer of "
+            "torch that updates each element alone"
         )
 
 

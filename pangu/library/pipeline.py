@@ -107,7 +107,7 @@ class Pipeline:
         if rest or not virtual:
             raise UserError(f"{len(chunks)} chunks: must be a multiple of the {stages} stages")
         if any(isinstance(chunk, nn.Module) for chunk in chunks):
-            raise UserError("chunks: must be functions that make modules, not modules; `lambda: Stage()` works")
+            raise UserError("chunks: must be functions that return modules, not modules; use e.g. `lambda: Stage()`")
         each = mesh.layout.zero >= 2 and mesh.layout.shards > 1
         try:
             self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
@@ -230,7 +230,7 @@ def _look(chunk: int, module: nn.Module, given: Any) -> Made:
     tensors = list(output) if isinstance(output, (list, tuple)) else [output]
     if not tensors or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         what = ", ".join(str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in tensors)
-        raise UserError(f"chunk {chunk} returns {what or 'nothing'}: a floating tensor, or a tuple of them, works")
+        raise UserError(f"chunk {chunk} returns {what or 'nothing'}; return a floating tensor, or a tuple of them")
     if len(formats := {str(x.dtype) for x in tensors}) > 1:
         raise UserError(f"chunk {chunk} returns {', '.join(sorted(formats))}: one format is needed")
     return [tuple(x.shape) for x in tensors], tensors[0].dtype
@@ -238,7 +238,7 @@ def _look(chunk: int, module: nn.Module, given: Any) -> Made:
 
 def _require_chunks(regions: Mapping[int, Sequence[str]], count: int) -> None:
     if unknown := sorted(set(regions) - set(range(count))):
-        raise UserError(f"regions: there is no chunk {unknown[0]}; chunks have numbers from 0 to {count - 1}")
+        raise UserError(f"regions: unknown chunk {unknown[0]}; use 0 to {count - 1}")
 
 
 def _described(value: Any) -> Any:

@@ -71,11 +71,11 @@ def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:
     for name in names:
         if name not in known or not name:
             near = ", ".join(child for child, _ in module.named_children())
-            raise UserError(f"regions: {name!r} is no submodule of {type(module).__name__}; its children are {near}")
+            raise UserError(f"regions: {name!r} is not a submodule of {type(module).__name__}; its children are {near}")
         if _is_container(known[name]):
             raise UserError(
                 f"regions: {name} is {type(known[name]).__name__}, which has no forward; name the modules inside of it"
-                " (parameters outside of all regions are whole throughout forward and backward)"
+                " (parameters outside all regions are gathered throughout forward and backward)"
             )
         if inner := next((other for other in names if other.startswith(f"{name}.")), None):
             raise UserError(f"regions: {inner} lies inside {name}; a module belongs to one region")
@@ -127,8 +127,8 @@ class _Ending(Function):
 
 
 COPIES = (
-    "a sharded model can neither be copied nor pickled; `pangu.save` saves it, and copy.deepcopy(sharded.model) in "
-    "`with sharded.whole():` is a plain module"
+    "a sharded model cannot be copied or pickled; use `pangu.save`, or copy.deepcopy(sharded.model) in "
+    "`with sharded.whole():` for a plain module"
 )
 
 
@@ -326,15 +326,15 @@ class RegionHooks:
             if torch.is_grad_enabled() and output is not None and next(tensors_in(output), None) is None:
                 raise UserError(
                     f"{name or type(module).__name__}: its forward returns {type(output).__name__}, in which no tensor "
-                    "is seen; tensors, lists, tuples, dictionaries and dataclasses of them work"
+                    "is found; return tensors, or lists, tuples, dictionaries or dataclasses of them"
                 )
 
     def require_ended(self) -> None:
         """Raise UserError after a backward that an error has ended."""
         if self.failed or (self._in_backward and torch._C._current_graph_task_id() == -1):
             raise UserError(
-                "the last backward has failed and leaves a part of the gradients; go on from a checkpoint, with a "
-                "module that is sharded anew"
+                "the last backward pass failed and left partial gradients; continue from a checkpoint, with a "
+                "newly sharded module"
             )
 
     def open(self, use: _Use) -> None:

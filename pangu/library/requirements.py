@@ -41,22 +41,22 @@ def storage_of(
                 f"{name}: has no values yet; build the module on a device, and let lazy modules see a batch"
             )
         if not parameter.is_floating_point():
-            raise UserError(f"{name}: is {parameter.dtype}; parameters must be floating, others belong into buffers")
+            raise UserError(f"{name}: is {parameter.dtype}; parameters must be floating; use buffers for others")
         formats.setdefault(parameter.dtype, name)
     if dtype is None and len(formats) > 1:
         listed = ", ".join(f"{name} is {kind}" for kind, name in formats.items())
-        raise UserError(f"parameters of several formats: {listed}; dtype=torch.bfloat16, or another one, holds for all")
+        raise UserError(f"parameters of several formats: {listed}; set one for all, e.g. dtype=torch.bfloat16")
     if unknown := {offload} if isinstance(offload, str) else set(offload) - {"optimizer", "parameters"}:
-        raise UserError(f"offload = {sorted(unknown)}: 'optimizer' and 'parameters' work, in a list")
+        raise UserError(f"offload = {sorted(unknown)}: use 'optimizer' and 'parameters' in a list")
     for name, kind in (("dtype", dtype), ("message", message)):
         if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
-            raise UserError(f"{name} = {kind}: must be a floating format of at least 16 bits; torch.bfloat16 works")
+            raise UserError(f"{name} = {kind}: must be a floating format of at least 16 bits; use torch.bfloat16")
     layout, kind = mesh.layout, dtype or next(iter(formats), torch.float32)
     half = {"dtype": kind if any(p.requires_grad for p in model.parameters()) else None, "message": message}
     for name in (name for name, each in half.items() if each == torch.float16):
         raise UserError(
             f"{name} = torch.float16: small gradients vanish in it without a loss scale, which "
-            f"only pretrain.py has; {name}=torch.bfloat16 works"
+            f"only pretrain.py has; use {name}=torch.bfloat16"
         )
     if bucket_mib is not None and not bucket_mib > 0:
         raise UserError(f"bucket_mib = {bucket_mib}: must be above 0")
@@ -69,7 +69,7 @@ def require_no_tensor_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UserError(
-                f"{name}: has a hook, which is lost when another tensor takes its place; register the hook on the new "
+                f"{name}: has a hook, which is lost when the parameter is replaced; register the hook on the new "
                 "parameter afterwards"
             )
 

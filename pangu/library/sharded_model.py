@@ -218,7 +218,7 @@ class ShardedModel:
         if clip is not None and not clip > 0:
             raise UserError(f"clip = {clip}: must be above 0; None does not clip")
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
-            raise UserError(f"loss = {shown(loss)}: must be a tensor of one number")
+            raise UserError(f"loss = {shown(loss)}: must be a tensor with one element")
         if not (self._reduced or self._reduces_each or self._scheduled):
             self._reduce()
         parameters.gradients.finish()
@@ -271,8 +271,8 @@ class ShardedModel:
         trained = set(self.main_parameters())
         if any(tensor not in trained for group in optimizer.param_groups for tensor in group["params"]):
             raise UserError(
-                "step: the optimizer has other tensors than this model's main parameters; `sharded.lamb(...)`, "
-                "`sharded.adamw(...)` or one of `sharded.main_parameters()` works"
+                "step: the optimizer has other tensors than this model's main parameters; use `sharded.lamb(...)`, "
+                "`sharded.adamw(...)` or an optimizer of `sharded.main_parameters()`"
             )
         require_alone(optimizer)
         self._known_optimizers.add(optimizer)
@@ -281,7 +281,7 @@ class ShardedModel:
         if self._reduced and not self._reduces_each:
             raise UserError(
                 "a second backward in one step, after the gradients were summed over the replicas: "
-                "`with sharded.no_sync():` is for all micro-batches but the last"
+                "use `with sharded.no_sync():` for all micro-batches but the last"
             )
         if self._syncs or self._reduces_each:
             self.parameters.gradients.expect(0)
@@ -301,8 +301,8 @@ class ShardedModel:
         self.parameters.unsharder.wait()
         if self.mesh.layout.zero == 3 and self.parameters.unshards and not self._is_whole:
             raise UserError(
-                "state_dict: the weights are sharded; `pangu.save` writes them without gathering, and `with "
-                "sharded.whole():` on all ranks gathers them first"
+                "state_dict: the weights are sharded; use `pangu.save`, which does not gather them, or `with "
+                "sharded.whole():` on all ranks, which does"
             )
 
 

@@ -16,5 +16,5 @@ def require_format(compute: str, device: torch.device) -> None:
     has_bf16 = getattr(module, "is_bf16_supported", lambda: True)()
     formats = ["fp32", *(["bf16"] if has_bf16 else []), *([] if device.type == "npu" else ["fp64"])]
     if compute not in (*formats, "fp16"):
-        fix = f"{', '.join(formats)} and fp16 work"
-        raise UserError(f"precision = {compute}: {device_name(device)} has no products in {compute}; {fix}")
+        fix = f"use {', '.join(formats)} or fp16"
+        raise UserError(f"precision = {compute}: {device_name(device)} does not support matmuls in {compute}; {fix}")

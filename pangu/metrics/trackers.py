@@ -159,7 +159,7 @@ class WandbWriter:
             return
         self._failed = True
         reason = (str(error).splitlines() or [""])[0][:200]
-        _log.warning("wandb is off for the rest of this run (%s: %s)", type(error).__name__, reason)
+        _log.warning("wandb is disabled for the rest of this run (%s: %s)", type(error).__name__, reason)
 
     def _work(self, output: Path, mode: str, project: str, resumed_step: int, config: dict[str, Any]) -> None:
         import wandb  # noqa: PLC0415 - optional package

@@ -39,7 +39,7 @@ def obstacle(device: torch.device) -> str | None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "no C++ compiler is found (CXX names one)"
+        return "no C++ compiler found (install g++, or set CXX)"
     return None
 
 
@@ -52,7 +52,7 @@ def ways(asked: bool | str, device: torch.device) -> list[str]:
             log.info("%-12s %s", "compile", reason)
         return ["false"] if reason else ["false", "true"]
     if reason:
-        raise ConfigError([Problem("compile", True, reason, "compile=false works, and compile=auto does without")])
+        raise ConfigError([Problem("compile", True, reason, "set compile=false or compile=auto")])
     return ["true"]
 
 
@@ -98,7 +98,7 @@ class CompiledBlocks:
             if is_out_of_memory(error):
                 raise
             reason = " ".join(str(error).strip().splitlines()[:2])
-            raise LocalError(f"compile = true: a layer cannot be compiled ({reason}); compile=false works") from error
+            raise LocalError(f"compile = true: a layer cannot be compiled ({reason}); set compile=false") from error
 
     def _shared(self, keys: DropoutKeys, region: TensorRank) -> TensorKeys:
         if self._last is None or self._last[0] is not keys:
@@ -126,6 +126,6 @@ def _require_alignment(block: Block) -> None:
     # compiled code assumes the alignment of the first layer's weights for all layers that share it, without a check
     for parameter in block.parameters():
         if parameter.device.type != "cpu" and parameter.storage_offset() * parameter.itemsize % ALIGNMENT:
-            rule = f"a weight of shape {list(parameter.shape)} does not begin at a multiple of {ALIGNMENT} bytes"
-            fix = "compile=false works, or sizes that are multiples of 8 on each rank"
+            rule = f"a weight of shape {list(parameter.shape)} is not aligned to {ALIGNMENT} bytes"
+            fix = "set compile=false, or use sizes that are multiples of 8 on each rank"
             raise ConfigError([Problem("compile", True, rule, fix)])

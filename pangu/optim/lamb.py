@@ -224,7 +224,7 @@ class Lamb(Uncompiled):
                     continue
                 if tensor.grad.is_sparse:
                     raise UserError(
-                        "a gradient is sparse, and LAMB needs dense ones; nn.Embedding(..., sparse=False) works"
+                        "a gradient is sparse, and LAMB needs dense ones; use nn.Embedding(..., sparse=False)"
                     )
                 state = self.state[tensor]
                 excluded = group["exclude_vectors"] and tensor.dim() < 2

@@ -32,11 +32,11 @@ class LossScale:
         if self.config is None:
             return None
         if state is None:
-            return f"{float(self.scale):g} (precision.loss_scale.initial: the checkpoint is of a run without one)"
+            return f"{float(self.scale):g} (precision.loss_scale.initial, as the checkpoint has none)"
         scale = max(self.config.minimum, float(state["scale"]))
         self.scale.fill_(scale)
         self.clean_steps.fill_(int(state["clean_steps"]))
-        return f"{scale:g} (of the checkpoint)"
+        return f"{scale:g} (from the checkpoint)"
 
     def update(self, overflow: Tensor) -> None:
         """Halve the scale after an overflow, double it after `growth_interval` steps without one."""
@@ -53,5 +53,5 @@ class LossScale:
         if self.config is not None and scale <= self.config.minimum:
             raise UserError(
                 f"precision.loss_scale.minimum = {self.config.minimum:g}: gradients still overflow at this scale, "
-                "so the loss itself has left fp16; lower optimizer.lr or use precision=bf16"
+                "so the loss exceeds the range of fp16; lower optimizer.lr, or set precision=bf16"
             )

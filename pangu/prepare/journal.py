@@ -62,7 +62,7 @@ class Journal:
         return new
 
     def _errors(self) -> Any:
-        fix = f"another command may be writing there; otherwise remove {self._path.parent} to begin anew"
+        fix = f"make sure that no other command writes there, or remove {self._path.parent} to start over"
         return reading(self._path, sqlite3.Error, ValueError, rule="cannot be used", fix=fix)
 
     def close(self) -> None:

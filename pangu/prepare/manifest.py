@@ -66,11 +66,11 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     manifest = read_json_object(path)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
-        raise UserError(f"{path}: is no manifest of format {FORMAT}")
+        raise UserError(f"{path}: is not a manifest of format {FORMAT}")
     for record in files.values():
         blocks = record.get("blake2b") if isinstance(record, dict) else None
         if not isinstance(blocks, list) or not isinstance(record.get("bytes"), int):
-            raise UserError(f"{path}: lacks checksums of a file")
+            raise UserError(f"{path}: has no checksums of a file; write the files again")
     return manifest
 
 

@@ -31,7 +31,7 @@ def bands_of(text: str, threshold: float) -> NDArray[np.int64]:
         from rensa import RMinHash  # noqa: PLC0415 - optional package
     except ImportError as error:
         fix = "pip install rensa (or this package's extra: preprocess)"
-        raise UserError(f"to find near duplicates takes the package rensa: {fix}") from error
+        raise UserError(f"finding near duplicates needs the package rensa; {fix}") from error
     text = _SPACE.sub(" ", text).lower()
     sketch = RMinHash(num_perm=_HASHES, seed=1)
     sketch.update([text[begin : begin + _SHINGLE] for begin in range(max(len(text) - _SHINGLE, 0) + 1)])

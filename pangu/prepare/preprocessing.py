@@ -155,15 +155,15 @@ class Preprocessing:
             return self._begin(overwrite)
         different = [key for key, value in self._wanted.items() if begun.get(key) != value]
         message = (
-            f"{self._folder} is what a command with other inputs or options has begun ({', '.join(different)}); give"
-            " its options to go on, remove the folder, or add --overwrite"
+            f"{self._folder} was started with other inputs or options ({', '.join(different)}); use the"
+            " same options to continue, remove the folder, or add --overwrite"
         )
         if state is None:
             paths = [path(prefix) for prefix in self.prefixes for path in (bin_path, idx_path, manifest_path)]
             existing = [str(path) for path in paths if path.exists()]
             if not existing:
                 return {}
-            message = f"{', '.join(existing)} exist already; choose another --output or add --overwrite"
+            message = f"{', '.join(existing)} already exist; choose another --output or add --overwrite"
         self._journal.close()
         if state is None:
             remove(self._folder)
@@ -195,7 +195,7 @@ class Preprocessing:
     def _count_bad(self, bad: list[BadLine], max_bad: int, warn: Callable[[str], object]) -> None:
         for line in bad:
             self.progress.num_bad += 1
-            if leave_out(line, self.progress.num_bad, max_bad, f"--max-bad {max_bad} such lines", warn):
+            if leave_out(line, self.progress.num_bad, max_bad, f"--max-bad {max_bad} bad lines", warn):
                 self.progress.bad.append(str(line))
 
     def _add(self, encoded: Encoded) -> None:

@@ -20,12 +20,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         type=Path,
-        help="run folder (its newest checkpoint is taken), checkpoint folder, or folder of transformers",
+        help="run folder (its newest checkpoint is used), checkpoint folder, or folder of a Hugging Face model",
     )
-    parser.add_argument("--rows", type=int, default=8, help="texts computed at a time (8)")
-    parser.add_argument("--tensor", type=int, default=1, help="devices that share every matrix, under torchrun (1)")
-    parser.add_argument("--pipeline", type=int, default=1, help="devices that share the layers, under torchrun (1)")
-    parser.add_argument("--precision", choices=list(DTYPES), help="(that of the run)")
+    parser.add_argument("--rows", type=int, default=8, help="number of texts computed at a time (8)")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that split every matrix, with torchrun (1)")
+    parser.add_argument("--pipeline", type=int, default=1, help="devices that split the layers, with torchrun (1)")
+    parser.add_argument("--precision", choices=list(DTYPES), help="compute format (that of the run)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto", help="(auto)")
 
 
@@ -48,7 +48,7 @@ def connected(tensor: int, pipeline: int, device: str, launch: Launch, *, replic
     if launch.world % shared or (launch.world > shared and not replicas):
         multiple = "a multiple of " if replicas else ""
         raise UserError(
-            f"tensor = {tensor}, pipeline = {pipeline}: takes {multiple}{shared} processes, and this command has "
+            f"tensor = {tensor}, pipeline = {pipeline}: needs {multiple}{shared} processes, got "
             f"{launch.world}; start it with torchrun --nproc-per-node={shared}"
         )
     layout = Layout(tensor, pipeline, launch.world // shared)

@@ -45,17 +45,17 @@ class Questions:
 def read_questions(task: Task, folder: Path, setup: Setup) -> Questions:
     """Read a benchmark's files. Raises UserError if they are missing, invalid, or hold too few examples."""
     if setup.shots and not task.train:
-        raise UserError(f"{task.name} is done without examples; shots = {setup.shots} cannot be; 0 works")
+        raise UserError(f"shots = {setup.shots}: task {task.name} has no examples; use 0")
     pool = list(_read(task, folder, task.train)) if setup.shots else []
     if setup.shots > len(pool):
-        raise UserError(f"{folder}: the training file has {len(pool)} examples, fewer than shots = {setup.shots}")
+        raise UserError(f"shots = {setup.shots}: {folder} has {len(pool)} training examples; use at most {len(pool)}")
     items = list(_read(task, folder, task.test))
     if not items:
-        raise UserError(f"{folder}: no question of {task.name} in {', '.join(task.test)} has an answer")
+        raise UserError(f"{folder}: {', '.join(task.test)} has no question with an answer; use the published files")
     slots = set(re.findall(r"\{(\w+)\}", task.template)) - {"answer"}
     if task.template.count(SLOT) != 1 or not slots <= set(items[0].fields):
         known = ", ".join(f"{{{name}}}" for name in items[0].fields)
-        raise UserError(f"template {task.template!r}: must hold {SLOT} once; besides {task.name} has {known}")
+        raise UserError(f"template {task.template!r}: must contain {SLOT} once, and may contain {known}")
     return Questions(task, setup, chosen(items, task, setup), pool)
 
 
@@ -73,7 +73,7 @@ def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) ->
     """
     task, setup = questions.task, questions.setup
     if model.tokenizer is None:
-        raise UserError(f"task {task.name}: the model has no tokenizer, which data.tokenizer of its run would name")
+        raise UserError(f"task {task.name}: the model has no tokenizer; set data.tokenizer in its run")
     prompts = Prompts(task, setup, model.tokenizer, model.first, model.config.sequence, questions.pool, model.bos)
     items = [prompts.narrowed(item) if task.method == "rank" else item for item in questions.items]
     items = [item for item in items if item.id not in done]

@@ -26,7 +26,7 @@ Fields = dict[str, str]
 def find_task(name: str) -> Task:
     """Return the task of that name. Raises UserError, naming all tasks, if there is none."""
     if name not in TASKS:
-        raise UserError(f"task {name}: there is none of that name; {', '.join(TASKS)} are there")
+        raise UserError(f"task {name}: unknown task; use one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
@@ -84,7 +84,7 @@ def _pronoun(value: Any) -> tuple[Fields, tuple[str, ...], int]:
     target, text = value["target"], value["text"]
     start, pronoun = target["span2_index"], target["span2_text"]
     if text[start : start + len(pronoun)] != pronoun:
-        raise ValueError(f"{pronoun} does not stand at character {start} of the text")
+        raise ValueError(f"{pronoun} is not at character {start} of the text")
     fields = {"before": text[:start], "after": text[start + len(pronoun) :]}
     return fields, (pronoun, target["span1_text"]), ("false", "true").index(value["label"])
 
@@ -184,7 +184,7 @@ def _cloze(path: Path) -> Iterator[Item]:
             sentences.append(parts[0])
             continue
         if "XXXXX" not in parts[0] or (len(parts) == 1 and name not in right):
-            raise UserError(f"{path}: {line[:60]}: a sentence with a blank XXXXX and an answer should stand here")
+            raise UserError(f"{path}: {line[:60]}: expected a sentence with a blank XXXXX, and an answer")
         fields = {"document": "".join(sentences), "query": parts[0].split("XXXXX")[0]}
         yield Item(f"{path.name}-{number}", fields, (parts[1] if len(parts) > 1 else right[name],))
         number += 1

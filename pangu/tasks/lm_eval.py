@@ -54,14 +54,14 @@ class PanguLM(TemplateLM):
         super().__init__()
         if isinstance(pretrained, str):
             if not str(batch_size).isdecimal():
-                raise UserError(f"batch_size={batch_size}: must be a number; 8 works")
+                raise UserError(f"batch_size={batch_size}: must be a number, e.g. 8")
             device = "cpu" if device == "cpu" else "auto"
             process = ExitStack()
             atexit.register(process.close)
             mesh = process.enter_context(connected(tensor, pipeline, device, Launch.from_environment(), replicas=True))
             pretrained = load_model(Path(pretrained), mesh, precision, rows=int(batch_size))
         if pretrained.tokenizer is None or pretrained.eod is None:
-            raise UserError("the model needs a tokenizer and an id that ends a document (data.tokenizer, packing.eod)")
+            raise UserError("the model has no tokenizer or end-of-document id; set data.tokenizer and packing.eod")
         self._model, self._tokens, self._eod = pretrained, pretrained.tokenizer, pretrained.eod
         self._bos = pretrained.bos
         self._first = self._eod if self._bos is None else self._bos

@@ -76,7 +76,7 @@ class AnswerFile:
             if number == 1 and isinstance(value, dict) and isinstance(value.get("setup"), dict):
                 _require_same(path, value["setup"], setup)
             elif number == 1 or not _is_answer(value):
-                raise UserError(f"{path}, line {number}: is no answer of this command; choose another --output")
+                raise UserError(f"{path}, line {number}: was not written by this command; choose another --output")
             else:
                 self._keep(value["task"], [Answer(value["id"], value["said"], value["figures"])])
         records = [_record(task, answer) for task, answers in self.answers.items() for answer in answers.values()]
@@ -112,12 +112,12 @@ def _is_answer(value: Any) -> bool:
 
 def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     different = ", ".join(
-        f"{key}: {saved.get(key)} there, {current.get(key)} here"
+        f"{key}: {saved.get(key)} in the file, {current.get(key)} now"
         for key in sorted({*saved, *current})
         if saved.get(key) != current.get(key)
     )
     if different:
-        raise UserError(f"{path} holds answers of another set-up ({different}); choose another --output or delete it")
+        raise UserError(f"{path} has answers for other options ({different}); choose another --output or delete it")
 
 
 def result(task: str, shots: int, questions: int, measures: Mapping[str, float]) -> dict[str, Any]:

@@ -89,15 +89,15 @@ def published_format(path: Path) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{path} is not in this benchmark's format ({type(error).__name__}: {error}); it takes the published files"
+            f"{path} is not in the format of this benchmark ({type(error).__name__}: {error}); use the published files"
         ) from error
 
 
 def find_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of `folder` that match the first successful pattern. Raises UserError if none does."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; it should hold the files of the benchmark")
+        raise UserError(f"{folder}: no such folder; put the files of the benchmark there")
     for pattern in patterns:
         if paths := sorted(path for path in folder.glob(pattern) if path.is_file()):
             return paths
-    raise UserError(f"{folder}: there is no {' or '.join(patterns)} here; the benchmark's own files belong there")
+    raise UserError(f"{folder}: no {' or '.join(patterns)} here; put the published files of the benchmark there")

@@ -29,8 +29,8 @@ def load_plug_in(requested: object) -> None:
     if find_spec(PLUG_IN) is None:
         release = version("torch").partition("+")[0]
         raise UserError(
-            f"train.device = {requested}: needs Ascend's plug-in, which is not installed: pip install "
-            f"{PLUG_IN}=={release}, of the same release as torch, and Huawei's CANN; train.device=cpu works"
+            f"train.device = {requested}: needs Ascend's plug-in for torch, which is not installed; pip install "
+            f"{PLUG_IN}=={release} (the release of torch) and install Huawei's CANN, or set train.device=cpu"
         )
     try:
         import_module(PLUG_IN)
@@ -42,9 +42,9 @@ def not_imported(requested: object, error: Exception) -> UserError:
     """Return the `UserError` for a failed import of torch or of the Ascend plug-in."""
     cause = " ".join(f"{error} {'' if error.__cause__ is None else f'({error.__cause__})'}".split())
     return UserError(
-        f"train.device = {requested}: torch cannot be imported with its plug-ins ({cause}); that of an Ascend, "
-        f"{PLUG_IN}, needs what `source set_env.sh` of Huawei's CANN sets; TORCH_DEVICE_BACKEND_AUTOLOAD=0 and "
-        "train.device=cpu or cuda work without it"
+        f"train.device = {requested}: torch cannot be imported with its plug-ins ({cause}); for an Ascend "
+        f"({PLUG_IN}), run `source set_env.sh` of Huawei's CANN first; for train.device=cpu or cuda, set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     )
 
 

@@ -53,14 +53,14 @@ class Launch:
     def _check(self, environment: Mapping[str, str]) -> None:
         given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
         if len(given) == 1:
-            rule = "a launcher sets RANK and WORLD_SIZE together"
-            raise LocalError(f"{given[0]} = {environment[given[0]]}: {rule}; {_WORKS.format(given[0])}")
+            rule = "RANK and WORLD_SIZE must be set together"
+            raise LocalError(f"{given[0]} = {environment[given[0]]}: {rule}; {_FIX.format(given[0])}")
         for rank, world, names in (
             (self.rank, self.world, ("RANK", "WORLD_SIZE")),
             (self.local_rank, self.local_world, ("LOCAL_RANK", "LOCAL_WORLD_SIZE")),
         ):
             if rank >= world and all(name in environment for name in names):
-                raise LocalError(f"{names[0]} = {rank}: must be less than {names[1]} = {world}")
+                raise LocalError(f"{names[0]} = {rank}: must be less than {names[1]} = {world}; use torchrun")
         for program, (size, rank_name, *signs) in SINGLE.items():
             number = environment.get(size, "")
             if not given and rank_name in environment and number.isdecimal() and int(number) > 1:
@@ -68,8 +68,8 @@ class Launch:
                 if signs and environment[rank_name] == "0" and not any(sign in environment for sign in signs):
                     continue
                 raise LocalError(
-                    f"{program} has started {number} processes ({size}) that know nothing of each other: start one "
-                    "on each node, torchrun or scripts/launch.py, as scripts/slurm/pretrain.sbatch does"
+                    f"{program} started {number} unconnected processes ({size}); start one launcher per node instead "
+                    "(torchrun or scripts/launch.py), as scripts/slurm/pretrain.sbatch does"
                 )
 
 
@@ -79,7 +79,7 @@ SINGLE = {
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
 }
 """Foreign launchers -> their variables for world size and rank, then variables that only their processes have."""
-_WORKS = "torchrun sets it; `unset {0}` starts a run of one process"
+_FIX = "start with torchrun, which sets it, or `unset {0}` for a single process"
 
 
 def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
@@ -90,7 +90,7 @@ def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
 def _natural(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-        raise LocalError(f"{name} = {shown(text)}: must be an integer from 0 on; {_WORKS.format(name)}")
+        raise LocalError(f"{name} = {shown(text)}: must be a non-negative integer; {_FIX.format(name)}")
     return int(text)
 
 
@@ -123,8 +123,8 @@ def load_torch(requested: object) -> ModuleType:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            rule = f"torch cannot make this folder for compiled code ({error.strerror})"
-            raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; another one works") from error
+            rule = f"torch cannot create this folder for compiled code ({error.strerror})"
+            raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; set a writable folder") from error
     try:
         # after `choose_memory_settings`, whose variables it reads; composing a configuration does without
         import torch  # noqa: PLC0415
@@ -153,13 +153,13 @@ def choose_device(
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
         fix = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
-        raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device={fix} works")
+        raise UserError(f"train.device = {requested}: this machine has no {kind} device; set train.device={fix}")
     count = torch.accelerator.device_count()
     shown_alone = count == 1 and any(name in environment for name in VISIBLE.get(kind, ()))
     if launch.local_world > count and not shown_alone:
         raise UserError(
-            f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s) and each process "
-            f"needs its own; at most --nproc-per-node={count} works"
+            f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s), and each process "
+            f"needs its own; use at most --nproc-per-node={count}"
         )
     device = torch.device(kind, 0 if shown_alone else launch.local_rank)
     torch.accelerator.set_device_index(device.index)

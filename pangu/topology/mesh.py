@@ -74,8 +74,8 @@ class Mesh:
                 # compare layouts before creating groups: two different ones would deadlock in that
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
                     raise LocalError(
-                        f"rank {rank} on {socket.gethostname()} has {layout}, another one {first}: all nodes need the "
-                        "same command"
+                        f"rank {rank} on {socket.gethostname()} has {layout}, another rank has {first}: start all "
+                        "nodes with the same command"
                     )
                 require_own_device(store, rank, device)
             except RuntimeError as error:
@@ -84,7 +84,7 @@ class Mesh:
                 raise _lost(layout.world, timeout_s, missing_ranks(store, layout.world), error) from error
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:
-            raise UserError(f"{layout} is of {layout.world} processes, and there are {dist.get_world_size()}")
+            raise UserError(f"{layout} needs {layout.world} processes, got {dist.get_world_size()}")
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         groups = {"world": dist.group.WORLD}
@@ -176,7 +176,7 @@ def _require_address(environment: Mapping[str, str]) -> None:
     if not environment.get("MASTER_ADDR") or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise LocalError(
             f"MASTER_ADDR = {shown(environment.get('MASTER_ADDR', ''))}, MASTER_PORT = {shown(port)}: must be the host "
-            "and the port (1 to 65535) where the processes meet, which torchrun sets"
+            "and port (1 to 65535) of rank 0; start with torchrun, which sets both"
         )
 
 
@@ -192,9 +192,9 @@ def _open_store(timeout_s: float, attempt: int) -> tuple[dist.Store, int, int]:
 def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> LostError:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return LostError(
-        f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {world} processes of this run did not all come "
-        f"to {place} within {timeout_s:g} s (parallel.timeout_s){missing}; a process that could not start says why "
-        f"itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
+        f"rank {os.environ.get('RANK')} on {socket.gethostname()}: not all {world} processes of this run connected "
+        f"to {place} within {timeout_s:g} s (parallel.timeout_s){missing}; read the output of the missing ones, then "
+        f"check that address and the firewall ({str(error).splitlines()[0]})"
     )
 
 
@@ -209,6 +209,6 @@ def require_own_device(store: dist.Store, rank: int, device: torch.device) -> No
     if (holder := store.compare_set(f"device-{name}", "", str(rank)).decode()) != str(rank):
         by = "".join(f" ({variable})" for variable in VISIBLE.get(device.type, ())[:1])
         raise LocalError(
-            f"rank {holder} and rank {rank} have one device ({name}): each process needs its own; start fewer "
-            f"(--nproc-per-node), or show each process another one{by}"
+            f"rank {holder} and rank {rank} share one device ({name}), and each process needs its own; start fewer "
+            f"(--nproc-per-node), or make another device visible to each{by}"
         )

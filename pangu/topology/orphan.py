@@ -31,7 +31,7 @@ def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
             time.sleep(INTERVAL_SECONDS)
         try:
             name = f"rank {environment.get('RANK')} on {socket.gethostname()}"
-            print(f"\n{name}: torchrun is gone (process {launcher}), so this ends too", file=sys.stderr, flush=True)
+            print(f"\n{name}: torchrun is gone (process {launcher}); exiting too", file=sys.stderr, flush=True)
         finally:
             os._exit(STATUS)  # `sys.exit` would wait for the other threads
 
@@ -47,4 +47,4 @@ def missing_ranks(store: Store | None, world: int, environment: Mapping[str, str
     except RuntimeError:  # the launcher is gone too
         return ""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f", rank {', '.join(map(str, ranks[:8]))}{more} did not" if ranks else ""
+    return f", rank {', '.join(map(str, ranks[:8]))}{more} missing" if ranks else ""

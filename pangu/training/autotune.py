@@ -154,8 +154,8 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
     best = min(times, key=lambda name: times[name])
     if times[compute] > SLOW * times[best] and times[compute] > SLOW * times["fp32"]:
         log.warning(
-            "precision.compute = %s: this processor has no fast instructions for it, products take %.1f times as long "
-            "as in %s; precision=%s works",
+            "precision.compute = %s: this processor has no fast instructions for it, matmuls take %.1f times as long "
+            "as in %s; set precision=%s",
             compute,
             times[compute] / times[best],
             best,
@@ -211,10 +211,10 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
             candidates[key] = [previous[key]]
             recalled.append(key)
         elif same:
-            log.info("%-12s the checkpoint's, %r, cannot be had in this layout: timed anew", key, previous.get(key))
+            log.info("%-12s the checkpoint's %r is not available in this layout: timed again", key, previous.get(key))
         else:
             where = f"{previous.get('device')!r}, {previous.get('compute')!r}"
-            log.info("%-12s the checkpoint's, %r, was chosen on %s: timed anew", key, previous.get(key), where)
+            log.info("%-12s the checkpoint's %r was chosen on %s: timed again", key, previous.get(key), where)
     return recalled
 
 
@@ -224,7 +224,7 @@ def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[s
     kernel, is_free = previous.get("attention"), model.attention == "auto" and model.attention_dropout > 0
     if not is_free or kernel not in ABILITIES or ABILITIES[kernel].hashed or not ABILITIES[preferred].hashed:
         return previous
-    message = "the checkpoint's, %r, drops other probabilities in every layout; model.attention=%s goes on with it"
+    message = "the checkpoint's %r drops other elements in each layout; set model.attention=%s to keep it"
     log.info(f"%-12s {message}", "attention", kernel, kernel)
     return {key: value for key, value in previous.items() if key != "attention"}
 

@@ -75,11 +75,11 @@ def require_options(words: Sequence[str], configs: Path) -> None:
             near = _counterparts(option.strip("-"), value, configs)
             said = f"did you mean {' or '.join(near)}?" if near else "unknown"
             if option.strip("-").replace("_", "-") in _OF_LAUNCHER:
-                said = f"the launcher takes it: python scripts/launch.py {shown(option)}={shown(value)} pretrain.py ..."
+                said = f"use the launcher: python scripts/launch.py {shown(option)}={shown(value)} pretrain.py ..."
             lines.append(f"  {shown(option)}: {said}")
     if lines:
-        rule = "values are given as KEY=VALUE (--help); tools/translate_config.py translates whole commands"
-        raise UserError("\n".join([f"there is no such option: {rule}", *lines]))
+        rule = "set values as KEY=VALUE (--help); tools/translate_config.py translates whole commands"
+        raise UserError("\n".join([f"unknown option: {rule}", *lines]))
 
 
 def _counterparts(name: str, value: str, configs: Path) -> list[str]:
@@ -91,10 +91,10 @@ def _counterparts(name: str, value: str, configs: Path) -> list[str]:
 
 
 def refuse_long_integers(words: Sequence[str]) -> None:
-    """Raise UserError for an integer with more digits than Python parses, which no key takes."""
+    """Raise UserError for an integer with more digits than Python parses, which no key accepts."""
     for word in words:
         if re.search(rf"\d{{{MOST_DIGITS + 1}}}", word):
-            raise UserError(f"{shown(word)}: has an integer of more than {MOST_DIGITS:,} digits, which no key takes")
+            raise UserError(f"{shown(word)}: has an integer of more than {MOST_DIGITS:,} digits, which no key accepts")
 
 
 def given_keys(words: Iterable[str]) -> set[str]:
@@ -138,21 +138,21 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with hydra.initialize_config_dir(str(configs), version_base="1.3"):
             return _plain(hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides]))
     except OverrideParseException as error:
-        rule = "cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can, with quotes around special characters"
+        rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
         word = str(error.override)
         meant = _quoted(word) or _joined(word, overrides, groups.get("config", ()))
-        fix = f"; {shlex.quote(meant)} works" if meant else ""
+        fix = f"; write {shlex.quote(meant)}" if meant else ""
         raise UserError(f"{shown(word)}: {rule}{fix}") from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        fix = f"{', '.join(error.options)} work" if error.options else ""
-        raise ConfigError([Problem(group, option, "there is no such option", fix)]) from error
+        fix = f"use one of {', '.join(error.options)}" if error.options else ""
+        raise ConfigError([Problem(group, option, "unknown option", fix)]) from error
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).partition("\n\n")[0].replace("++", "")
         reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
         raise UserError(f"{said}{reason}") from error
     except (YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{configs}: a file that is asked for is no YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{configs}: a requested file is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
@@ -167,11 +167,11 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     if override.is_sweep_override():
         name, _, value = word.partition("=")
         ways = [shlex.quote(f"{name}={one}") for one in (f"[{value}]", _text(value))]
-        raise UserError(f"{shown(word)}: several values; {ways[0]} is a list of them, {ways[1]} is one text")
+        raise UserError(f"{shown(word)}: several values; use {ways[0]} for a list, {ways[1]} for one string")
     if key in groups or "/" in key or override.package:
         options = [override.value()] if not isinstance(override.value(), list) else override.value()
         if not override.is_delete() and not all(isinstance(option, (str, dict)) for option in options):
-            fix = f"{', '.join(groups.get(key, ()))} work"
+            fix = f"use one of {', '.join(groups.get(key, ()))}"
             raise ConfigError([Problem(key, override.value(), "must be the name of an option", fix)])
         return word
     return word if override.is_delete() or key.startswith("hydra.") else f"++{word.lstrip('+')}"
@@ -235,7 +235,7 @@ def _unresolved(group: Any, path: str) -> Iterator[Problem]:
             value = group[key]
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2]
-            yield Problem(name, raw[key], f"cannot be resolved: {reason}", "quotes and \\${...} keep it as it is")
+            yield Problem(name, raw[key], f"cannot be resolved: {reason}", "quote it as \\${...} to keep it literally")
             continue
         if OmegaConf.is_interpolation(group, key) and isinstance(value, Container):
             yield Problem(name, raw[key], "refers to a group of keys, not to a value")

@@ -23,14 +23,14 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
-    of_each = ", each whole" if layout.expert_tensor not in (0, layout.tensor) else ""
+    of_each = ", each unsplit" if layout.expert_tensor not in (0, layout.tensor) else ""
     spread = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""
     rows = [
         ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters}"),
         (
             "layout",
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "
-            f"devices{spread}, ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
+            f"devices{spread}, ZeRO stage {layout.zero}{', chosen by the planner' if config.parallel.auto else ''}",
         ),
         *_states(largest),
         (
@@ -45,7 +45,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         ),
         (
             "numbers",
-            f"{config.precision.compute}{', layers multiply in fp8' * (config.precision.matmul == 'fp8')}, "
+            f"{config.precision.compute}{', matmuls of layers in fp8' * (config.precision.matmul == 'fp8')}, "
             f"{config.optimizer.name} with {_kept_in(config, config.optimizer.moments)} "
             f"moments, gradients reduced in {_kept_in(config, config.precision.reduce)}, recompute "
             f"{config.memory.recompute}",
@@ -68,7 +68,7 @@ def advise_less_memory(config: RunConfig) -> str:
 
 def _states(largest: StatePlan | None) -> Iterator[tuple[str, str]]:
     if largest is not None:
-        more = "activations and buffers come on top; dry_run=true counts them"
+        more = "plus activations and buffers, which dry_run=true counts"
         yield "each device", f"model states of at most {largest.words()} ({more})"
 
 

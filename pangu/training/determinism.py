@@ -43,8 +43,8 @@ def deterministic(environment: MutableMapping[str, str] = os.environ) -> Iterato
     """
     for name, values in VARIABLES.items():
         if (value := environment.setdefault(name, values[0])) not in values:
-            message = f"train.deterministic = True: {name} = {value}: sums differ from run to run"
-            raise UserError(f"{message}; {name}={' or '.join(values)} works, or train.deterministic=false")
+            message = f"train.deterministic = true: with {name} = {value} sums differ from run to run"
+            raise UserError(f"{message}; set {name}={' or '.join(values)}, or train.deterministic=false")
     settings: Any = memory
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -55,7 +55,7 @@ class SpikeDetector:
         if self._config.spike is None:
             return None
         if not math.isfinite(result.loss):
-            return f"the loss is {result.loss}"
+            return f"the loss is {result.loss} (faults.spike)"
         previous = list(self._losses)
         self._losses.append(result.loss)
         if len(previous) < self._config.spike_window:
@@ -111,7 +111,7 @@ def culprits(mesh: Mesh, not_finite: Sequence[Sequence[str]]) -> str:
     """Return a text that names the ranks with non-finite gradients, given each rank's tensors before reduction."""
     ranks = _first_ranks(mesh, not_finite)
     if not ranks:
-        return "the gradients of each rank are finite, and their sum or its norm is not"
+        return "the gradients of each rank are finite, but their sum or its norm is not"
     return f"gradients are not finite: {ranks}"
 
 

@@ -19,7 +19,7 @@ SAME_SECONDS = 0.3
 GRACE_SECONDS = 15.0
 """Time to end by KeyboardInterrupt where there is no step to save, before the process is killed: data preparation waits
 for its workers and removes partial files."""
-ENDED = "\ninterrupted; the same command continues from the newest checkpoint"
+ENDED = "\ninterrupted; start the same command again to continue from the newest checkpoint"
 
 
 @contextmanager
@@ -82,7 +82,7 @@ class Interrupts:
             self._wait(None)
             saves = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
             if saves:
-                self._say("\nCtrl-C: the run saves and stops after this step; Ctrl-C again ends it at once")
+                self._say("\nCtrl-C: the run saves and stops after this step; press Ctrl-C again to stop it at once")
             first_s = time.monotonic()
             self._wait(None if saves else GRACE_SECONDS)
             while time.monotonic() - first_s < SAME_SECONDS and not self._ended.is_set():

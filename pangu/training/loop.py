@@ -279,7 +279,7 @@ class Loop:
         if tensors is None:
             saver.save(self.samples, self.spikes.state(), self._position)
             return
-        fault = f"nothing is saved, because values that are not finite stand in {tensors}"
+        fault = f"no checkpoint is saved, because of non-finite values in {tensors}"
         if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
             raise UserError(f"step {self.trainer.step}: {fault}")
 
@@ -292,21 +292,21 @@ class Loop:
             return False
         rollbacks = len(self.spikes.rollbacks)
         if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
-            raise UserError(f"{message}; the run has gone back {rollbacks} times (faults.max_rollbacks)")
+            raise UserError(f"{message}; already {rollbacks} rollbacks (faults.max_rollbacks); lower optimizer.lr")
         with _telling(message):
             saver.settle()
             goes_back = faults.action == "rollback"
             blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
         if faults.action == "stop":
-            fix = "faults.action=rollback would continue from the newest proven checkpoint without the batches since"
-            raise UserError(f"{message}; {fix}; {blamed}")
-        log.warning("%s: going back; %s", message, blamed)
-        with self._interlude("going back"):
+            fix = "set faults.action=rollback to continue from the newest proven checkpoint without these batches"
+            raise UserError(f"{message}; {blamed}; {fix}")
+        log.warning("%s: rolling back; %s", message, blamed)
+        with self._interlude("rolling back"):
             step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
             self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
         self._step_began = None
         place = saver.newest or "the beginning"
-        log.warning("went back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
+        log.warning("rolled back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
         self._close_writers()
         self._open_writers()
         return True
@@ -325,7 +325,7 @@ class Loop:
             difference = find_replica_difference(self.trainer)
         if difference:
             last = (step - 1) // every * every
-            message = f"train.check_replicas: after step {step} copies differ: {difference}; look for a bad device"
+            message = f"train.check_replicas: after step {step} replicas differ: {difference}; check the device"
             fault = f"step {step}: replicas differ, last compared in {last}"
             with _telling(message):
                 saver.settle()
@@ -356,7 +356,7 @@ class Loop:
             yield
         except UserError as error:
             if writer not in self._failing:
-                log.warning("%s; the run goes on without these figures", error)
+                log.warning("%s; the run continues without these metrics", error)
             self._failing.add(writer)
         else:
             self._failing.discard(writer)

@@ -45,8 +45,7 @@ def draw_profile(profile: Profile, folder: Path) -> None:
     draw(timeline, folder / "pipeline_measured", "measured", measured=True)
     simulated = simulate(timeline.schedule, durations_of(timeline))
     log.info(
-        "profile: stages were idle %.1f %% of the step's forwards and backwards; the simulator says %.1f %% for the "
-        "same times",
+        "profile: pipeline bubble of %.1f %%; the simulator predicts %.1f %% for the same times",
         100 * timeline.bubble,
         100 * simulated.bubble,
     )

@@ -64,8 +64,8 @@ def raise_open_files(num_ranks: int) -> None:
     if hard < needed and hard != resource.RLIM_INFINITY:
         raise LocalError(
             f"open files on {socket.gethostname()}: at most {hard} are allowed, {num_ranks} processes need about "
-            f"{needed}; `ulimit -Hn {needed}` before the launcher (LimitNOFILE of its service, --ulimit of a "
-            "container) allows them"
+            f"{needed}; run `ulimit -Hn {needed}` before the launcher, or set LimitNOFILE of its service or "
+            "--ulimit of its container"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -91,12 +91,12 @@ def require_equal(nodes: Sequence[Node]) -> None:
         if node.versions != first.versions:
             raise UserError(
                 f"rank {rank} on {node.host} has {node.versions}, rank 0 on {first.host} has {first.versions}: "
-                "all nodes need the same versions"
+                "install the same versions on all nodes"
             )
         if node.configuration != first.configuration:
             raise UserError(
-                f"rank {rank} on {node.host} was started with another configuration than rank 0 on {first.host}: all "
-                "nodes need the same command and the same configs/ (paths of data and train.output may differ)"
+                f"rank {rank} on {node.host} was started with another configuration than rank 0 on {first.host}: use "
+                "the same command and configs/ on all nodes (paths of data and train.output may differ)"
             )
 
 
@@ -108,15 +108,15 @@ def warnings(nodes: Sequence[Node], layout: Layout) -> list[str]:
         hosts_of.setdefault(node.device, node.host)
     if len(hosts_of) > 1:
         kinds = ", ".join(f"{device} (on {host})" for device, host in hosts_of.items())
-        lines.append(f"devices differ: {kinds}; every step waits for the slowest")
+        lines.append(f"devices differ: {kinds}; every step waits for the slowest, so exclude slow ones")
     for rank in range(0, layout.world, layout.tensor):
         hosts = {nodes[peer].host for peer in layout.peers(rank, "tensor")}
         if len(hosts) > 1:
             fits = min(sum(node.host == host for node in nodes) for host in hosts)
             lines.append(
-                f"parallel.tensor = {layout.tensor}: the group of rank {rank} lies on {len(hosts)} nodes "
-                f"({', '.join(sorted(hosts))}), and its messages, several in each layer, cross the network; "
-                f"parallel.tensor up to {fits} stays inside a node"
+                f"parallel.tensor = {layout.tensor}: the group of rank {rank} spans {len(hosts)} nodes "
+                f"({', '.join(sorted(hosts))}), so that several messages per layer cross the network; "
+                f"use a parallel.tensor of at most {fits}"
             )
             break
     return lines
@@ -142,8 +142,8 @@ def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
     blind = sorted({host for host, sees in zip(hosts, seen, strict=True) if sees is False})
     if blind:
         raise UserError(
-            f"train.output = {output}: {', '.join(blind)} does not see what {hosts[0]} writes there, so a checkpoint "
-            "would be in pieces on several nodes; take a folder of a file system that all nodes mount"
+            f"train.output = {output}: {', '.join(blind)} does not see the files of {hosts[0]}, so a checkpoint "
+            "would be scattered over nodes; use a folder on a file system that all nodes mount"
         )
 
 
@@ -161,6 +161,6 @@ def require_same_text(mesh: Mesh, position: Mapping[str, Any]) -> None:
     different = meet_all(mesh, position, lambda of_ranks: [i for i, one in enumerate(of_ranks) if one != of_ranks[0]])
     if different:
         raise UserError(
-            f"data.train: rank {', '.join(map(str, different[:8]))} has files of other names or sizes than rank 0, or"
-            " another tokenizer; give all nodes the same"
+            f"data.train: rank {', '.join(map(str, different[:8]))} has other names or sizes of files than rank 0, or"
+            " another tokenizer; make them equal on all nodes"
         )

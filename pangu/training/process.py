@@ -53,9 +53,9 @@ def only_run(output: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                message = f"{output}: another run works in this folder ({holder}); end it or choose another"
+                message = f"train.output = {output}: another run uses this folder ({holder}); stop it, or set another"
                 raise UserError(f"{message} train.output") from error
-            log.warning("%s: this file system has no locks (%s): see to it that no other run uses it", path, error)
+            log.warning("%s: this file system has no locks (%s); let no other run use the folder", path, error)
         if holder:
             log.info("the last run in this folder (%s) was killed", holder)
         file.truncate(0)
@@ -105,7 +105,7 @@ class Heartbeat:
             self._failing = False
         except UserError as error:
             if not self._failing:
-                log.warning("%s; the run goes on", error)
+                log.warning("%s; the run continues", error)
             self._failing = True
 
     def __enter__(self) -> Self:

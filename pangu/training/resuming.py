@@ -55,12 +55,11 @@ def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
             log.warning("skipping a checkpoint: %s", line)
     if not order and config.faults.action == "rollback" and not any(standing.proven for _, standing in found):
         return None
-    fix = "checkpoint.resume=CHECKPOINT continues from a condemned one" if len(order) < len(found) else ""
+    fix = ", or checkpoint.resume=CHECKPOINT to continue from a condemned one" if len(order) < len(found) else ""
+    lines = "\n".join(f"  {line}" for line in problems)
     raise UserError(
-        f"{folder}: no checkpoint here is intact and not condemned; choose another train.output to start from the "
-        + "; ".join(filter(None, ("beginning", fix)))
-        + ":\n"
-        + "\n".join(f"  {line}" for line in problems)
+        f"{folder}: no checkpoint here is intact and not condemned; set another train.output to start from the "
+        f"beginning{fix}:\n{lines}"
     )
 
 
@@ -143,8 +142,8 @@ def in_sequences_of(path: Path, index: Mapping[str, Any], config: RunConfig) -> 
 def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
     if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
         log.warning(
-            "%s: written when datasets were blended by another rule. Each goes on from its share of sample %d; the "
-            "few samples by which its count differed there come again or are left out",
+            "%s: written when datasets were blended by another rule; each continues from its share of sample %d, so "
+            "that a few samples may be repeated or skipped",
             path,
             index["samples"],
         )
@@ -190,7 +189,7 @@ def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
             wrong.append(f"  {key} = {now}: the checkpoint has {before}")
     if wrong:
         wrong += [f"  {name} would be {shapes[name]}: it is {tensors[name]['shape']}" for name in misfits[:3]]
-        advice = "give the same values to continue it, or another train.output to start a new run"
+        advice = "restore these values, or set another train.output to start a new run"
         raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
 
 

@@ -77,7 +77,7 @@ def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks
     _set_up_logging(launch.rank == 0)
     config, layout, stages = choose_layout(values, launch.world)
     if config.evaluate.every and read_benchmarks is None:
-        raise UserError("evaluate.every: start it with pretrain.py, pass `read_benchmarks`, or set evaluate.every=0")
+        raise UserError("evaluate.every: start with pretrain.py, pass `read_benchmarks`, or set evaluate.every=0")
     _log_plan(config, layout, stages)
     if config.dry_run:
         if expect is not None and config.cluster is not None and launch.rank == 0:
@@ -100,7 +100,7 @@ def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks
             stack.enter_context(_told_backend(device, launch, output))
         if config.train.deterministic:
             stack.enter_context(deterministic())
-            log.info("%-12s this command gives the same bits again, on such devices and libraries", "determinism")
+            log.info("%-12s bitwise reproducible on this hardware with these library versions", "determinism")
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
         stack.callback(mesh.close)
         stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
@@ -151,7 +151,7 @@ def _shared_forecast(
     """Return the first process's forecast; None elsewhere. Raises UserError on all if memory does not suffice."""
     if watchdog is None:
         return forecast(lambda: None)
-    doing = "counting what layers do"
+    doing = "measuring the layers"
     results = agree_on_long_work(mesh, doing, forecast, runs_here=mesh.is_first, watch=watchdog.look_at)
     return results[0] if results else None
 
@@ -194,7 +194,7 @@ def _train(
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
         if trainer.step >= config.train.steps:
-            log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
+            log.info("all %d steps of this run are done; set a larger train.steps to continue it", config.train.steps)
         started = time.perf_counter()
         with allocating(lambda: f"{mesh.name} ({mesh.device}), {place_of(trainer).words}", advise_less_memory(config)):
             loop.run()
@@ -214,7 +214,7 @@ def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict
     index = begin(config, trainer)
     if index:
         rollbacks = len(index["watch"].get("rollbacks", ()))
-        log.info("beginning again from the seed with sample %d, after %d rollbacks", index["samples"], rollbacks)
+        log.info("starting again from the seed with sample %d, after %d rollbacks", index["samples"], rollbacks)
     return index
 
 
@@ -297,9 +297,9 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
 
 
 def _stop(loop: Loop, signals: StopSignals) -> None:
-    saved = "nothing is written (checkpoint.every = 0); the same command begins where this one did"
+    saved = "no checkpoint is saved (checkpoint.every = 0); the same command starts where this one did"
     if loop.checkpoint:
-        saved = f"{loop.checkpoint} is written; the same command continues"
+        saved = f"{loop.checkpoint} is saved; start the same command again to continue"
     log.info("stopped after step %d (%s): %s", loop.trainer.step, loop.stopped, saved)
     if loop.trainer.mesh.is_first:
         draw_pictures(loop)

@@ -45,8 +45,8 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     assert paths is not None
     if resume == "none" and paths:
         raise UserError(
-            f"checkpoint.resume = none: {paths[-1]} is there already; choose another train.output, delete the folder, "
-            "or let checkpoint.resume=auto continue it"
+            f"checkpoint.resume = none: {paths[-1]} already exists; set another train.output, delete the folder, "
+            "or set checkpoint.resume=auto to continue it"
         )
     if resume in ("auto", "none") and not paths:
         return None
@@ -69,10 +69,10 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     (cleared, *_) = agree(mesh, clear, runs_here=mesh.is_first)
     assert cleared is not None
     for checkpoint in cleared[0]:
-        log.warning("%s: this run begins again without it; delete it if you do not need it", checkpoint)
+        log.warning("%s: this run starts over without it; delete it if you do not need it", checkpoint)
     if config.checkpoint.init_from is not None:
         begin_with(Path(config.checkpoint.init_from), config, trainer)
-        log.info("beginning with the weights of %s", config.checkpoint.init_from)
+        log.info("starting from the weights of %s", config.checkpoint.init_from)
     return cleared[1]
 
 
@@ -185,8 +185,8 @@ class Saver:
         resume = self._config.checkpoint.resume
         if path is None and resume not in ("auto", "none"):
             raise UserError(
-                f"{self._folder}: holds no checkpoint to go back to, and the run began with checkpoint.resume = "
-                f"{resume}; the same command begins there again, and checkpoint.resume=auto from the seed"
+                f"{self._folder}: has no checkpoint to go back to; start the same command to begin again from "
+                f"checkpoint.resume = {resume}, or set checkpoint.resume=auto to start from the seed"
             )
         if path is None:
             agree(mesh, lambda: write_start(self._folder, change(read_start(self._folder))), runs_here=mesh.is_first)
@@ -220,7 +220,7 @@ class Saver:
                     flush(figures)
 
         write_together(mesh, path, slices, facts, flush_figures)
-        doing = f"deleting what is older than {path}"
+        doing = f"deleting checkpoints older than {path}"
         try:
             agree_on_long_work(
                 mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), runs_here=mesh.is_first

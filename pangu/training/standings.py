@@ -103,8 +103,8 @@ class Standings:
                 standings.append((path, standing))
             order = continuation_order(standings)
             if not order:
-                return "no checkpoint is old enough to continue from: begin again with another train.output"
-            return f"the same command continues from {order[0]}, which is older than the fault"
+                return "no checkpoint is old enough to continue from: set another train.output to start over"
+            return f"start the same command again to continue from {order[0]}, which is older than the fault"
 
         (text, *_) = agree(self._mesh, condemn, runs_here=self._mesh.is_first)
         assert text is not None

@@ -110,6 +110,6 @@ class StepCheck(ModuleHooks):
         number = self._count + 1
         self._expected = None
         raise LocalError(
-            f"{self._name}: train.check_step: operation {number} of the step is {found}, where the list of the "
-            f"step has {'its end' if expected is None else expected}; this is a fault of pangu"
+            f"{self._name}: train.check_step: operation {number} of the step is {found}, expected "
+            f"{'the end of the step' if expected is None else expected}; report this as a bug of pangu"
         )

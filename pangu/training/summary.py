@@ -131,7 +131,7 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     if config.metrics.tensorboard:
         commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
     pretrain = shlex.join(["python", *_program("pretrain.py")])
-    commands.append((f"{pretrain} +config=pangu_13b dry_run=true", "what a large preset asks for"))
+    commands.append((f"{pretrain} +config=pangu_13b dry_run=true", "what a large preset needs"))
     commands.append((f"{pretrain} --help", "all groups and keys"))
     return commands
 

@@ -132,7 +132,7 @@ class Watchdog:
             if self._ended.is_set():
                 return
             keeper = "the launcher" if self._mesh.keeper is None else self._mesh.named([self._mesh.keeper])
-            text = f"{self._mesh.name}: {place.words}: no progress, and {keeper} is silent, stopped or gone"
+            text = f"{self._mesh.name}: {place.words}: no progress, and {keeper} does not respond"
             is_quiet = self._mesh.rank > NAMED_RANKS  # every process comes here
         if not is_quiet:
             with suppress(OSError):  # a log on a full disk
@@ -166,7 +166,7 @@ class Watchdog:
             is_silent = before.get(rank, [0.0])[0] == age_s and rank != self._mesh.rank
             place = (step, words)
             if is_silent:
-                place, still_s = (-2, "silent, stopped or gone"), self._age_s() - age_s
+                place, still_s = (-2, "not responding, stopped or exited"), self._age_s() - age_s
             ranks.setdefault(place, []).append(rank)
             longest[place] = max(longest.get(place, 0.0), still_s)
         places = sorted(ranks, key=lambda place: (place[0], -longest[place]))
@@ -174,7 +174,7 @@ class Watchdog:
         return "\n".join(
             [
                 f"{self._mesh.name}: no progress for {PATIENCE * limit_s:g} s (parallel.timeout_s = {limit_s:g}); "
-                f"stacks are in {self._folder / 'stacks'}; where the ranks are, what others wait for first:",
+                f"stacks are in {self._folder / 'stacks'}; ranks by place, those that others wait for first:",
                 *(f"  {self._named(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
             ]
         )

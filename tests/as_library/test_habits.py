@@ -370,12 +370,12 @@ def said(rank: int, world: int, action: Callable[[ShardedModel], None], zero: in
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (plain_step, "`sharded.step(optimizer)` on all ranks works"),
-        (plain_step_of_adam, "`sharded.step(optimizer)` on all ranks works"),
-        (plain_step_of_torch, "`sharded.step(optimizer)` on all ranks works"),
-        (step_of_optimizer_before, "with an optimizer that is made after `shard`"),
-        (save_by_torch, "`pangu.save` saves it"),
-        (copy_all, "copy.deepcopy(sharded.model) in `with sharded.whole():` is a plain module"),
+        (plain_step, "`sharded.step(optimizer)` on all ranks"),
+        (plain_step_of_adam, "`sharded.step(optimizer)` on all ranks"),
+        (plain_step_of_torch, "`sharded.step(optimizer)` on all ranks"),
+        (step_of_optimizer_before, "with an optimizer that is created after `shard`"),
+        (save_by_torch, "`pangu.save`, or copy.deepcopy(sharded.model) in `with sharded.whole():` for a plain module"),
+        (copy_all, "copy.deepcopy(sharded.model) in `with sharded.whole():` for a plain module"),
         (clip_weights, "until `sharded.step(optimizer, clip=...)`, which clips by the norm of all"),
         (clip_shards, "until `sharded.step(optimizer, clip=...)`, which clips by the norm of all"),
     ],
@@ -390,9 +390,9 @@ def test_habits_are_refused_at_every_stage(ranks: Ranks, action: Any, message: s
     [
         (adafactor, "Adafactor: its update depends on the shape or on the norm of a tensor"),
         (lamb_of_shards, "Lamb: its update depends on the shape or on the norm of a tensor"),
-        (no_such_name, "groups[0]: 'heads.*' names no trained parameter; their names are "),
-        (named_twice, "body.layers.0.weight: is in groups[0] and in groups[1]; one works"),
-        (no_such_option, "groups[0]: there is no rate; betas, eps, lr, weight_decay work"),
+        (no_such_name, "groups[0]: 'heads.*' fits no trained parameter; their names are "),
+        (named_twice, "body.layers.0.weight: is in groups[0] and in groups[1]; keep one"),
+        (no_such_option, "groups[0]: unknown key rate; use betas, eps, lr, weight_decay"),
         (no_such_rate, "lr = -0.1: must be above 0"),
         (tensors_in_groups, "must be names or patterns of parameters"),
         (hooked_before, "unused.weight: has a hook, which is lost"),
@@ -401,7 +401,7 @@ def test_habits_are_refused_at_every_stage(ranks: Ranks, action: Any, message: s
         (half_model, "dtype = torch.float16: small gradients vanish in it without a loss scale"),
         (half_message, "message = torch.float16: small gradients vanish in it without a loss scale"),
         (list_as_region, "regions: prompts is ParameterList, which has no forward"),
-        (no_such_chunk, "regions: there is no chunk 1; chunks have numbers from 0 to 0"),
+        (no_such_chunk, "regions: unknown chunk 1; use 0 to 0"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(ranks: Ranks, action: Any, message: str) -> None:

@@ -180,7 +180,7 @@ def fail_in_the_second(rank: int, world: int) -> None:
         lambda: pipeline.forward_backward(TWO, TWO, lambda x, _: x.sum()),
         lambda: pipeline.sharded.step(pipeline.sharded.adamw(1e-3)),
     ):
-        with pytest.raises(UserError, match="the last backward has failed and leaves a part of the gradients"):
+        with pytest.raises(UserError, match="the last backward pass failed and left partial gradients"):
             go_on()
 
 
@@ -203,11 +203,11 @@ TWO = [torch.zeros(3, 2)] * 2
             "zb_v",
             "with virtual = 1: zb_v needs exactly 2 chunks per stage; use 2",
         ),
-        (partial(nn.Linear, 2, 2), TWO, "zb", "schedule zb: there is none of that name; 1f1b, "),
+        (partial(nn.Linear, 2, 2), TWO, "zb", "schedule zb: unknown schedule; use one of 1f1b, "),
         (partial(nn.Linear, 2, 2), TWO[:1], "1f1b", "1 inputs, 1 targets: the schedule has 2 micro-batches"),
         (partial(nn.Linear, 2, 2), [torch.zeros(3, 2), torch.zeros(2)], "1f1b", "inputs of several shapes: "),
-        (nn.Linear(2, 2), TWO, "1f1b", "chunks: must be functions that make modules, not modules"),
-        (partial(Integers, 2, 2), TWO, "1f1b", "chunk 0 returns torch.int64: a floating tensor, or a tuple of them"),
+        (nn.Linear(2, 2), TWO, "1f1b", "chunks: must be functions that return modules, not modules"),
+        (partial(Integers, 2, 2), TWO, "1f1b", "chunk 0 returns torch.int64; return a floating tensor"),
     ],
 )
 def test_mistakes_get_one_message(ranks: Ranks, make: Any, numbers: Any, schedule: str, message: str) -> None:

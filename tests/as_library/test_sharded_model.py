@@ -475,7 +475,7 @@ def failed_backward(rank: int) -> None:
     sharded.model.head.register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(sharded.model, batch(0, 0)).backward()
-    with pytest.raises(UserError, match="the last backward has failed"):
+    with pytest.raises(UserError, match="the last backward pass failed"):
         sharded.model(batch(0, 0))
     sharded.step(sharded.lamb(lr=0.1))
 
@@ -537,28 +537,31 @@ def no_json(rank: int) -> None:
         (looked_at, "words.weight is used outside of the forward of its region, where it is sharded; `with sharded."),
         (copied, "is used outside of the forward of its region, where it is sharded"),
         (cast, "is used outside of the forward of its region, where it is sharded"),
-        (failed_backward, "the last backward has failed and leaves a part of the gradients; go on from a checkpoint"),
+        (failed_backward, "the last backward pass failed and left partial gradients; continue from a checkpoint"),
         (no_mesh, "must be a mesh, as `pangu.connect` returns it"),
-        (other_world, "is of 3 processes, and there are 2"),
+        (other_world, "needs 3 processes, got 2"),
         (no_stage, "degrees must be at least 1, and zero 0, 1, 2 or 3"),
         (no_bucket, "bucket_mib = -1: must be above 0"),
-        (no_loss, "loss = tensor([1., 1.]): must be a tensor of one number"),
-        (no_list, "offload = ['optimizer']: 'optimizer' and 'parameters' work, in a list"),
-        (over_files, ": is there and is no checkpoint, so it is not replaced"),
+        (no_loss, "loss = tensor([1., 1.]): must be a tensor with one element"),
+        (no_list, "offload = ['optimizer']: use 'optimizer' and 'parameters' in a list"),
+        (over_files, ": exists and is not a checkpoint, so it is not replaced"),
         (no_json, "facts: must be a mapping of JSON values (Object of type object is not JSON serializable)"),
         (differ, "shift: its first values differ between ranks 0 and 1; build the module alike"),
         (differ_in_kind, "parameters and buffers differ between ranks 0 and 1"),
         (outside, "words.weight is used outside of the forward of its region, where it is sharded; `with sharded."),
-        (unseen, "0: its forward returns SimpleNamespace, in which no tensor is seen; tensors, lists"),
-        (state_dict, "state_dict: the weights are sharded; `pangu.save` writes them"),
+        (unseen, "0: its forward returns SimpleNamespace, in which no tensor is found; return tensors"),
+        (state_dict, "state_dict: the weights are sharded; use `pangu.save`"),
         (load_state_dict, "load_state_dict: what is loaded after `shard` is lost"),
         (twice, "a second backward in one step, after the gradients were summed"),
         (meta, "weight: has no values yet; build the module on a device"),
         (lazy, "weight: has no values yet; build the module on a device"),
-        (formats, "several formats: 0.weight is torch.float32, 1.weight is torch.bfloat16; dtype="),
-        (no_region, "regions: 'layers' is no submodule of Foreign; its children are words, blocks, unused, head"),
+        (
+            formats,
+            ("several formats: 0.weight is torch.float32, 1.weight is torch.bfloat16; set one for all, e.g. dtype="),
+        ),
+        (no_region, "regions: 'layers' is not a submodule of Foreign; its children are words, blocks, unused, head"),
         (nested, "regions: blocks.0.conv lies inside blocks.0"),
-        (activations, "offload = ['activations']: 'optimizer' and 'parameters' work, in a list"),
+        (activations, "offload = ['activations']: use 'optimizer' and 'parameters' in a list"),
     ],
 )
 def test_mistakes_get_one_message(ranks: Ranks, action: Callable[[int], None], message: str) -> None:

@@ -177,10 +177,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert find_damage(path, index) == [f"{file}: damaged: its checksum is another one than was written"]
+    assert find_damage(path, index) == [f"{file}: damaged: checksum mismatch"]
     assert find_damage(path, index, 1, 2) == []  # the one file is the first process's to read
     file.write_bytes(content[:-4])
-    assert find_damage(path, index) == [f"{file}: damaged: {len(content) - 4} bytes, and {len(content)} were written"]
+    assert find_damage(path, index) == [f"{file}: damaged: {len(content) - 4} bytes instead of {len(content)}"]
     file.unlink()
     assert find_damage(path, index) == [f"{file}: cannot be read (No such file or directory)"]
 
@@ -208,13 +208,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no checkpoint here \(index.json is missing\)$"):
         read_index(tmp_path)
     write(tmp_path / "run" / "checkpoints", 3)
-    with pytest.raises(UserError, match=r"run: no checkpoint here .* its newest one is .*/step-00000003$"):
+    with pytest.raises(UserError, match=r"run: no checkpoint here .* use its newest checkpoint .*/step-00000003$"):
         read_index(tmp_path / "run")
     (tmp_path / "index.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is not JSON"):
         read_index(tmp_path)
     (tmp_path / "index.json").write_text("{}")
-    with pytest.raises(UserError, match="not the index of a checkpoint of pangu"):
+    with pytest.raises(UserError, match="is not the index of a pangu checkpoint"):
         read_index(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": FORMAT, "version": 99}))
     with pytest.raises(NewerFormatError, match="format version 99: this pangu is too old for it and reads 3"):

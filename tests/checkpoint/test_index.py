@@ -78,14 +78,14 @@ CRAFTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "negative dimensions": (
         lambda i: [entry.update(shape=[-2, -3]) for entry in (i["tensors"]["weight/a"], piece(i))],
-        "no shape, format and pieces",
+        "not a valid tensor entry",
     ),
     "sixty dimensions": (
         lambda i: [entry.update(shape=[1] * 60) for entry in (i["tensors"]["weight/b"], piece(i, "weight/b"))],
-        "no shape, format and pieces",
+        "not a valid tensor entry",
     ),
-    "a fraction": (lambda i: i["tensors"]["weight/a"].update(shape=[2.0, 3]), "no shape, format and pieces"),
-    "another function of torch": (lambda i: i["tensors"]["weight/a"].update(dtype="load"), "no shape, format"),
+    "a fraction": (lambda i: i["tensors"]["weight/a"].update(shape=[2.0, 3]), "not a valid tensor entry"),
+    "another function of torch": (lambda i: i["tensors"]["weight/a"].update(dtype="load"), "not a valid tensor"),
     "out of the folder": (lambda i: piece(i).update(file=f"../{FILE}"), "is not among the files"),
     "an absolute path": (lambda i: piece(i).update(file="/etc/passwd"), "is not among the files"),
     "a file that is not listed": (lambda i: i["files"].pop(FILE), "is not among the files"),
@@ -93,19 +93,19 @@ CRAFTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no checksum": (lambda i: i["files"][FILE].pop("sha256"), "files: "),
     "a negative size": (lambda i: i["files"][FILE].update(bytes=-1), "files: "),
     "a file that is a number": (lambda i: i["files"].update({FILE: 1}), "files: "),
-    "no tensors": (lambda i: i.pop("tensors"), "tensors and files must be given"),
+    "no tensors": (lambda i: i.pop("tensors"), "tensors or files are missing"),
     "a list": (lambda _: [1], "not the index"),
     "a negative step": (lambda i: i.update(step=-5), "step = -5"),
     "samples in words": (lambda i: i.update(samples="many"), "samples = 'many'"),
     "a loss scale of 0": (lambda i: i["loss_scale"].update(scale=0), "loss_scale = "),
-    "more steps skipped than made": (lambda i: i.update(skipped=6), "6 of 5 steps are skipped"),
+    "more steps skipped than made": (lambda i: i.update(skipped=6), "6 of 5 steps are marked as skipped"),
     "choices without figures": (lambda i: i.update(choices={"milliseconds": {"attention": 5}}), "choices = "),
     "choices with words": (lambda i: i.update(choices={"milliseconds": {"attention": {"a": "x"}}}), "choices = "),
     "a watch of another shape": (lambda i: i["watch"].update(rollbacks=[{"step": 1}]), "watch = "),
     "a layout that is a text": (lambda i: i.update(layout="x"), "layout = 'x'"),
     "an escape sequence": (
         lambda i: i["tensors"].update({"weight/\x1b[31m": i["tensors"].pop("weight/b")}),
-        "no shape",
+        "not a valid tensor",
     ),
 }
 
@@ -130,7 +130,7 @@ def test_a_crafted_index_is_refused(checkpoint: Path, name: str) -> None:
 def test_a_run_needs_its_facts(checkpoint: Path, fact: str) -> None:
     rewrite(checkpoint, lambda index: {key: value for key, value in index.items() if key != fact})
     index = read_index(checkpoint)
-    with pytest.raises(UserError, match=rf"index\.json: damaged: {fact} must be given"):
+    with pytest.raises(UserError, match=rf"index\.json: damaged: {fact} missing"):
         require_facts(checkpoint, index, "step", "skipped", "samples", "loss_scale", "identity")
 
 
@@ -152,7 +152,7 @@ def test_files_hold_what_the_index_says(checkpoint: Path, described: dict[str, T
     problems = find_damage(checkpoint, read_index(checkpoint))
     as_listed = list(described) == [key] and described[key].shape == (2, 2) and described[key].dtype == torch.float32
     assert problems == (
-        [] if as_listed else [f"{checkpoint / FILE}: damaged: it does not hold '{key}' as [2, 2] in F32"]
+        [] if as_listed else [f"{checkpoint / FILE}: damaged: no tensor '{key}' of shape [2, 2] and format F32"]
     )
 
 
@@ -177,7 +177,7 @@ def test_links_and_pipes_in_a_checkpoint_are_refused(checkpoint: Path, tmp_path:
         (checkpoint / name).symlink_to(moved)
     else:
         os.mkfifo(checkpoint / name)
-    words = "is a symbolic link" if kind == "link" else "is no regular file"
+    words = "is a symbolic link" if kind == "link" else "is not a regular file"
     with pytest.raises(UserError, match=f"{name}: {words}"):
         raise UserError("\n".join(find_damage(checkpoint, read_index(checkpoint))))
 

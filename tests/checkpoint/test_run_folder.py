@@ -113,7 +113,7 @@ def test_a_configuration_that_is_no_file(checkpoint: Path, tmp_path: Path, kind:
         path.symlink_to(tmp_path / "secret")
     else:
         os.mkfifo(path)
-    with pytest.raises(UserError, match="is a symbolic link" if kind == "link" else "is no regular file") as caught:
+    with pytest.raises(UserError, match="is a symbolic link" if kind == "link" else "is not a regular file") as caught:
         trained_model(checkpoint, read_index(checkpoint))
     assert "password" not in str(caught.value)
     path.unlink()

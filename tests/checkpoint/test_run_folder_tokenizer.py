@@ -67,5 +67,5 @@ def test_folders_are_copied_whole_and_replaced(tmp_path: Path) -> None:
     assert (run_folder / "tokenizer" / "tokenizer.json").read_text() == "2"
     keep_tokenizer(run_folder, TokenizerConfig("huggingface", str(run_folder / "tokenizer")))
     assert [file.name for file in run_folder.iterdir()] == ["tokenizer"]
-    with pytest.raises(UserError, match=r"the tokenizer .*gone\.model does not exist"):
+    with pytest.raises(UserError, match=r"data.tokenizer.path = .*gone\.model: does not exist"):
         keep_tokenizer(run_folder, TokenizerConfig("pangu", str(tmp_path / "gone.model")))

@@ -96,8 +96,8 @@ def test_a_rank_whose_work_hangs_is_named_on_all(pace: float) -> None:
     assert {(type(error), str(error)) for error in outcomes} == {
         (
             StuckError,
-            f"rank 5: writing FILE does not get on for more than {pace:g} s (parallel.timeout_s); look at the disk and "
-            "the network there, or raise the limit",
+            f"rank 5: writing FILE made no progress for more than {pace:g} s (parallel.timeout_s); check the disk and "
+            "the network there, or raise parallel.timeout_s",
         )
     }
 
@@ -120,7 +120,7 @@ def test_who_works_hears_of_its_own_progress_and_who_waits_of_all(pace: float) -
     on_ranks(work, 3, 5.0 * pace, dist.HashStore())
     assert {progress for words, progress in heard[0] if words == "working"} == {0}
     assert max(progress for words, progress in heard[1] if words == "working") > 0
-    assert heard[2][-1] == ("waiting for others, working", 6)
+    assert heard[2][-1] == ("waiting for other ranks: working", 6)
 
 
 @at_some_pace
@@ -168,7 +168,7 @@ def test_ranks_that_do_not_come_are_named(absent: int, pace: float) -> None:
         else:
             assert isinstance(error, LostError)
             assert str(error).startswith(
-                f"rank {rank}, saving: rank {absent}, 6 did not answer within parallel.timeout_s"
+                f"rank {rank}, saving: rank {absent}, 6 did not respond within parallel.timeout_s"
             )
 
 
@@ -193,7 +193,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     with (
         patch.multiple(agreement, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
         patch.multiple(meeting, SILENCE_SECONDS=0.1),
-        pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not answer .*the store does not answer"),
+        pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not respond .*the store does not answer"),
         name_silent_ranks(mesh, lambda: "saving"),
     ):
         agree(mesh, lambda: None, runs_here=True)

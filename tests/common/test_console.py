@@ -51,4 +51,4 @@ def test_a_run_continues_without_its_console(console: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert len(metrics(tmp_path / "run")) == 3
     assert (tmp_path / "run" / "summary.json").exists()
-    assert done.stderr.count("standard output is gone") == (console != "neither")
+    assert done.stderr.count("standard output was closed") == (console != "neither")

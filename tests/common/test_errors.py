@@ -88,7 +88,7 @@ def test_references_in_yaml_stand_for_a_bounded_number_of_values(tmp_path: Path)
     for name in ("config.yaml", "c.yaml"):
         (tmp_path / name).write_text("\n".join(lines))
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"stand for more than 100,000 values"):
+    with pytest.raises(UserError, match=r"expand to more than 100,000 values"):
         load_cluster(tmp_path / "c.yaml")
     with pytest.raises(UserError, match=r"more than 10,000 settings"):
         open_run(tmp_path, "run")

@@ -213,7 +213,7 @@ def test_packed_samples_are_shown_as_training_has_them(tmp_path: Path, capsys: p
     manifest["recipe"]["bos"] = -3
     (tmp_path / "out.json").write_text(json.dumps(manifest), encoding="utf-8")
     assert inspect_data.main([str(tmp_path / "out"), "--packing", "best_fit", "--samples", "1", "--sequence", "4"]) == 2
-    assert "is no manifest of these files" in capsys.readouterr().err
+    assert "is not a manifest of these files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("documents", [[[0, 11, 12, 1], [0, 13, 1]], [[11, 12, 1], [13, 1]]])

@@ -70,7 +70,7 @@ def test_built_in_templates_end_each_response() -> None:
         "qwen3": ["2<|im_end|>\n", "<think>\n\n</think>\n\n4<|im_end|>\n"],
     }
     assert parts("plain", TALK[1:3]) == [("1+1?", False), ("2<|endoftext|>", True)]
-    with pytest.raises(UserError, match=r"data\.template = plain: needs a tokenizer with an end of a document"):
+    with pytest.raises(UserError, match=r"data\.template = plain: needs a tokenizer with an end-of-document token"):
         ChatTemplate("plain", {}, None)
 
 
@@ -103,10 +103,10 @@ def test_what_follows_the_last_turn_is_no_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "no such file; plain, chatml, alpaca, llama3, qwen3 are built in"),
-        ("{}", "has no chat_template; plain, chatml, alpaca, llama3, qwen3 are built in"),
+        (None, "no such file; use a file, or one of plain, chatml, alpaca, llama3, qwen3"),
+        ("{}", "has no chat_template; set data.template to one of plain, chatml, alpaca, llama3, qwen3"),
         ('{"chat_template": [{"name": "other", "template": "x"}]}', "has no chat_template"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ("{", "is not JSON"),
     ],
 )
@@ -132,8 +132,8 @@ def test_a_template_with_an_error_is_told_with_its_line(tmp_path: Path, template
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
         ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
         ("{% for m in messages %}{{ '{0.__class__.__mro__}'.format(m) }}{% endfor %}", "unsafe"),
-        ("{{ 10 ** 9999999 }}", "computes with numbers that are too large"),
-        ("{{ 5 | round(-1000000000) }}", "computes with numbers that are too large"),
+        ("{{ 10 ** 9999999 }}", "computes with too large numbers"),
+        ("{{ 5 | round(-1000000000) }}", "computes with too large numbers"),
         ("{{ 5 | round(1000000000, 'ceil') }}", "too large"),
         ("{{ ('f' * 9999999) | int(0, 16) // (('f' * 4999999) | int(0, 16)) }}", "too large"),
         ("{% set n = namespace(x=3) %}{% for i in range(50) %}{% set n.x = n.x * n.x %}{% endfor %}", "too large"),
@@ -150,7 +150,7 @@ def test_a_template_with_an_error_is_told_with_its_line(tmp_path: Path, template
         ("{{ raise_exception('only two turns') }}", "only two turns"),
         ("{{ messages[9].content }}", "has no element 9"),
         ("{{ no_such_function() }}", "'no_such_function' is undefined"),
-        ("{{ messages[-1].content }}", "it writes turn 2 differently once others follow; use data.turns=last"),
+        ("{{ messages[-1].content }}", "it writes turn 2 differently if others follow; set data.turns=last"),
     ],
 )
 def test_hostile_and_broken_templates_end_in_one_reason(
@@ -176,25 +176,25 @@ def test_pieces_in_a_message_stay_text() -> None:
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ([], "is no JSON object"),
+        ([], "is not a JSON object"),
         ({"text": "x"}, "has neither 'messages' nor 'prompt' and 'response'; it has [text]"),
         ({"prompt": "x"}, "has neither"),
-        ({"messages": {}}, "its 'messages' is no list of messages"),
-        ({"messages": []}, "its 'messages' is no list of messages"),
-        ({"messages": ["x"]}, "message 0 is no JSON object with 'role' and 'content'"),
+        ({"messages": {}}, "its 'messages' is not a list of messages"),
+        ({"messages": []}, "its 'messages' is not a list of messages"),
+        ({"messages": ["x"]}, "message 0 is not a JSON object with 'role' and 'content'"),
         (
             {"messages": [{"role": "bot", "content": "x"}]},
-            "message 0 has the unknown role bot; system, user, assistant,",
+            "message 0 has the unknown role bot; use one of system, user, assistant,",
         ),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "message 0 has the unknown role [user]"),
-        ({"messages": [{"role": "user"}]}, "message 0 has no text as its 'content', but null"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "has no response: no message is of the role assistant"),
+        ({"messages": [{"role": "user"}]}, "message 0 has null instead of text as its 'content'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "has no response: no message has the role assistant"),
         ({"messages": [TALK[1], {"role": "assistant", "content": " \n"}]}, "message 1 is an empty response"),
         ({"prompt": "x", "response": ""}, "message 1 is an empty response"),
-        ({"prompt": 3, "response": "y"}, "message 0 has no text as its 'content', but 3"),
-        ({"prompt": "\ud800", "response": "y"}, "holds half of a surrogate pair"),
-        ({"prompt": "a\ufdd0", "response": "y"}, "holds one of U+FDD0 to U+FDD2"),
-        ({"messages": [{**TALK[2], "more": [{"\ud800": 1}]}]}, "holds half of a surrogate pair"),
+        ({"prompt": 3, "response": "y"}, "message 0 has 3 instead of text as its 'content'"),
+        ({"prompt": "\ud800", "response": "y"}, "contains half of a surrogate pair"),
+        ({"prompt": "a\ufdd0", "response": "y"}, "contains one of U+FDD0 to U+FDD2"),
+        ({"messages": [{**TALK[2], "more": [{"\ud800": 1}]}]}, "contains half of a surrogate pair"),
     ],
 )
 def test_records_without_a_conversation(record: Any, says: str) -> None:
@@ -291,7 +291,7 @@ def test_sharegpt() -> None:
 @pytest.mark.parametrize("template", ["plain", "chatml", "alpaca", "llama3"])
 def test_a_template_without_tools_says_so(template: str) -> None:
     for talk in (dialog(CALLED), dialog(TALK, tools=[TOOL])):
-        with pytest.raises(ValueError, match=f"{template} does not write the function add; qwen3"):
+        with pytest.raises(ValueError, match=f"{template} does not write the function add; use qwen3"):
             rendered(template, talk)
 
 
@@ -300,17 +300,17 @@ def test_a_template_without_tools_says_so(template: str) -> None:
     [
         (
             {"content": [{"type": "image_url", "image_url": "x"}]},
-            "message 0 has a part of its 'content' that is no text",
+            "message 0 has a part of its 'content' that is not text",
         ),
-        ({"content": [{"type": "text"}]}, "message 0 has a part of its 'content' that is no text"),
+        ({"content": [{"type": "text"}]}, "message 0 has a part of its 'content' that is not text"),
         ({"content": None, "tool_calls": [{"function": {}}]}, "message 0 has a tool call without the name"),
-        ({"content": None, "tool_calls": "x"}, "message 0 has tool calls that are no list"),
+        ({"content": None, "tool_calls": "x"}, "message 0 has tool calls that are not a list"),
         ({"content": "", "tool_calls": []}, "message 0 is an empty response"),
         (
             {"content": None, "function_call": {"name": "f", "arguments": "{"}},
             "message 0 calls f with arguments that is not",
         ),
-        ({"content": None, "function_call": {"name": "f", "arguments": "[1]"}}, "arguments that are no JSON object"),
+        ({"content": None, "function_call": {"name": "f", "arguments": "[1]"}}, "arguments that are not a JSON object"),
         ({"from": "function_call", "value": "no"}, "message 0 has a call that is not JSON: no"),
     ],
 )

@@ -80,12 +80,12 @@ def test_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> 
     path, begin = tmp_path / "a.json.zst", '\ufeff \n[ {"text": "你 [1]"},\n {"id": 7, "text": "]"} , 123'
     for whole, says in (
         ("\ufeff [\n]\n", []),
-        (begin + "]", ["你 [1]", "]", "'text', but 123"]),
+        (begin + "]", ["你 [1]", "]", "has 123 instead of a string"]),
         (
             begin + ', [], {"body": 1}, {"text": null} ]\n',
-            ["你 [1]", "]", "but 123", "but []", "but {body: 1}", "but null"],
+            ["你 [1]", "]", "has 123", "has []", "has {body: 1}", "has null"],
         ),
-        (begin, "value 3 of its array is not JSON: no comma or bracket behind it"),
+        (begin, "value 3 of its array is not JSON: no comma or bracket after it"),
         (begin + ", x]", "value 4 of its array is not JSON: Expecting value"),
         (begin + ' "text"]', "value 4 of its array is not JSON"),
         (begin + "][1]", "more text follows the 3 values"),
@@ -191,8 +191,8 @@ def test_bad_lines_are_named_and_the_others_are_there(tmp_path: Path) -> None:
     assert [document.text for document in found if not isinstance(document, BadLine)] == ["first", "last"]
     bad = [document for document in found if isinstance(document, BadLine)]
     assert [line.line for line in bad] == [2, 4, 5, 6, 7, 8, 9]
-    assert str(bad[0]) == f"{tmp_path}/a.jsonl, line 2: has no text under 'text', but 3"
-    reasons = ["no text", "not JSON", "not JSON", "no JSON object", "not UTF-8", "surrogate", "no text"]
+    assert str(bad[0]) == f"{tmp_path}/a.jsonl, line 2: has 3 instead of a string under 'text'"
+    reasons = ["instead of a string", "not JSON", "not JSON", "a JSON object", "not UTF-8", "surrogate", "no text"]
     for line, words in zip(bad, reasons, strict=True):
         assert words in line.reason
         assert "\x1b" not in str(line)
@@ -209,14 +209,14 @@ def test_a_table_with_other_values(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
     one, bad, two = everything(tmp_path / "a.parquet")
     assert (one, two) == (("a", 1), ("b", 1))
-    assert str(bad) == f"{tmp_path}/a.parquet, line 2: has no text under 'text', but null"
+    assert str(bad) == f"{tmp_path}/a.parquet, line 2: has null instead of a string under 'text'"
 
 
 def test_a_line_without_an_end_is_named_before_it_takes_all_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inputs, "LONGEST", 3 << 20)
-    for name, words in (("a.jsonl", "it does not end"), ("a.txt", "no blank line ends its document")):
+    for name, words in (("a.jsonl", "it does not end"), ("a.txt", "no blank line ends the document")):
         (tmp_path / name).write_bytes(b'{"text": "a"}\n\n' + b"x\x00" * (4 << 20))
         with pytest.raises(UserError, match=rf"{name}, line 3: {words} within 3 MiB"):
             list(read_documents([str(tmp_path / name)], "text"))
@@ -257,10 +257,12 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
 
 def test_another_key(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "content")
-    with pytest.raises(UserError, match=r"a.jsonl, line 1: has no text under 'text'; it has \[content, id\]"):
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: has no text under 'text'; its keys are \[content, id\]"):
         list(read_documents([str(tmp_path / "a.jsonl")], "text"))
     write(tmp_path / "a.parquet", "content")
-    with pytest.raises(UserError, match=r"a.parquet: a record has no text under 'text'; it has \['content', 'id'\]"):
+    with pytest.raises(
+        UserError, match=(r"a.parquet: a record has no text under 'text'; its keys are \['content', 'id'\]")
+    ):
         list(read_documents([str(tmp_path / "a.parquet")], "text"))
 
 
@@ -296,13 +298,13 @@ def test_find_inputs(tmp_path: Path) -> None:
     assert found("b.txt", "*.txt", "b.txt") == ["b.txt", "x[1].txt"]
     assert found("x[1].txt") == ["x[1].txt"]
     assert found("**/c.txt") == ["deep/er/c.txt"]
-    for pattern, words in [("none", "no such"), ("*.parquet", "no such"), ("deep/notes.md", "kind is unknown")]:
+    for pattern, words in [("none", "no such"), ("*.parquet", "no such"), ("deep/notes.md", "unknown kind of file")]:
         with pytest.raises(UserError, match=words):
             found(pattern)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: the folder holds no"):
+    with pytest.raises(UserError, match="empty: the folder has no"):
         found("empty")
-    with pytest.raises(UserError, match="--input: an empty name"):
+    with pytest.raises(UserError, match="--input: a name is empty"):
         find_inputs([""])
 
 
@@ -344,7 +346,7 @@ def test_a_line_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: pytes
         assert [isinstance(item, BadLine) for item in whole] == [size > 49 for size in sizes]
         assert [item.line for item in whole if isinstance(item, BadLine)] == [3, 5, 7, 9]
         assert {item.reason for item in whole if isinstance(item, BadLine)} == {
-            "it does not end within 0 MiB; cut it into documents"
+            "it does not end within 0 MiB; split it into documents"
         }
         for part in read_chunks([str(path)], "text"):
             rest = [item for other in read_chunks([str(path)], "text", part.after) for item in documents(other, "text")]
@@ -365,8 +367,8 @@ def test_a_document_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: p
     ]
     bad = [item for item in whole if isinstance(item, BadLine)]
     assert [item.line for item in bad[:2]] == [3, 3 + 30 + 2 + 2]
-    assert bad[0].reason == "no blank line ends its document within 0 MiB; cut it into documents"
-    with pytest.raises(UserError, match=r"a\.txt, line 3: no blank line ends its document"):
+    assert bad[0].reason == "no blank line ends the document within 0 MiB; split it into documents"
+    with pytest.raises(UserError, match=r"a\.txt, line 3: no blank line ends the document"):
         list(read_documents([str(path)], "text"))
 
 
@@ -412,5 +414,5 @@ def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": selected, "test": rows}).save_to_disk(str(tmp_path / "several"))
     for name in ("one", "single", "several/train"):
         assert list(read_documents(find_inputs([str(tmp_path / name)]), "text")) == expected
-    with pytest.raises(UserError, match=r"several: holds the splits test, train; name one of them, .*several/test"):
+    with pytest.raises(UserError, match=r"several: has the splits test, train; name one, e.g. .*several/test"):
         find_inputs([str(tmp_path / "several")])

@@ -119,10 +119,10 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.bin: No such file"):
         open_indexed(tmp_path / "a")
     write(tmp_path / "b", [[], []])
-    with pytest.raises(UserError, match=r"b\.bin holds no tokens"):
+    with pytest.raises(UserError, match=r"b\.bin has no tokens"):
         open_indexed(tmp_path / "b")
     write(tmp_path / "c", [])
-    with pytest.raises(UserError, match=r"c\.bin holds no tokens"):
+    with pytest.raises(UserError, match=r"c\.bin has no tokens"):
         open_indexed(tmp_path / "c")
 
 

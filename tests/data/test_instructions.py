@@ -206,7 +206,7 @@ def test_what_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert responses("leave_out") == [21]
     assert f"{path}: 1 conversations, 0 of them truncated; left out: 4 longer than" in caplog.text
     with pytest.raises(
-        UserError, match=r"a\.jsonl, line 2: has 71 tokens, more than model\.sequence \+ 1 = 65; data\.too_long"
+        UserError, match=r"a\.jsonl, line 2: has 71 tokens, more than model\.sequence \+ 1 = 65; set data\.too_long"
     ):
         responses("refuse")
 
@@ -219,9 +219,9 @@ def test_bad_lines_end_a_run_or_are_counted(tmp_path: Path, caplog: pytest.LogCa
     with pytest.raises(UserError) as caught:
         prepare(instructions(tmp_path / "out", [path], max_bad=2), MODEL, show_progress=False)
     assert str(caught.value).startswith(f"{path}, line 6: is not JSON (")
-    assert str(caught.value).endswith("more than data.max_bad = 2 such lines are not left out")
-    assert f"left out: {path}, line 3: is not JSON (" in caplog.text
-    assert f"left out: {path}, line 4: message 1 is an empty response" in caplog.text
+    assert str(caught.value).endswith("limit reached: data.max_bad = 2 bad lines; correct the line, or raise the limit")
+    assert f"skipped: {path}, line 3: is not JSON (" in caplog.text
+    assert f"skipped: {path}, line 4: message 1 is an empty response" in caplog.text
     assert not (tmp_path / "out" / "instructions").exists()
     caplog.set_level(logging.INFO, "pangu")
     prepare(instructions(tmp_path / "out", [path], max_bad=3, workers=2), MODEL, show_progress=False)
@@ -238,7 +238,7 @@ def test_bad_lines_are_counted_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
     bad, long = {"prompt": "a", "response": ""}, {"prompt": "a" * 99, "response": "b"}
     path = lines_file(tmp_path / "a.jsonl", [bad, bad, long, *[{"prompt": "a", "response": "b"}] * 50])
     with pytest.raises(
-        UserError, match=r"a\.jsonl, line 2: message 1 is an empty response; more than data\.max_bad = 1"
+        UserError, match=r"a\.jsonl, line 2: message 1 is an empty response; limit reached: data\.max_bad = 1"
     ):
         prepare(instructions(tmp_path, [path], max_bad=1, too_long="refuse"), MODEL, show_progress=False)
     assert len(seen) == 2
@@ -248,9 +248,9 @@ def test_bad_lines_are_counted_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
     ("change", "says"),
     [
         ({"train": ("no.jsonl",)}, "data.train no.jsonl: no such file or folder"),
-        ({"train": ("README.md",)}, "data.train README.md: its kind is unknown"),
-        ({"train": ("a.txt",)}, "conversations are read from .jsonl files, one in each line"),
-        ({"train": ("empty.jsonl",)}, "empty.jsonl: 0 conversations"),
+        ({"train": ("README.md",)}, "data.train README.md: unknown kind of file"),
+        ({"train": ("a.txt",)}, "must be a .jsonl file with one conversation per line"),
+        ({"train": ("empty.jsonl",)}, "empty.jsonl: no conversations left"),
         ({"template": "no.jinja"}, "data.template = no.jinja: no such file"),
         ({"tokenizer": TokenizerConfig("huggingface", "none")}, "none"),
         ({"template": "hostile.jinja"}, "a.jsonl, line 1: the chat template hostile.jinja fails: "),
@@ -270,7 +270,7 @@ def test_bad_files_are_named(
         Path(name).write_text(text)
     with pytest.raises(UserError, match=re.escape(says)):
         prepare(replace(instructions(Path("out"), ["a.jsonl"]), **change), MODEL, show_progress=False)
-    with pytest.raises(UserError, match=r"model\.vocab = 50, but the tokenizer of the data has 257 pieces"):
+    with pytest.raises(UserError, match=r"model\.vocab = 50: must be at least 257, the size of the tokenizer"):
         prepare(instructions(Path("out"), ["a.jsonl"]), replace(MODEL, vocab=50), show_progress=False)
 
 

@@ -52,7 +52,7 @@ def test_formula() -> None:
 
 
 def test_what_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="12 cannot be dealt to 5 ranks in micro-batches of 2"):
+    with pytest.raises(ValueError, match="12 cannot be divided among 5 ranks in micro-batches of 2"):
         step_samples(0, 12, 2, 0, 5)
 
 

@@ -175,7 +175,7 @@ def test_the_index_is_made_once_and_anew_for_other_files(write_tokens: WriteToke
     write_packing(packing)
     assert packing.path.stat().st_mtime_ns == made
     write_tokens("some", VOCAB, documents_of([5, 8, 3]))
-    with pytest.raises(UserError, match=r"best_fit-8\.packing: was made of other files than .*some\.bin"):
+    with pytest.raises(UserError, match=r"best_fit-8\.packing: does not match the current .*some\.bin"):
         PackedDocuments(packing, VOCAB, IDS)
     write_packing(packing)
     assert PackedDocuments(packing, VOCAB, IDS).num_samples == 2
@@ -201,7 +201,7 @@ def test_the_ids_of_a_sample_are_checked(write_tokens: WriteTokens) -> None:
     reader = write_tokens("some", VOCAB, documents_of([5, 3, 8]))
     write_packing(Packing(reader.prefix, 8, "best_fit", None))
     documents = PackedDocuments(Packing(reader.prefix, 8, "best_fit", None), 4, IDS)
-    with pytest.raises(UserError, match=r"holds the id 4998, but model\.vocab = 4; was it written"):
+    with pytest.raises(UserError, match=r"contains the id 4998, but model\.vocab = 4; use the tokenizer"):
         documents.row(0)
 
 

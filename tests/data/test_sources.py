@@ -58,7 +58,7 @@ def test_stdlib(prepared: StdlibPaths) -> None:
 
 @pytest.mark.parametrize(("vocab", "fraction"), [(VOCAB + 1, FRACTION), (VOCAB, 0.01)])
 def test_opening_prepares_nothing(prepared: StdlibPaths, vocab: int, fraction: float) -> None:
-    with pytest.raises(UserError, match=rf"data.folder = .* does not hold the standard library in {vocab} pieces"):
+    with pytest.raises(UserError, match=rf"data.folder = .* does not have the standard library in {vocab} pieces"):
         open_sources(stdlib(prepared.folder, fraction), model(vocab), seed=0)
 
 
@@ -126,7 +126,7 @@ def test_missing_prefixes_are_all_named(write_tokens: WriteTokens, tmp_path: Pat
 
 def test_a_tokenizer_larger_than_the_model(write_tokens: WriteTokens, prepared: StdlibPaths) -> None:
     prefix = write_tokens("a", 50, [range(50)]).prefix
-    with pytest.raises(UserError, match=f"model.vocab = 50, but the tokenizer of the data has {VOCAB} pieces"):
+    with pytest.raises(UserError, match=f"model.vocab = 50: must be at least {VOCAB}, the size of the tokenizer"):
         open_sources(indexed([prefix], [], str(prepared.tokenizer)), model(50), 0)
 
 
@@ -147,5 +147,5 @@ def test_another_tokenizer_than_was_written_is_named(prepared: StdlibPaths, tmp_
     content = (tmp_path / "tokenizer.model").read_bytes()
     assert b"self" in content
     (tmp_path / "tokenizer.model").write_bytes(content.replace(b"self", b"flse"))
-    with pytest.raises(UserError, match=r"tokenizer\.model: damaged: its checksum is not that of manifest\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.model: damaged: checksum mismatch with manifest\.json"):
         tokenizer_of(stdlib(tmp_path))

@@ -136,7 +136,7 @@ def test_weights_change_at_a_sample_and_each_dataset_goes_on(write_tokens: Write
         weighted, 10, VOCAB, 3, shuffle=False, later_weights=[(40, [0.0, 0.0, 1.0]), (60, [3.0, 1.0, 0.0])]
     )
     assert abs(first_to_end.num_samples - (20 + 99 * 4 / 3)) <= 2
-    with pytest.raises(UserError, match="leave the dataset out"):
+    with pytest.raises(UserError, match="remove the dataset"):
         SampleStream(weighted, 10, VOCAB, 3, later_weights=[(40, [1.0, 1.0, 0.0])])
 
 
@@ -166,18 +166,18 @@ def test_foreign_ids_are_told(write_tokens: WriteTokens, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_SCANNED", scanned)
     reader = counting(write_tokens, 50)
     if scanned > 1:
-        with pytest.raises(UserError, match=r"count holds the id 49, but model\.vocab = 40"):
+        with pytest.raises(UserError, match=r"count contains the id 49, but model\.vocab = 40"):
             SampleStream([(reader, 1.0)], 8, 40, seed=0)
     else:
         stream = SampleStream([(reader, 1.0)], 8, 40, seed=0, shuffle=False)
         assert stream[3].max() == 32
-        with pytest.raises(UserError, match=r"count holds the id 40, but model\.vocab = 40"):
+        with pytest.raises(UserError, match=r"count contains the id 40, but model\.vocab = 40"):
             stream[4]
 
 
 def test_negative_ids_are_told(write_tokens: WriteTokens) -> None:
     reader = IndexedTokens("negative", np.array([3, -1, 5], np.int32), np.array([3], np.int32), np.array([0, 1]))
-    with pytest.raises(UserError, match="negative holds the id -1"):
+    with pytest.raises(UserError, match="negative contains the id -1"):
         SampleStream([(reader, 1.0)], 2, 40, seed=0)
 
 

@@ -316,7 +316,10 @@ def resumed_with(data: StreamData, position: dict[str, Any] | None) -> None:
 CHANGES: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     (lambda path: {"shuffle": 5}, r"  data\.shuffle = 5: the checkpoint has 300"),
     (lambda path: {"holdout": 0.1}, r"  data\.holdout = 0\.1: the checkpoint has 0\.0"),
-    (lambda path: {"train": (f"{path}/a.jsonl", f"{path}/b.jsonl")}, r"data\.train: b\.jsonl of 20 bytes stands where"),
+    (
+        lambda path: {"train": (f"{path}/a.jsonl", f"{path}/b.jsonl")},
+        r"data\.train: b\.jsonl of 20 bytes, and the checkpoint has",
+    ),
     (lambda path: {"packing": replace(PACKING, eod=299)}, r"data\.packing\.eod = 299: the checkpoint has 256"),
 ]
 
@@ -334,7 +337,7 @@ def test_a_checkpoint_of_other_data_is_refused(
     resumed_with(data, position)
     with pytest.raises(UserError, match=message) as caught:
         resumed_with(replace(data, **change(tmp_path)), position)
-    assert "give the same text and values to continue it, or another train.output" in str(caught.value)
+    assert "restore these files and values, or set another train.output" in str(caught.value)
 
 
 def test_text_that_has_changed_is_named(tmp_path: Path) -> None:
@@ -347,7 +350,9 @@ def test_text_that_has_changed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.jsonl: has changed since the checkpoint was written"):
         resumed_with(stream_of(path), position)
     path.write_bytes(content[:-5])
-    with pytest.raises(UserError, match=rf"a\.jsonl of {len(content) - 5} bytes stands where .* of {len(content)}"):
+    with pytest.raises(
+        UserError, match=rf"a\.jsonl of {len(content) - 5} bytes, and the checkpoint has .* of {len(content)}"
+    ):
         resumed_with(stream_of(path), position)
 
 
@@ -355,7 +360,7 @@ def test_text_that_has_changed_is_named(tmp_path: Path) -> None:
 def test_a_damaged_place_is_one_message(tmp_path: Path, damage: dict[str, Any]) -> None:
     stream = opened(stream_of(write(tmp_path / "a.jsonl"))).train
     stream[50]
-    with pytest.raises(UserError, match="the checkpoint's place in the data: is damaged"):
+    with pytest.raises(UserError, match="the data position of the checkpoint: is damaged"):
         resumed_with(stream_of(tmp_path / "a.jsonl"), {**(stream.position or {}), **damage})
 
 
@@ -376,7 +381,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "gone.jsonl", r"data\.train .*gone\.jsonl: no such file or folder"),
         ("memory://nowhere/a.jsonl", r"data\.train memory://nowhere/a\.jsonl: no such file or folder"),
         ("nothing://a/b.jsonl", r"data\.train nothing://a/b\.jsonl: cannot be found \(Protocol not known: nothing"),
-        (tmp_path / "a.doc", r"a\.doc: its kind is unknown; known are \.txt, \.jsonl"),
+        (tmp_path / "a.doc", r"a\.doc: unknown kind of file; supported are \.txt, \.jsonl"),
     ):
         (tmp_path / "a.doc").write_text("text")
         with pytest.raises(UserError, match=message):
@@ -384,10 +389,10 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.validation .*gone\.jsonl: no such file"):
         opened(stream_of(tmp_path / "a.jsonl", validation=(str(tmp_path / "gone.jsonl"),)))
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(UserError, match=r"data\.train .*pipe\.txt: is no regular file, and text is read again"):
+    with pytest.raises(UserError, match=r"data\.train .*pipe\.txt: is not a regular file, and each epoch"):
         opened(stream_of(tmp_path / "pipe.txt"))
     (tmp_path / "binary.jsonl").write_bytes(b"\x80\x04\x95")
-    with pytest.raises(UserError, match=r"binary\.jsonl, line 1: is not UTF-8; more than data\.max_bad = 0"):
+    with pytest.raises(UserError, match=r"binary\.jsonl, line 1: is not UTF-8; limit reached: data\.max_bad = 0"):
         samples(stream_of(tmp_path / "binary.jsonl"), 1)
     with pytest.raises(UserError, match=r"a\.jsonl, line 1: has no text under 'body'.*data\.text_key"):
         samples(stream_of(tmp_path / "a.jsonl", text_key="body"), 1)
@@ -399,8 +404,10 @@ def test_bad_lines_are_left_out_up_to_a_number(tmp_path: Path, caplog: pytest.Lo
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], b"{\n", *lines[3:50], b'{"texts": 1}\n', *lines[50:]]))
     assert samples(stream_of(path, max_bad=2), 150) == expected  # in each of two epochs
-    assert f"left out: {path}, line 4: is not JSON" in caplog.text
-    with pytest.raises(UserError, match=r"line 52: has no text .*; more than data\.max_bad = 1 such lines of an epoch"):
+    assert f"skipped: {path}, line 4: is not JSON" in caplog.text
+    with pytest.raises(
+        UserError, match=r"line 52: has no text .*; limit reached: data.max_bad = 1 bad lines per epoch"
+    ):
         samples(stream_of(path, max_bad=1), 150)
     stream = opened(stream_of(path, max_bad=2)).train
     stream[85]
@@ -411,9 +418,7 @@ def test_bad_lines_are_left_out_up_to_a_number(tmp_path: Path, caplog: pytest.Lo
 def test_text_that_is_too_short(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["a" * 100])
     assert samples(stream_of(path), 8)[0][0] == ord("a")
-    message = (
-        r"a\.jsonl: an epoch has 101 tokens, but 113 are needed at once \(7 x model\.sequence = 16, .*; use more text"
-    )
+    message = r"a\.jsonl: an epoch has 101 tokens, but a batch needs 113 \(7 x model\.sequence = 16, .*; use more text"
     with pytest.raises(UserError, match=message):
         samples(stream_of(path), 8, global_size=7)
     blank = write(tmp_path / "b.jsonl", [" "])

@@ -43,9 +43,15 @@ def written(folder: Path, **parts: Any) -> Path:
         ({"model": {**WORDS, "vocab": {"a": 2**32 - 1}}}, "it has the id 4294967295; ids are less than 2^31 - 1"),
         ({"model": {**WORDS, "vocab": {}}}, "it has no pieces"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgICAgA=="}}, "Cannot parse"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [LONGER] * 3}}, "its normalizer writes up to 1e+09 char"),
-        ({"decoder": {"type": "Sequence", "decoders": [LONGER] * 2}}, "its decoder writes up to 1e+06 characters"),
-        ({"normalizer": BETWEEN}, "its normalizer writes up to 1e+03 characters for one; at most 100 are allowed"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [LONGER] * 3}},
+            "its normalizer replaces a character by up to 1e+09",
+        ),
+        (
+            {"decoder": {"type": "Sequence", "decoders": [LONGER] * 2}},
+            "its decoder replaces a character by up to 1e+06; at most 100 are allowed",
+        ),
+        ({"normalizer": BETWEEN}, "its normalizer replaces a character by up to 1e+03; at most 100 are allowed"),
         ({"pre_tokenizer": SLOW, "model": {**WORDS, "unk_token": "a"}}, "cannot encode a text"),
     ],
 )

@@ -123,13 +123,13 @@ def test_hugging_face_without_transformers(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "pangu", "huggingface"])
 def test_missing_files(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UserError, match=r"absent.*does not exist"):
+    with pytest.raises(UserError, match=r"data.tokenizer.path = .*absent: (does not exist|no such folder)"):
         load_tokenizer(TokenizerConfig(kind, str(tmp_path / "absent")))  # type: ignore[arg-type]
 
 
 def test_other_files(tmp_path: Path) -> None:
     (tmp_path / "pointer.model").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(UserError, match=r"pointer\.model: is not a SentencePiece model"):
+    with pytest.raises(UserError, match=r"pointer\.model: is not a valid SentencePiece model"):
         load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "pointer.model")))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     for content in (None, "{}", '{"model": 1}', "[" * 9999, ""):
@@ -141,7 +141,7 @@ def test_other_files(tmp_path: Path) -> None:
 
 def test_an_empty_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.model").touch()
-    with pytest.raises(UserError, match=r"empty\.model: is not a SentencePiece model"):
+    with pytest.raises(UserError, match=r"empty\.model: is not a valid SentencePiece model"):
         load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "empty.model")))
 
 
@@ -151,7 +151,7 @@ def test_a_model_with_a_piece_that_is_no_text_is_named(prepared: StdlibPaths, tm
     piece = b"self"
     assert piece in content
     (tmp_path / "damaged.model").write_bytes(content.replace(piece, b"sel\xff"))
-    with pytest.raises(UserError, match=r"damaged\.model: is not a SentencePiece model"):
+    with pytest.raises(UserError, match=r"damaged\.model: is not a valid SentencePiece model"):
         load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "damaged.model")))
 
 

@@ -46,5 +46,5 @@ def test_workers_leave_signals_to_their_parent() -> None:
 
 
 def test_a_killed_worker_is_told() -> None:
-    with pytest.raises(UserError, match=r"worker process was killed.*fewer --workers"):
+    with pytest.raises(UserError, match=r"worker process was killed.*lower --workers"):
         list(parallel_map(os._exit, [1] * 50, 2))

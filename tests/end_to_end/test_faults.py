@@ -64,7 +64,7 @@ def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(
     code += ["forward_backward(trainer, batches)"]
     done = run_changed(tmp_path / f"{pace:g}", code, f"parallel.timeout_s={5 * pace}", "train.steps=9")
     assert done.returncode != 0
-    expected = f"error: rank 0, step 3, {doing}: rank 1 did not answer within parallel.timeout_s"
+    expected = f"error: rank 0, step 3, {doing}: rank 1 did not respond within parallel.timeout_s"
     assert done.stderr.count(expected) == done.stderr.count("error: rank") == 1, done.stderr
     assert "LocalError" not in done.stderr
 

@@ -104,9 +104,9 @@ def test_one_prompt_is_streamed_to_a_terminal(folder: Path, capsys: pytest.Captu
     ("words", "expected"),
     [
         (["--prompt", "a", "--top-p", "2"], "generate: top_p = 2.0: must be above 0 and at most 1"),
-        (["--prompt", "a", "--tensor", "2"], "takes 2 processes, and this command has 1; start it with torchrun"),
+        (["--prompt", "a", "--tensor", "2"], "takes 2 processes, got 1; start it with torchrun"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read"),
-        (["--prompt", "word " * 40], "and the model looks back at 32 (model.sequence); shorten it"),
+        (["--prompt", "word " * 40], "more than model.sequence = 32; shorten it"),
         (["--prompt", "a", "--output", "/proc/texts.jsonl"], "cannot write /proc/texts.jsonl"),
     ],
 )

@@ -117,7 +117,7 @@ def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, s
         (-2, INTERRUPTED, ""),
         (-9, 137, r"\nrank 3 on \S+ \(process 11\) was ended by SIGKILL, most likely because host memory .*: try .*\n"),
         (-11, 139, r"\nrank 3 on \S+ \(process 11\) was ended by SIGSEGV\n"),
-        (1, 1, r"\nrank 3 on \S+ \(process 11\) ended with status 1; what it said stands above\n"),
+        (1, 1, r"\nrank 3 on \S+ \(process 11\) ended with status 1; see its output above\n"),
     ],
 )
 def test_a_crash_is_one_line(exitcode: int, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_port_in_use_is_one_message_with_the_options_that_take_another() -> No
         line = [sys.executable, "scripts/launch.py", f"--master-port={port}", "pretrain.py"]
         done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
     assert done.returncode == USER_ERROR
-    said = rf"error: port {port} of \S+ is in use: --master-port or --rdzv-endpoint takes another one.*\n"
+    said = rf"error: port {port} of \S+ is in use: set another one with --master-port or --rdzv-endpoint.*\n"
     assert re.fullmatch(said, done.stderr), done.stderr
 
 

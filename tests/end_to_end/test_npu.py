@@ -115,12 +115,12 @@ def test_a_trained_model_says_the_same(folder: Path, tmp_path: Path, capsys: pyt
 
 
 REFUSED = {
-    "precision=bf16": "precision = bf16: Ascend910B3 has no products in bf16; fp32 and fp16 work",
-    "precision=fp64": "precision = fp64: Ascend910B3 has no products in fp64; fp32 and fp16 work",
-    "precision=fp8": "precision = bf16: Ascend910B3 has no products in bf16",
+    "precision=bf16": "precision = bf16: Ascend910B3 does not support matmuls in bf16; use fp32 or fp16",
+    "precision=fp64": "precision = fp64: Ascend910B3 does not support matmuls in fp64; use fp32 or fp16",
+    "precision=fp8": "precision = bf16: Ascend910B3 does not support matmuls in bf16",
     "model.attention=flex model.heads=2": "model.attention = flex: needs a device of type cuda, got npu",
-    "compile=true": "compile = true: torch has no Triton for npu here; compile=false works",
-    "train.device=cuda": "train.device = cuda: this machine has no cuda device; train.device=cpu or npu works",
+    "compile=true": "compile = true: torch has no Triton for npu here; set compile=false",
+    "train.device=cuda": "train.device = cuda: this machine has no cuda device; set train.device=cpu or npu",
     "train.device=xpu": "train.device = 'xpu': must be auto, cpu, cuda or npu",
 }
 
@@ -151,8 +151,8 @@ def test_two_ranks_on_one_device_are_named(tmp_path: Path) -> None:
     done = on_npu(2, "pretrain", *SYNTHETIC, f"train.output={tmp_path}/run", visible="5")
     assert 2 in done.statuses  # the other one may lose the first one's store before it has spoken
     assert "have one device" in done.stderr
-    assert "npu 5): each process needs its own" in done.stderr
-    assert "show each process another one (ASCEND_RT_VISIBLE_DEVICES)" in done.stderr
+    assert "npu 5), and each process needs its own" in done.stderr
+    assert "make another device visible to each (ASCEND_RT_VISIBLE_DEVICES)" in done.stderr
 
 
 def _tests_of_an_accelerator(chosen: str) -> None:

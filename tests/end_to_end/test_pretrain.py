@@ -116,7 +116,7 @@ def test_a_finished_run_says_so_and_what_came_out(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(summary | figures))
         said = started()
-        assert "all 1 steps of this run are made; a larger train.steps continues it" in said
+        assert "all 1 steps of this run are done; set a larger train.steps to continue it" in said
         assert line in said
         assert ("held-out" in said) == bool(line)
         assert json.loads(path.read_text()) == summary | figures

@@ -61,5 +61,5 @@ def test_a_streamed_run_goes_on_exactly_under_another_layout(tmp_path: Path) -> 
         file.write('\n{"text": "b"}')
     done = pretrain(broken, *run, "train.steps=8")
     assert done.returncode == 2
-    assert "the checkpoint's place is one in other data" in done.stderr
-    assert re.search(r"data\.train: b\.jsonl of \d+ bytes stands where the checkpoint has b\.jsonl of \d+", done.stderr)
+    assert "the data differs from that of the checkpoint" in done.stderr
+    assert re.search(r"data\.train: b\.jsonl of \d+ bytes, and the checkpoint has b\.jsonl of \d+", done.stderr)

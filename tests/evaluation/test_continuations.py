@@ -87,12 +87,12 @@ def test_an_empty_prompt_begins_behind_a_document() -> None:
 
 
 def test_prompts_longer_than_the_window_are_named() -> None:
-    with pytest.raises(UserError, match=r"^prompt 'AAAA': 4 tokens, and the model looks back at 3 .*; shorten it$"):
+    with pytest.raises(UserError, match=r"^prompt 'AAAA': 4 tokens, more than model.sequence = 3; shorten it$"):
         encode_prompts(["AAA", "AAAA"], Bytes(), None, 3)
 
 
 def test_prompts_that_are_no_text_are_named() -> None:
     """Bytes of a command line that are not UTF-8; a zero byte is a character as any other."""
-    with pytest.raises(UserError, match=r"prompt 'a\\udcff': holds bytes that are not UTF-8"):
+    with pytest.raises(UserError, match=r"prompt 'a\\udcff': contains bytes that are not UTF-8"):
         encode_prompts(["fine", "a\udcff"], Bytes(), 0, 16)
     assert encode_prompts(["a\0b"], Bytes(), 0, 16) == [[97, 0, 98]]

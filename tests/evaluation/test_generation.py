@@ -187,9 +187,9 @@ def test_prompts_that_do_not_fit_are_named() -> None:
     with pytest.raises(UserError) as error:
         generate(loaded(), [[1], [], [1] * 25, [TINY.vocab]], Sampling(1))
     assert str(error.value).splitlines() == [
-        "prompt 1: 0 tokens; 1 to model.sequence = 24 work",
-        "prompt 2: 25 tokens; 1 to model.sequence = 24 work",
-        "prompt 3: holds ids outside of model.vocab = 67",
+        "prompt 1: 0 tokens; use 1 to model.sequence = 24",
+        "prompt 2: 25 tokens; use 1 to model.sequence = 24",
+        "prompt 3: contains ids outside of model.vocab = 67",
     ]
 
 

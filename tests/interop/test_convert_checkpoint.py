@@ -78,7 +78,7 @@ def test_the_tokenizer_of_the_data_goes_along(tmp_path: Path, capsys: pytest.Cap
         "packing": config["data"]["packing"],
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert f"the tokenizer {folder / 'tokenizer.model'} does not exist" in refusal(capsys, "pangu", run)
+    assert f"data.tokenizer.path = {folder / 'tokenizer.model'}: does not exist" in refusal(capsys, "pangu", run)
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(b"pieces")
     out = convert("pangu", "huggingface", run, tmp_path / "out")
@@ -93,22 +93,24 @@ def test_malicious_pickles_run_nothing(source: str, tmp_path: Path, capsys: pyte
         foreign.write_huggingface(folder, weights(), HEADS)
         file = folder / "pytorch_model.bin"
         torch.save({"transformer.wte.weight": attack}, file)
-        expected = f"{file}: holds posix.mkdir, which is no tensor"
+        expected = f"{file}: holds posix.mkdir, which is not a tensor"
     elif source == "megatron":
         foreign.write_megatron_port(folder, weights(), 2, rows=128, heads=HEADS, extras=False)
         file = folder / "iter_0001000" / "mp_rank_01" / "model_optim_rng.pt"
         torch.save({"model": {}, "args": attack}, file)
-        expected = f"{file}: holds posix.mkdir, which is no tensor"
+        expected = f"{file}: holds posix.mkdir, which is not a tensor"
     elif source == "mindspore":
         foreign.write_slices(folder, weights(), 2, 2)
         file = folder / "word_embedding.npy"
         np.save(file, np.array([[attack]], dtype=object), allow_pickle=True)
-        expected = f"{file}: is no array of numbers"
+        expected = f"{file}: is not an array of numbers"
     else:
         path = folder / "checkpoints" / "step-00000000"
         path.mkdir(parents=True)
         (path / "index.json").write_bytes(pickle.dumps(attack))
-        expected = "index.json: cannot be read"
+        expected = (
+            "index.json: is not JSON in UTF-8 ('utf-8' codec can't decode byte 0x80 in position 0: invalid start byte)"
+        )
     assert expected in refusal(capsys, source, folder, HEADS_GIVEN)
     assert not attack_happened(tmp_path)
 
@@ -180,7 +182,7 @@ def test_ranks_and_slices_that_disagree(tmp_path: Path, capsys: pytest.CaptureFi
 def test_heads_are_asked_for_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign.write_checkpoint(tmp_path / "a.ckpt", foreign.mindspore_tensors(weights()))
     said = refusal(capsys, "mindspore", tmp_path / "a.ckpt")
-    assert "model.heads = (missing): the files do not tell" in said
+    assert "model.heads = (missing): the files do not store it" in said
     assert "model.heads = 5: must divide model.hidden = 32" in refusal(
         capsys, "mindspore", tmp_path / "a.ckpt", "model.heads=5"
     )
@@ -206,8 +208,8 @@ def test_models_that_a_format_cannot_express(tmp_path: Path, capsys: pytest.Capt
     assert "tensor-parallel size 3: must divide the 8 (key) heads" in said
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     for changed, words in (
-        ({"model_type": "bert"}, "model_type = bert: cannot be converted"),
-        ({"scale_attn_weights": False}, "scale_attn_weights = false: is not computed here"),
+        ({"model_type": "bert"}, "model_type = bert: is not supported"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = false: is not supported"),
         ({"activation_function": "relu"}, "activation_function = relu: is none of gelu_new, gelu"),
     ):
         (tmp_path / "in" / "config.json").write_text(json.dumps({**config, **changed}))
@@ -219,7 +221,10 @@ def test_files_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str
     folder.mkdir()
     for source, words in (
         ("pangu", "no checkpoint here"),
-        ("huggingface", "config.json: cannot be read"),
+        (
+            "huggingface",
+            ("config.json: cannot be read"),
+        ),
         ("megatron", "no folder mp_rank_00 here"),
         ("mindspore", "no .ckpt file here"),
     ):

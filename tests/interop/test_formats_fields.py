@@ -26,11 +26,11 @@ def test_everything_else_is_refused_by_name_at_once() -> None:
         check(seed=1, rotary_percent=0.5, window=torch.ones(2), scaling={"factor": 2}, wandb="x", my_option=True)
     said = str(error.value)
     assert said.startswith("in.json:\n")
-    assert "rotary_percent = 0.5: is not computed here; 1.0 is" in said
-    assert "window = tensor([1., 1.]): is not computed here; null or [-1, 0] is" in said
-    assert "scaling = {factor: 2}: is not computed here; {factor: 1} is" in said
-    assert "wandb = x: is not known here" in said
-    assert "my_option = true: is not known here" in said
+    assert "rotary_percent = 0.5: is not supported; use 1.0" in said
+    assert "window = tensor([1., 1.]): is not supported; use null or [-1, 0]" in said
+    assert "scaling = {factor: 2}: is not supported; use {factor: 1}" in said
+    assert "wandb = x: is unknown" in said
+    assert "my_option = true: is unknown" in said
     assert "seed" not in said
 
 

@@ -95,7 +95,7 @@ def test_stages_that_are_missing_or_overlap(tmp_path: Path, given: ModelConfig) 
     file.write_bytes(kept)
     state["model0"] = state["model1"] = {}
     torch.save(state, file)
-    assert "has not as many virtual stages" in refusal(tmp_path, given)
+    assert "has another number of virtual stages" in refusal(tmp_path, given)
     file.unlink()
     assert "mp_rank_00_001: no model_optim_rng.pt here; 1 tensor-parallel ranks and 4 pipeline stages" in refusal(
         tmp_path, given
@@ -297,10 +297,10 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
     for words, change in (
         ("holds posix.mkdir", lambda found: setattr(found, "planner_data", Attack(tmp_path / "attacked"))),
         ("holds tests.interop.test_formats_megatron.Colour", lambda found: setattr(found, "version", Colour.RED)),
-        ("do not make the whole tensor", lambda found: found.state_dict_metadata[first].chunks.pop()),
-        ("nothing says where", lambda found: setattr(chunk(found), "offsets", torch.Size((1, 0)))),
+        ("do not cover the tensor", lambda found: found.state_dict_metadata[first].chunks.pop()),
+        ("the place of the chunk", lambda found: setattr(chunk(found), "offsets", torch.Size((1, 0)))),
         ("is too short for", lambda found: setattr(chunk(found), "sizes", huge)),
-        ("do not make the whole tensor", lambda found: setattr(found.state_dict_metadata[first], "size", huge)),
+        ("do not cover the tensor", lambda found: setattr(found.state_dict_metadata[first], "size", huge)),
         ("is not the metadata of", lambda found: setattr(found, "storage_data", None)),
         ("is not the metadata of", lambda found: setattr(chunk(found), "sizes", [[]])),
         ("is stored by [zstd\\x1b]", lambda found: stored(found, transform_descriptors=["zstd\x1b"])),
@@ -321,9 +321,9 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
     assert "is not a file of torch.save" in refusal(tmp_path, given)
     data.write_bytes(bytes_)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    assert "sharded_backend = zarr: is not computed here; torch_dist is" in refusal(tmp_path, given)
+    assert "sharded_backend = zarr: is not supported; use torch_dist" in refusal(tmp_path, given)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}')
-    assert "sharded_backend_version = 2: is not computed here; 1 is" in refusal(tmp_path, given)
+    assert "sharded_backend_version = 2: is not supported; use 1" in refusal(tmp_path, given)
     (tmp_path / "metadata.json").unlink()
     torch.save({"args": {**foreign.LLAMA, "squared_relu": True}}, tmp_path / "common.pt")
-    assert "common.pt: args = dict: is not read here" in refusal(tmp_path, given)
+    assert "common.pt: args = dict: is not supported" in refusal(tmp_path, given)

@@ -124,5 +124,5 @@ def test_what_cannot_be_loaded_is_named(folder: Path, tmp_path: Path) -> None:
 
 def test_a_layout_that_does_not_fit_is_named(folder: Path) -> None:
     assert "parallel.tensor = 3: must divide model." in message(folder, Layout(tensor=3))
-    works = "each stage needs at least one of model.layers = 3; 1 to 3 work"
-    assert f"parallel.pipeline = 4: {works}" in message(folder, Layout(pipeline=4))
+    fix = "each stage needs at least one of model.layers = 3; use 1 to 3"
+    assert f"parallel.pipeline = 4: {fix}" in message(folder, Layout(pipeline=4))

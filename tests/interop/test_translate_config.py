@@ -328,29 +328,29 @@ def test_what_has_to_be_given_is_asked_for() -> None:
 
 
 CASES: dict[str, tuple[str, str | None, str]] = {
-    "not JSON": ("deepspeed", "{", "is no JSON"),
-    "not YAML": ("mindformers", "a: [", "is no YAML"),
-    "a list of itself": ("mindformers", "a: &a [*a]", "is no YAML (its references stand for more than 100,000 values)"),
-    "not TOML": ("torchtitan", "a = ", "is no TOML"),
-    "a list": ("deepspeed", "[1]", "is no table of settings"),
+    "not JSON": ("deepspeed", "{", "is not JSON"),
+    "not YAML": ("mindformers", "a: [", "is not YAML"),
+    "a list of itself": ("mindformers", "a: &a [*a]", "is not YAML (its references expand to more than 100,000"),
+    "not TOML": ("torchtitan", "a = ", "is not TOML"),
+    "a list": ("deepspeed", "[1]", "is not a mapping of settings"),
     "empty": ("deepspeed", "{}", "holds no settings"),
     "nothing there": ("torchtitan", None, "No such file or directory"),
     "many": ("deepspeed", json.dumps(dict.fromkeys(map(str, range(10_001)), 1)), "more than 10,000 settings"),
-    "no type": ("huggingface", '{"hidden_size": 8}', "model_type = '': cannot be converted"),
+    "no type": ("huggingface", '{"hidden_size": 8}', "model_type = '': is not supported"),
     "text for a number": ("deepspeed", '{"train_batch_size": "many"}', "train_batch_size = many: must be a number"),
     "not whole": ("deepspeed", '{"train_batch_size": 1.5}', "train_batch_size = 1.5: must be a whole number"),
     "none": ("deepspeed", '{"train_batch_size": 0}', "train_batch_size = 0: must be at least 1"),
     "no truth": ("deepspeed", '{"bf16": {"enabled": "yes"}}', "bf16.enabled = yes: must be true or false"),
     "a list for a name": ("torchtitan", "[model]\nflavor = [1]", "model.flavor = [1]: must be one value"),
     "an open quote": ("megatron", "A=1\nB='x\n", "line 2: the quotation mark ' does not end"),
-    "no command": ("megatron", "echo hello\n", "there is no command with pretrain_gpt.py"),
+    "no command": ("megatron", "echo hello\n", "no command with pretrain_gpt.py"),
     "no option": ("megatron", "python pretrain_gpt.py 5 --lr 1", "5: stands where an option of pretrain_gpt.py"),
     "doubling": ("megatron", "A=aaaaaaaa\n" + "A=$A$A\n" * 40, "$A$A stands for more than 1,000,000 characters"),
     "aliases": (
         "mindformers",
         "a: &a {x: 1, y: 2}\n"
         + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 30)).replace("*a0", "*a"),
-        "is no YAML (its references stand for more than 100,000 values)",
+        "is not YAML (its references expand to more than 100,000 values)",
     ),
 }
 

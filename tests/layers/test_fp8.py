@@ -99,7 +99,7 @@ def test_a_history_is_restored_or_begun_anew() -> None:
     for each in (again, fresh):
         note(each, 7, (1.0, 1.0, 1.0))
     assert again.state() == fresh.state()
-    with pytest.raises(UserError, match=rf"{path}.index\.json: damaged: fp8 has no magnitudes of {NAME}"):
+    with pytest.raises(UserError, match=rf"{path}.index\.json: damaged: no fp8 scaling history of {NAME}"):
         again.restore(path, {})
 
 
@@ -189,7 +189,7 @@ def test_devices_without_fp8_are_refused() -> None:
         patch.object(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB"),
         patch.object(torch.cuda, "get_device_capability", lambda _: (8, 0)),
     ):
-        with pytest.raises(UserError, match="A100-SXM4-80GB has no products in e4m3"):
+        with pytest.raises(UserError, match="A100-SXM4-80GB has no fp8 matmuls"):
             require_fp8("bf16", device)
         assert "emulated" in require_fp8("fp64", device)
         with patch.object(torch.cuda, "get_device_capability", lambda _: (8, 9)):

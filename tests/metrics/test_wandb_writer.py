@@ -160,7 +160,9 @@ def test_a_failure_during_the_run_is_one_warning(
         time.sleep(0.001)
     writer.close()
     writer._thread.join()
-    assert warnings_of(caplog) == ["wandb is off for the rest of this run (ConnectionResetError: Connection lost)"]
+    assert warnings_of(caplog) == [
+        ("wandb is disabled for the rest of this run (ConnectionResetError: Connection lost)")
+    ]
     assert torn_down == [True]
 
 
@@ -246,4 +248,4 @@ def test_real_run_without_a_network_is_one_line(tmp_path: Path) -> None:
     done = run_in_process(tmp_path, body, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (0, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("wandb is off for the rest of this run")
+    assert line.startswith("wandb is disabled for the rest of this run")

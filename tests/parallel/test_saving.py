@@ -71,7 +71,7 @@ def test_a_rank_that_hangs_during_a_save_is_named(pool: Pool, asynchronous: bool
     folder, limit_s = tmp_path / f"{pace:g}", TIMEOUT * pace
     path = folder / "checkpoints" / "step-00000001"
     for said in pool.run(2, saves, folder, asynchronous, limit_s):
-        assert said.startswith(f"rank 1: writing {path} does not get on for more than {limit_s:g} s")
+        assert said.startswith(f"rank 1: writing {path} made no progress for more than {limit_s:g} s")
 
 
 def stopped(rank: int, world: int, keeps: bool, pace: float) -> str:
@@ -113,4 +113,4 @@ def stopped(rank: int, world: int, keeps: bool, pace: float) -> str:
 def test_a_rank_that_is_stopped_is_named(pool: Pool, keeps: bool, pace: float) -> None:
     """A store in a process that is stopped does not answer, and torch waits for that without end."""
     _, said = pool.run(2, stopped, keeps, pace)
-    assert said.startswith("rank 1, saving: rank 0 did not answer within parallel.timeout_s, or is gone")
+    assert said.startswith("rank 1, saving: rank 0 did not respond within parallel.timeout_s, or exited")

@@ -163,7 +163,7 @@ def alone(rank: int, world: int, pace: float) -> str:
 def test_a_collective_without_the_others_ends_in_time(pool: Pool, pace: float) -> None:
     says = pool.run(2, alone, pace)[0]
     assert says.startswith(
-        "rank 0, step 1, counting target tokens: rank 1 did not answer within parallel.timeout_s, or is gone"
+        "rank 0, step 1, counting target tokens: rank 1 did not respond within parallel.timeout_s, or exited"
     )
 
 

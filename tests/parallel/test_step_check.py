@@ -55,9 +55,9 @@ def reduced_late(rank: int, world: int, layout: Layout, what: str) -> str:
     [
         (
             "reduced late",
-            r"is RESHARD flat parameter (\d+) .*, where the list of the step has REDUCE flat parameter \1 ",
+            r"is RESHARD flat parameter (\d+) .*, expected REDUCE flat parameter \1 ",
         ),
-        ("not resharded", r"where the list of the step has RESHARD flat parameter \d+ \("),
+        ("not resharded", r"expected RESHARD flat parameter \d+ \("),
     ],
 )
 def test_the_first_difference_ends_the_run(ranks: Ranks, what: str, said: str) -> None:

@@ -233,7 +233,7 @@ def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     words = (*SYNTHETIC, "parallel=auto", "cluster=a100", "train.steps=20", "checkpoint.every=0")
     done = pretrain(tmp_path / "run", *words)
     assert "auto         parallel.tensor=1" in done.stdout
-    assert "ZeRO stage 0, as the planner chose" in done.stderr
+    assert "ZeRO stage 0, chosen by the planner" in done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     forecast = summary["forecast"]
     assert forecast["step_time_s"] == pytest.approx(sum(forecast["terms_s"].values()))
@@ -283,7 +283,7 @@ def test_the_tool_plans_what_would_be_run() -> None:
     done = called("tools/plan", *RECIPE, "cluster.devices=16")
     assert done.returncode == 0, done.stderr
     assert "= 16 devices, ZeRO stage" in done.stdout
-    assert "as the planner chose" in done.stdout
+    assert "chosen by the planner" in done.stdout
 
 
 def test_every_key_of_a_layout_that_is_given_is_kept() -> None:

@@ -260,7 +260,7 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
         (("+config=pangu_13b", "--search"), "--search needs the description of a cluster: set cluster=NAME"),
         ((*PLAN, "cluster.memory.gib=1"), "no valid layout for 64 devices with 1 GiB each: "),
         ((*PLAN, "parallel.expert=2"), "each and parallel.expert=2: "),
-        ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: fits no tensor of the model"),
+        ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: matches no tensor of the model"),
         ((*PLAN, "cluster.memory.gib=-1"), "cluster.memory.gib"),
         ((*PLAN, "--html", "/nowhere/page.html"), "/nowhere/page.html"),
     ],

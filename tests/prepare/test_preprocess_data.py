@@ -223,7 +223,7 @@ def test_a_kill_at_the_very_end_loses_nothing(folder: Path, tmp_path: Path, monk
     with monkeypatch.context() as patched:
         patched.setattr(preprocessing, "remove", killed)
         assert preprocess(folder, tmp_path / "c").returncode != 0
-    assert "exist already" in preprocess(folder, tmp_path / "c").stderr
+    assert "already exist" in preprocess(folder, tmp_path / "c").stderr
     assert texts(tmp_path / "c", folder) == DOCUMENTS
 
 
@@ -235,14 +235,14 @@ def test_a_command_goes_on_where_an_error_has_ended_it(folder: Path, tmp_path: P
     done = preprocess(folder, tmp_path / "out" / "c", *words, "--max-bad", 1)
     assert done.returncode == 2
     assert "large.jsonl.gz, line 2998: is not JSON" in done.stderr
-    assert "more than --max-bad 1 such lines" in done.stderr
+    assert "limit reached: --max-bad 1 bad lines" in done.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["c.partial"]
     other = preprocess(folder, tmp_path / "out" / "c", *words, "--max-bad", 2, "--eod", 7)
     assert other.returncode == 2
-    assert "with other inputs or options has begun (eod)" in other.stderr
+    assert "was started with other inputs or options (eod)" in other.stderr
     done = preprocess(folder, tmp_path / "out" / "c", *words, "--max-bad", 2)
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "continuing after" in done.stderr
     assert "left out: 2 bad lines" in done.stdout
     manifest = json.loads((tmp_path / "out" / "c.json").read_text())
     assert manifest["statistics"]["documents"] == 2_998
@@ -272,7 +272,10 @@ def test_a_line_that_is_too_long_counts_as_a_bad_one(
     words = ("--input", path, "--workers", 1, "--max-bad")
     done = preprocess(folder, tmp_path / "c", *words, 0)
     assert done.returncode == 2
-    assert f"{path}, line 2: it does not end within 0 MiB; cut it into documents; more than --max-bad 0" in done.stderr
+    assert (
+        f"{path}, line 2: it does not end within 0 MiB; split it into documents; limit reached: --max-bad 0"
+        in done.stderr
+    )
     done = preprocess(folder, tmp_path / "c", *words, 1)
     assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "c", folder) == ["one", "two"]
@@ -283,7 +286,10 @@ def test_two_commands_do_not_write_the_same_files(folder: Path, tmp_path: Path) 
     with Journal(made(tmp_path / "c.partial") / "journal.sqlite"):
         done = preprocess(folder, tmp_path / "c")
     assert done.returncode == 2
-    assert "journal.sqlite: cannot be used (database is locked); another command may be writing there" in done.stderr
+    assert (
+        "journal.sqlite: cannot be used (database is locked); make sure that no other command writes there"
+        in done.stderr
+    )
 
 
 def made(folder: Path) -> Path:
@@ -318,7 +324,7 @@ def test_near_duplicates_without_the_library(folder: Path, tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "rensa", None)
     done = preprocess(folder, tmp_path / "c", "--remove-near-duplicates", 0.8)
     assert done.returncode == 2
-    assert "takes the package rensa: pip install rensa" in done.stderr
+    assert "needs the package rensa; pip install rensa" in done.stderr
 
 
 def test_what_belongs_to_the_files(folder: Path, tmp_path: Path) -> None:
@@ -359,7 +365,7 @@ def test_what_was_begun_and_is_damaged(folder: Path, tmp_path: Path, damage: str
         (partial / "journal.sqlite").write_bytes(b"no journal" * 999)
     done = preprocess(folder, tmp_path / "c", *words, 2)
     assert done.returncode == 2
-    assert f"remove {partial} to begin anew" in done.stderr
+    assert f"remove {partial} to start over" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -367,7 +373,7 @@ def test_overwriting_must_be_asked_for(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "c.idx").write_text("precious")
     done = preprocess(folder, tmp_path / "c")
     assert done.returncode == 2
-    assert f"{tmp_path / 'c.idx'} exist already" in done.stderr
+    assert f"{tmp_path / 'c.idx'} already exist" in done.stderr
     assert (tmp_path / "c.idx").read_text() == "precious"
     assert preprocess(folder, tmp_path / "c", "--overwrite").returncode == 0
     assert texts(tmp_path / "c", folder) == DOCUMENTS
@@ -377,11 +383,11 @@ def test_overwriting_must_be_asked_for(folder: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--input", "/nowhere"], "--input /nowhere: no such file or folder"),
-        (["--input", "{tmp}/blank.txt"], "there is no text in it"),
-        (["--input", "{tmp}/blank.txt", "--workers", "2"], "there is no text in it"),
+        (["--input", "{tmp}/blank.txt"], "has no text"),
+        (["--input", "{tmp}/blank.txt", "--workers", "2"], "has no text"),
         (["--input", "{tmp}/gbk.txt"], "gbk.txt, line 1: is not UTF-8"),
         (["--input", "{tmp}/gbk.txt", "--workers", "2"], "gbk.txt, line 1: is not UTF-8"),
-        (["--tokenizer-path", "/nowhere"], "/nowhere does not exist"),
+        (["--tokenizer-path", "/nowhere"], "/nowhere: does not exist"),
         (["--eod", "40000"], "--eod 40000 is outside the tokenizer's vocabulary of 320 ids"),
         (["--holdout", "0.0001"], "--holdout 0.0001 leaves one side without a document"),
         (["--output", "/dev/null/c"], "cannot write /dev/null/c"),

@@ -214,7 +214,7 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
         + "".join(f"b{n}: &b{n} {{x: *b{n - 1}, y: *b{n - 1}}}\n" for n in range(2, 30)),
         "more than 10,000 settings",
     ),
-    "not JSON": ("summary.json", "{", "summary.json: cannot be read: it is not JSON"),
+    "not JSON": ("summary.json", "{", "summary.json: is not JSON"),
     "no object": ("heartbeat.json", "[]", "heartbeat.json: is not a JSON object"),
 }
 

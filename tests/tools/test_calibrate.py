@@ -53,11 +53,11 @@ def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path)
     [
         (("--output", "/nowhere/mine.yaml"), "cannot write /nowhere/mine.yaml: No such file or directory"),
         (("--output", "/proc/mine.yaml"), "cannot write /proc/mine.yaml"),
-        (("--output", "/tmp"), "cluster=NAME asks for a file NAME.yaml"),
-        (("--output", "configs/cluster/.yaml"), "cluster=NAME asks for a file NAME.yaml"),
-        (("--output", "configs/cluster/a100.yaml"), "this tool has not made the file that is there"),
-        (("--output", "mine.yaml", "--like", "abacus"), "there is no such file; a100, ascend910, gb200,"),
-        (("--output", "mine.yaml", "--like", "ascend910_2048"), "there is no such file; a100, ascend910, gb200,"),
+        (("--output", "/tmp"), "must be a file NAME.yaml, for cluster=NAME"),
+        (("--output", "configs/cluster/.yaml"), "must be a file NAME.yaml, for cluster=NAME"),
+        (("--output", "configs/cluster/a100.yaml"), "exists and was not written by this tool"),
+        (("--output", "mine.yaml", "--like", "abacus"), "no such file; use one of a100, ascend910, gb200,"),
+        (("--output", "mine.yaml", "--like", "ascend910_2048"), "no such file; use one of a100, ascend910, gb200,"),
     ],
 )
 def test_wrong_arguments_end_in_one_message_before_anything_is_measured(

@@ -43,7 +43,7 @@ def test_pangu_kind(tmp_path: Path) -> None:
     [
         (["--input", "/nowhere"], "--input /nowhere: no such file or folder"),
         (["--input", "{tmp}/blank.txt"], "there is no text to train a tokenizer on"),
-        (["--vocab-size", "100000"], "a vocabulary of 100000 pieces needs more text than there is; at most"),
+        (["--vocab-size", "100000"], "a vocabulary of 100000 pieces needs more text; use at most"),
         (["--vocab-size", "100"], "a vocabulary of 100 pieces is too small"),
         (["--vocab-size", "-5"], "--vocab-size -5: must be at least 1"),
         (["--character-coverage", "0.5"], "--character-coverage 0.5: must be from 0.98 to 1"),

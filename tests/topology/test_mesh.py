@@ -34,7 +34,7 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        LocalError, match=rf"rank {rank} on \S+: the 2 processes .* 127.0.0.1:{port} within 1 s"
+        LocalError, match=rf"rank {rank} on \S+: not all 2 processes .* 127.0.0.1:{port} within 1 s"
     ) as raised:
         Mesh.connect(Layout(2), torch.device("cpu"), timeout_s=1.0)
     assert len(str(raised.value).splitlines()) == 1
@@ -49,7 +49,7 @@ def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch, pace:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "4"}
     for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LocalError, match=rf"within {pace:g} s \(parallel.timeout_s\), rank 2 did not; a process that"):
+    with pytest.raises(LocalError, match=rf"within {pace:g} s \(parallel.timeout_s\), rank 2 missing; read the output"):
         Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=pace)
 
 
@@ -66,7 +66,7 @@ def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypat
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: None)
-    with pytest.raises(LocalError, match=r"rank 1 on \S+ has Layout\(tensor=2.* another one Layout\(tensor=1"):
+    with pytest.raises(LocalError, match=r"rank 1 on \S+ has Layout\(tensor=2.* another rank has Layout\(tensor=1"):
         Mesh.connect(Layout(tensor=2), torch.device("cpu"), timeout_s=300.0)
 
 
@@ -186,7 +186,7 @@ def test_two_ranks_on_one_device_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         if rank < 2:
             require_own_device(store, rank, torch.device("cuda", 0))
     with pytest.raises(
-        LocalError, match=r"rank 0 and rank 2 have one device \(\S+, GPU-a\): each process needs its own"
+        LocalError, match=r"rank 0 and rank 2 share one device \(\S+, GPU-a\), and each process needs its own"
     ):
         require_own_device(store, 2, torch.device("cuda", 0))
     for rank, uuid in ((5, None), (6, "00000000-0000-0000-0000-000000000000")):  # as torch_npu has it
@@ -195,7 +195,7 @@ def test_two_ranks_on_one_device_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
         require_own_device(store, rank, torch.device("cuda", 0))
-    with pytest.raises(LocalError, match=r"rank 6 and rank 7 have one device \(\S+, cuda 6\)"):
+    with pytest.raises(LocalError, match=r"rank 6 and rank 7 share one device \(\S+, cuda 6\)"):
         require_own_device(store, 7, torch.device("cuda", 0))
     require_own_device(store, 3, torch.device("cpu"))
     require_own_device(store, 4, torch.device("cpu"))

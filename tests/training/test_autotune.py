@@ -196,8 +196,8 @@ def test_a_kernel_that_drops_others_in_every_layout_is_not_gone_on_with(
     with caplog.at_level(logging.INFO, "pangu"):
         assert choose(given, ONE, before | {"attention": "flash"}, timer).attention == "triton"
     said = [record.getMessage() for record in caplog.records]
-    words = "'flash', drops other probabilities in every layout; model.attention=flash goes on with it"
-    assert f"attention    the checkpoint's, {words}" in said
+    words = "'flash' drops other elements in each layout; set model.attention=flash to keep it"
+    assert f"attention    the checkpoint's {words}" in said
     assert not any("cannot be had" in line for line in said)
 
 
@@ -313,12 +313,17 @@ HERE = Choices(
             ("sdpa", "medium"),
             "sdpa (model.attention=sdpa)",
         ),
-        (asdict(replace(HERE, device="another")), (), ("sdpa", "highest"), "chosen on 'another', 'fp32': timed anew"),
-        (asdict(HERE), ("precision=bf16",), ("sdpa", "highest"), "timed anew"),
-        (asdict(replace(HERE, attention="blocked")), (), ("sdpa", "medium"), "'blocked', cannot be had in this layout"),
+        (asdict(replace(HERE, device="another")), (), ("sdpa", "highest"), "chosen on 'another', 'fp32': timed again"),
+        (asdict(HERE), ("precision=bf16",), ("sdpa", "highest"), "timed again"),
+        (
+            asdict(replace(HERE, attention="blocked")),
+            (),
+            ("sdpa", "medium"),
+            "'blocked' is not available in this layout",
+        ),
         (None, (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
         ("hostile", (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
-        ({"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3}, (), None, "timed anew"),
+        ({"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3}, (), None, "timed again"),
     ],
     ids=["kept", "explicit", "device", "format", "impossible", "new", "hostile", "damaged"],
 )
@@ -374,7 +379,7 @@ def test_a_dry_run_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("precision", "times", "says"),
     [
-        ("bf16", {"fp32": 1.0, "bf16": 38.0}, "products take 38.0 times as long as in fp32; precision=fp32 works"),
+        ("bf16", {"fp32": 1.0, "bf16": 38.0}, "matmuls take 38.0 times as long as in fp32; set precision=fp32"),
         ("fp16", {"fp32": 2.0, "bf16": 1.0, "fp16": 20.0}, "20.0 times as long as in bf16; set precision=bf16"),
         ("bf16", {"fp32": 1.0, "bf16": 0.5}, ""),
         ("fp32", {}, ""),
@@ -389,7 +394,7 @@ def test_a_format_without_instructions_is_named(
 
 
 def test_a_kernel_that_cannot_run_here_is_refused() -> None:
-    with pytest.raises(UserError, match="trains on cuda only"):
+    with pytest.raises(UserError, match="needs a device of type cuda"):
         choose(tiny("model.attention=flex", "model.hidden=64"), ONE)
 
 

@@ -128,7 +128,7 @@ def test_a_run_goes_back_and_leaves_the_batches_out(
     assert (
         f"step 6: the loss is nan: going back; {tmp_path}/checkpoints/step-00000004, 2 steps before, is proven" in said
     )
-    assert f"went back to {tmp_path}/checkpoints/step-00000004: continuing after step 4 with sample 32" in said
+    assert f"rolled back to {tmp_path}/checkpoints/step-00000004: continuing after step 4 with sample 32" in said
     told = read_index(tmp_path / "checkpoints/step-00000008")
     assert told["samples"] == 48
     assert told["watch"]["left_out"] == 16
@@ -174,7 +174,7 @@ def test_the_number_of_rollbacks_is_limited_over_resumes(tmp_path: Path, monkeyp
     words = (*ROLLBACK, "faults.max_rollbacks=2")
     seen = poisoned(range(20, 1000), monkeypatch)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"step 3: the loss is nan; the run has gone back 2 times"):
+        with pytest.raises(UserError, match=r"step 3: the loss is nan .*; already 2 rollbacks"):
             train(tmp_path, 8, *words)
     # 20 + 4 + 2 batches of 4 is 32, and 32 + 4 + 8 is 44; without a checkpoint due, the next batch has begun
     assert seen == [0, 4, 8, 12, 16, 20, 32, 36, 44, 48, 44, 48]
@@ -264,7 +264,7 @@ def test_a_run_that_continues_anothers_does_not_begin_again_from_the_seed(
     train(tmp_path / "one", 4)
     poisoned([17], monkeypatch)
     checkpoint = tmp_path / "one/checkpoints/step-00000004"
-    with pytest.raises(UserError, match=r"no checkpoint to go back to, .* checkpoint.resume = .*one/checkpoints"):
+    with pytest.raises(UserError, match=r"no checkpoint to go back to; .* checkpoint.resume = .*one/checkpoints"):
         train(tmp_path / "two", 8, *ROLLBACK, f"checkpoint.resume={checkpoint}")
     assert "step 5: the loss is nan" in capsys.readouterr().err
     assert read_index(checkpoint)["watch"]["rollbacks"] == []
@@ -321,7 +321,7 @@ def test_a_run_stops_or_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poisoned([9], monkeypatch)
-    with pytest.raises(UserError, match=r"step 3: the loss is nan; faults\.action=rollback would continue"):
+    with pytest.raises(UserError, match=r"step 3: the loss is nan; set faults.action=rollback to continue"):
         train(tmp_path / "stop", 4, "faults.spike=5")
     losses = train(tmp_path / "warn", 4, "faults.spike=5", "faults.action=warn")
     assert [loss is None for loss in losses] == [False, False, True, False]
@@ -377,12 +377,12 @@ def test_a_run_whose_weights_or_moments_are_spoiled_goes_back_behind_that(
     events = told["watch"]["rollbacks"]
     assert [(event["step"], event["back_to"]) for event in events] == [(10, 5), (15, 10)]
     for event, kind in zip(events, ("weight", "exp_avg_sq"), strict=True):
-        assert f"nothing is saved, because values that are not finite stand in rank 0: {kind}/" in event["fault"]
+        assert f"no checkpoint is saved, because of non-finite values in rank 0: {kind}/" in event["fault"]
 
 
 def test_a_spoiled_run_that_goes_on_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoiled({7: "weight"}, monkeypatch)
-    with pytest.raises(UserError, match="step 11: nothing is saved, because values that are not finite stand in"):
+    with pytest.raises(UserError, match="step 11: no checkpoint is saved, because of non-finite values in"):
         train(tmp_path, 11, *SPOILED, "faults.action=warn")
     assert checkpoints(tmp_path) == ["step-00000005"]
 

@@ -42,7 +42,7 @@ def test_another_run_is_named(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another run works in this folder"), only_run(tmp_path):
+        with pytest.raises(UserError, match="another run uses this folder"), only_run(tmp_path):
             pass
     finally:
         other.kill()

@@ -44,8 +44,8 @@ def test_what_makes_a_run_slow_is_a_warning() -> None:
     (line,) = warnings([*nodes[:3], replace(nodes[3], device="A100")], Layout(tensor=2, data=2))
     assert "H100 (on a), A100 (on b)" in line
     (line,) = warnings(nodes, Layout(tensor=4))
-    assert "lies on 2 nodes (a, b)" in line
-    assert "parallel.tensor up to 2 stays inside a node" in line
+    assert "spans 2 nodes (a, b)" in line
+    assert "use a parallel.tensor of at most 2" in line
 
 
 def test_the_limit_of_open_files_is_raised_or_refused() -> None:
@@ -78,7 +78,7 @@ def test_a_run_folder_of_one_node_is_refused(tmp_path: Path, monkeypatch: pytest
     one, other = folders
     assert Ranks().run(3, shared, [one] * 3, "aab") == [""] * 3
     for message in Ranks().run(3, shared, [one, one, other], "aab"):
-        assert re.match(rf"train.output = ({one}|{other}): b does not see what a writes there", message)
+        assert re.match(rf"train.output = ({one}|{other}): b does not see the files of a", message)
     assert list(one.iterdir()) == []
 
 

@@ -85,8 +85,8 @@ def test_a_preparation_that_hangs_ends_the_run(tmp_path: Path, rank: int, worker
     assert done.statuses[0] == 2, done.stderr
     assert done.stderr.count("\nerror: ") == 1
     assert (
-        f"\nerror: rank {rank}: preparing data=instructions does not get on for more than {limit_s:g} s "
-        "(parallel.timeout_s); look at the disk and the network there, or raise the limit\n"
+        f"\nerror: rank {rank}: preparing data=instructions made no progress for more than {limit_s:g} s "
+        "(parallel.timeout_s); check the disk and the network there, or raise parallel.timeout_s\n"
     ) in done.stderr
     stacks = (folder / "run" / "stacks" / f"rank-{rank}.txt").read_text()
     assert stacks.startswith(f"rank {rank}: preparing data=instructions\n")
@@ -110,6 +110,6 @@ def test_a_signal_ends_a_preparation(tmp_path: Path, number: str, status: int, p
     assert done.statuses[0] == status
     assert "Traceback" not in done.stderr
     if number == "SIGINT":
-        assert "\ninterrupted; the same command continues from the newest checkpoint" in done.stderr
+        assert "\ninterrupted; start the same command again to continue from the newest checkpoint" in done.stderr
         assert left_over(tmp_path) == []
     assert run_changed(tmp_path, 1, "pass").returncode == 0

@@ -97,7 +97,7 @@ def test_what_cannot_be_deleted_stays_and_does_not_end_the_run(
 def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every second step, as asked for."""
     monkeypatch.setattr(loop, "find_replica_difference", lambda trainer: f"weight/{trainer.step}")
-    with pytest.raises(UserError, match="after step 2 copies differ: weight/2; look"):
+    with pytest.raises(UserError, match="after step 2 replicas differ: weight/2; look"):
         train(tmp_path, 4, "train.check_replicas=2")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
@@ -173,7 +173,7 @@ def test_figures_that_cannot_be_written_do_not_end_a_run(
     train(tmp_path, 6, "checkpoint.every=2")
     assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 6]
     said = capsys.readouterr().err
-    assert said.count("metrics.jsonl: No space left on device; the run goes on") == 2
+    assert said.count("metrics.jsonl: No space left on device; the run continues") == 2
     assert said.count("/heartbeat.json: the disk is full") == 1
 
 
@@ -205,7 +205,7 @@ def test_a_blend_that_is_continued_in_another_order_is_told(caplog: pytest.LogCa
     _compare_order(Path("new"), {"samples": 12, "order": ORDER_VERSION}, blend)
     assert not caplog.messages
     _compare_order(Path("old"), {"samples": 12}, blend)
-    assert "old: written when datasets were blended by another rule. Each goes on from its share of sample 12" in (
+    assert "old: written when datasets were blended by another rule; each continues from its share of sample 12" in (
         caplog.text
     )
 

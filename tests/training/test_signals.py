@@ -50,13 +50,13 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
     assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken[:3]
     said = capsys.readouterr().err
     assert "stopped after step 3 (SIGTERM)" in said
-    assert "step-00000003 is written; the same command continues" in said
+    assert "step-00000003 is saved; start the same command again to continue" in said
     assert signal.getsignal(signal.SIGTERM) is handler
     assert (tmp_path / "run" / "plots" / "loss.png").stat().st_size
     assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken
     assert train(tmp_path / "unsaved", 5, "checkpoint.every=0") == unbroken[:3]
     said = capsys.readouterr().err
-    assert "nothing is written (checkpoint.every = 0); the same command begins where this one did" in said
+    assert "no checkpoint is saved (checkpoint.every = 0); the same command starts where this one did" in said
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_closed_terminal_and_ctrl_c_save_and_stop(
     assert len(train(tmp_path, 5, "checkpoint.every=100")) == 3
     said = capsys.readouterr().err
     assert f"stopped after step 3 ({name}): " in said
-    assert "step-00000003 is written; the same command continues" in said
+    assert "step-00000003 is saved; start the same command again to continue" in said
     assert (tmp_path / "plots" / "loss.png").stat().st_size
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -138,8 +138,8 @@ def test_a_second_ctrl_c_ends_a_blocked_run_at_once(place: str, tmp_path: Path) 
     done = run_ranks(1, run_interrupted, place, *words, f"train.output={tmp_path / 'run'}")
     assert done.statuses == [INTERRUPTED], done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("\ninterrupted; the same command continues from the newest checkpoint") == 1
-    assert done.stderr.count("Ctrl-C again ends it at once") == (place != "start")
+    assert done.stderr.count("\ninterrupted; start the same command again to continue from the newest checkpoint") == 1
+    assert done.stderr.count("press Ctrl-C again to stop it at once") == (place != "start")
 
 
 def test_sigusr1_saves_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_who_is_stuck_where_is_said_with_stacks(
     assert first.startswith(f"rank 2: no progress for 1.4 s (parallel.timeout_s = 2); stacks are in {tmp_path}/stacks")
     words = [line.rpartition(", for ")[0].strip() for line in lines]
     assert words == [
-        "rank 3: silent, stopped or gone",
+        "rank 3: not responding, stopped or exited",
         "rank 2: step 7, counting target tokens",
         "rank 0, 1, 4, 5, 6, 7, 8, 9 and 2 more: step 7, adding up gradients",
     ]
@@ -100,7 +100,7 @@ def test_the_first_process_is_stopped_and_nothing_can_be_written(
     assert "rank 1: step 7 (cannot write" in said
     assert "in test_the_first_process_is_stopped_and_nothing_can_be_written\n" in said
     # its last message came after 0.2 s; after 0.7 * 2 s rank 1 looks twice, with 0.3 s between
-    assert "rank 0: silent, stopped or gone, for 1.5 s\n" in said
+    assert "rank 0: not responding, stopped or exited, for 1.5 s\n" in said
 
 
 def test_the_first_process_is_stopped_and_serves_the_store(
@@ -122,8 +122,8 @@ def test_the_first_process_is_stopped_and_serves_the_store(
         clock.sleep(TIMEOUT)
     for rank in (1, 20):
         text = (tmp_path / str(rank) / "stacks" / "where-node-b.txt").read_text()
-        assert text == f"rank {rank}: step 7: no progress, and rank 0 is silent, stopped or gone\n"
-    assert capfd.readouterr().err.strip() == "rank 1: step 7: no progress, and rank 0 is silent, stopped or gone"
+        assert text == f"rank {rank}: step 7: no progress, and rank 0 does not respond\n"
+    assert capfd.readouterr().err.strip() == ("rank 1: step 7: no progress, and rank 0 does not respond")
 
 
 def test_a_run_is_watched_before_its_first_step(
@@ -134,7 +134,7 @@ def test_a_run_is_watched_before_its_first_step(
         clock.sleep(TIMEOUT)
         said = capfd.readouterr().err
         assert "rank 0: before the first step, for 1.4 s" in said
-        assert "rank 1: silent, stopped or gone" in said
+        assert "rank 1: not responding, stopped or exited" in said
         one.follow(Mock(step=3, doing="updating weights", runner=Mock(began=0.0)))
         clock.sleep(TIMEOUT)
         assert "rank 0: step 4, updating weights, for 1." in capfd.readouterr().err

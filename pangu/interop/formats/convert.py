@@ -86,12 +86,12 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
         if key in known and key not in from_files and _plain(given)[key] != _plain(files)[key]
     ]
     if "heads" not in named | known.keys():
-        rule = "the files do not tell, and a wrong number would load without an error"
-        problems.append(Problem("model.heads", "(missing)", rule, "give a model (model=pangu_2_6b) or model.heads=32"))
+        rule = "the files do not store it, and a wrong number would load without an error"
+        problems.append(Problem("model.heads", "(missing)", rule, "set a model (model=pangu_2_6b) or model.heads=32"))
     for key in untold:
         if not {key, key.partition(".")[0]} & named:
-            rule = "the files do not tell, and a wrong value would load without an error"
-            problems.append(Problem(f"model.{key}", "(missing)", rule, f"give model.{key}=VALUE"))
+            rule = "the files do not store it, and a wrong value would load without an error"
+            problems.append(Problem(f"model.{key}", "(missing)", rule, f"set model.{key}=VALUE"))
     if problems:
         raise ConfigError(problems)
     return model
@@ -146,8 +146,8 @@ def convert(
     """
     model, shapes = config.model, logical_shapes(config.model)
     if source.balance is not None and source.balance.bias.any() and model.router.balance != "bias":
-        rule = "the files choose experts with biases, which no other balance does"
-        raise ConfigError([Problem("model.router.balance", model.router.balance, rule, "bias works")])
+        rule = "the files choose experts with biases"
+        raise ConfigError([Problem("model.router.balance", model.router.balance, rule, "use bias")])
     table = target.table(model, tensor)
     stored = source.table(model)
     tensors = fitting_tensors(source, stored)
@@ -189,7 +189,7 @@ def fitting_tensors(source: Source, table: list[Stored]) -> Mapping[str, Tensor]
         if len(problems) > MOST_LINES:
             problems[MOST_LINES:] = [f"and {len(problems) - MOST_LINES} more"]
         lines = "\n".join(f"  {line}" for line in problems)
-        raise UserError(f"the files do not hold this model; nothing is written:\n{lines}")
+        raise UserError(f"the files do not match this model; nothing is written:\n{lines}")
     return tensors
 
 

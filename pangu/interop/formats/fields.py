@@ -41,11 +41,11 @@ def check_fields(
     """
     names = {*used, *harmless}
     patterns = [name for name in names if "*" in name]
-    problems = disagreements(config, only, "is not computed here; {} is")
+    problems = disagreements(config, only, "is not supported; use {}")
     for key, value in config.items():
         if key not in only and key not in names and not any(fnmatchcase(str(key), pattern) for pattern in patterns):
-            rule = "is not known here and may change what the model computes"
-            problems.append(Problem(key, value, rule, "take it out of the file if it changes nothing"))
+            rule = "is unknown and may change what the model computes"
+            problems.append(Problem(key, value, rule, "remove it from the file if it has no effect"))
     refuse(where, problems)
 
 

@@ -152,9 +152,9 @@ def _weight_files(path: Path) -> list[Path]:
             files = {file.name: file for file in path.iterdir() if file.is_file()}
             names = sorted({Path(file).name for file in named.values()})
             if missing := [name for name in names if name not in files or not name.isprintable()]:
-                raise UserError(f"{index}: weight_map names {shown(missing[0])}, which is no file of the folder")
+                raise UserError(f"{index}: weight_map names {shown(missing[0])}, which is not a file in the folder")
             return [files[name] for name in names]
-    raise UserError(f"{path}: neither model.safetensors nor pytorch_model.bin nor an index of several is here")
+    raise UserError(f"{path}: no model.safetensors or pytorch_model.bin, or an index of several, is here")
 
 
 def _tensors_in(file: Path) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
     name = config.get("model_type", "")
     known = "gpt_pangu" if name == "pangu" else name
     if not isinstance(name, str) or known not in kinds():
-        problem = Problem("model_type", name, "cannot be converted", f"{', '.join(kinds())} can")
+        problem = Problem("model_type", name, "is not supported", f"use one of {', '.join(kinds())}")
         raise UserError(f"{path}: {problem}")
     return kinds()[known]
 
@@ -112,7 +112,7 @@ def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> 
 def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     kind = config.get("position_embedding_type", "absolute")
     if kind not in ("absolute", "rotary"):
-        raise wrong_field(path, "position_embedding_type", kind, "is not computed here", "absolute or rotary is")
+        raise wrong_field(path, "position_embedding_type", kind, "is not supported", "use absolute or rotary")
     keys["positions"] = "rope" if kind == "rotary" else "learned"
     base, problems = read_keys(ModelConfig, {"rope_base": config.get("rope_theta", 1e4)}, {"rope_base": "rope_theta"})
     refuse(path, problems)
@@ -138,7 +138,7 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     rope = config.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise wrong_field(path, f"{key}.rope_type", kind, "is not computed here", "default or llama3 is")
+        raise wrong_field(path, f"{key}.rope_type", kind, "is not supported", "use default or llama3")
     scaling = _SCALING if kind == "llama3" else {}
     used = {"rope_type", "type", "rope_theta", *scaling.values()}
     check_fields(rope, f"{path}: {key}", used, (), {"partial_rotary_factor": (1.0, None)})
@@ -158,7 +158,7 @@ def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None
         if not isinstance(value, bool):
             raise wrong_field(path, key, value, "must be true or false")
     if mlp and not attention:
-        raise wrong_field(path, "mlp_bias", mlp, "is not computed here without attention_bias", "false is")
+        raise wrong_field(path, "mlp_bias", mlp, "is not supported without attention_bias", "use false")
     keys["biases"] = "attention" if attention and not mlp else attention
 
 
@@ -172,10 +172,10 @@ def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
     window, layers, kinds_ = keys["window"] if slides else None, keys["layers"], config.get("layer_types")
     if kinds_ is not None:
         if kinds_ != ["full_attention" if window is None else "sliding_attention"] * layers:
-            raise wrong_field(path, "layer_types", kinds_, "is not computed here", "one kind in all layers is")
+            raise wrong_field(path, "layer_types", kinds_, "is not supported", "use one kind in all layers")
     elif window is not None and 0 < first < layers:
-        fix = f"0 is, or at least {layers}"
-        raise wrong_field(path, "max_window_layers", first, "is not computed here", fix)
+        fix = f"use 0, or at least {layers}"
+        raise wrong_field(path, "max_window_layers", first, "is not supported", fix)
     elif first >= layers:
         window = None
     keys["window"] = window

@@ -123,7 +123,7 @@ def open_folder(path: Path) -> Source:
         path = path / (f"iter_{number:07d}" if latest.isdigit() else "release")
         if not path.is_dir():
             raise UserError(
-                f"{tracker}: says {shown(latest.decode(errors='replace'))}, and there is no folder {path.name}"
+                f"{tracker}: names {shown(latest.decode(errors='replace'))}, but there is no folder {path.name}"
             )
     if (path / ".metadata").is_file():
         return DistSource(path)
@@ -137,7 +137,7 @@ def open_folder(path: Path) -> Source:
 def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the complete tensors of a model. Raises UserError if the format has no such model."""
     if model.kind == "pangu":
-        raise UserError("Megatron's PanGu-α port reads the files of ranks only: --megatron-format torch")
+        raise UserError("Megatron's PanGu-α port reads the files of ranks only; use --megatron-format torch")
     return table(model, 1)
 
 

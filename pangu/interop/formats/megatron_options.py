@@ -79,7 +79,7 @@ def read_model(
         agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
     if TOP not in shapes:
         agree |= _core_agrees(options, keys, shapes)
-    refuse(where, disagreements(options, agree, "does not agree with the tensors; {} does"))
+    refuse(where, disagreements(options, agree, "does not match the tensors; use {}"))
     return keys | {"layers": layers + (TOP in shapes)}
 
 
@@ -227,7 +227,7 @@ def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) 
     """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
     has = _has_experts(shapes)
     if _pattern(has) is None:
-        rule = "is not computed here; some dense layers, then experts in every n-th layer counted from the n-th, is"
+        rule = "is not supported; use some dense layers, then experts in every n-th layer counted from the n-th"
         raise wrong_field("args", "moe_layer_freq", options.get("moe_layer_freq", has), rule)
     frequency = options.get("moe_layer_freq", 1)
     same = isinstance(frequency, int) and frequency > 0 and has == [int(i % frequency == 0) for i in range(len(has))]

@@ -33,7 +33,7 @@ def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
         return {}
     if not isinstance(options, argparse.Namespace):
         kind = repr(options) if isinstance(options, Record) else type(options).__name__
-        raise UserError(f"{where}: args = {shown(kind)}: is not read here; Megatron's argparse.Namespace is")
+        raise UserError(f"{where}: args = {shown(kind)}: is not supported; it must be Megatron's argparse.Namespace")
     return vars(options)
 
 
@@ -101,7 +101,7 @@ def _rank_files(path: Path) -> list[list[Path]]:
     numbers = [re.fullmatch(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?", name, re.ASCII) for name in folders]
     if wrong := [name for name, number in zip(folders, numbers, strict=True) if number is None]:
         raise UserError(
-            f"{path}: {shown(wrong[0])} is no folder of a tensor-parallel rank or pipeline stage (mp_rank_00_000)"
+            f"{path}: {shown(wrong[0])} is not a folder of a tensor-parallel rank or pipeline stage (mp_rank_00_000)"
         )
     paths = {(int(number[1]), number[2] and int(number[2])): path / number[0] for number in numbers if number}
     ranks = {rank for rank, _ in paths}
@@ -129,7 +129,7 @@ def _join_stages(files: Sequence[Path], contents: Sequence[Mapping[str, Any]], t
     tensors_of_rank: dict[str, Tensor] = {}
     chunks = [_models(content, file) for content, file in zip(contents, files, strict=True)]
     if wrong := [file for file, stage in zip(files, chunks, strict=True) if len(stage) != len(chunks[0])]:
-        raise UserError(f"{wrong[0]}: has not as many virtual stages as {files[0]}")
+        raise UserError(f"{wrong[0]}: has another number of virtual stages than {files[0]}")
     layers = 0
     for virtual in range(len(chunks[0])):
         for file, stage in zip(files, chunks, strict=True):

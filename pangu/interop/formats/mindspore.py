@@ -130,7 +130,7 @@ class MindSporeSource(Source):
         if not ranks:
             raise UserError(f"{path}: no .ckpt file here")
         if len(ranks) + len(strategies) < len(files):
-            raise UserError(f"{path}: several .ckpt files of one rank; which of them is meant is not clear")
+            raise UserError(f"{path}: several .ckpt files of one rank; keep one of them")
         if len(ranks) > 1 and len(strategies) != 1:
             raise UserError(
                 f"{path}: {len(ranks)} slices need one strategy file, *strategy*.ckpt; found {len(strategies)}"
@@ -164,7 +164,7 @@ class MindSporeSource(Source):
             sequence, _ = shapes["backbone.position_embedding.embedding_table"]
             (ffn,) = shapes["backbone.top_query_layer.output.mapping.bias"]
         except (KeyError, ValueError) as error:
-            raise UserError(f"{path}: is no PanGu-α: {error}") from error
+            raise UserError(f"{path}: is not a PanGu-α model: {error}") from error
         blocks = {name.split(".")[2] for name in shapes if name.startswith("backbone.blocks.")}
         self.model_keys = {
             "kind": "pangu",
@@ -221,7 +221,7 @@ def _rank(file: Path) -> int:
 
 def _read_array(file: Path) -> np.ndarray:
     # numpy parses the header with Python's own parser
-    with reading(file, Exception, rule="is no array of numbers, and nothing else is read"):
+    with reading(file, Exception, rule="is not an array of numbers"):
         # np.load would open a zip file of arrays too
         array = np.lib.format.open_memmap(file, mode="r")
     if array.dtype not in (np.float64, np.float32, np.float16) or array.ndim != 2:

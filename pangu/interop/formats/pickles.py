@@ -115,7 +115,7 @@ def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
 
 def _no_tensor(where: object, name: str) -> UserError:
     return UserError(
-        f"{where}: holds {shown(name)}, which is no tensor and is not loaded, as it could run code; nothing of the "
+        f"{where}: holds {shown(name)}, which is not a tensor and is not loaded, as it could run code; nothing of the "
         "file was used. Save the weights alone (torch.save of a dictionary of tensors)"
     )
 

@@ -76,10 +76,10 @@ class Folder:
         for chunk in (_state(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]):
             offsets, sizes = _whole_numbers(chunk["offsets"]), _whole_numbers(chunk["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape) or (name, offsets) not in places:
-                raise UserError(f"{self._path}: {shown(name)}: nothing says where the chunk at {list(offsets)} lies")
+                raise UserError(f"{self._path}: {shown(name)}: the place of the chunk at {list(offsets)} is missing")
             chunks.append(self._place(name, offsets, sizes, places[name, offsets], dtype))
         if not cover(list(shape), [{"offsets": list(c.offsets), "shape": list(c.sizes)} for c in chunks]):
-            raise UserError(f"{self._path}: {shown(name)}: its chunks do not make the whole tensor {list(shape)}")
+            raise UserError(f"{self._path}: {shown(name)}: its chunks do not cover the tensor {list(shape)}")
         return Entry(dtype, shape, chunks)
 
     def _place(
@@ -87,7 +87,7 @@ class Folder:
     ) -> Chunk:
         file, start, length = info["relative_path"], info["offset"], info["length"]
         if transforms := info.get("transform_descriptors"):
-            raise UserError(f"{self._path}: {shown(name)} is stored by {shown(transforms)}, which is not read here")
+            raise UserError(f"{self._path}: {shown(name)} is stored by {shown(transforms)}, which is not supported")
         if not isinstance(file, str) or not file.isprintable() or Path(file).name != file:
             raise UserError(f"{self._path}: {shown(file)} is not the name of a file of this folder")
         path = self._path.parent / file
@@ -95,7 +95,7 @@ class Folder:
             raise UserError(f"{path}: is missing; it holds {shown(name)}")
         start, length = _whole_numbers((start, length))
         if start + length > path.stat().st_size or length < prod(sizes) * dtype.itemsize or not prod(sizes):
-            raise UserError(f"{path}: is too short for {shown(name)}; {self._path} says how it should be")
+            raise UserError(f"{path}: is too short for {shown(name)}, as {self._path} describes it")
         return Chunk(offsets, sizes, path, start, length)
 
     def read(self, name: str, index: tuple[int, ...]) -> Tensor:

@@ -64,7 +64,7 @@ def refusal(source: Translation) -> str | None:
     """Return the message that names the settings whose loss may change the model; None if there are none."""
     lost = [f"  {_named(source, name)}: {why}" for name, why in source.lost.items()]
     count = "1 setting has" if len(lost) == 1 else f"{len(lost)} settings have"
-    title = f"{count} no effect here, so that another model would be trained (--keep-going leaves them out):"
+    title = f"{count} no counterpart here, so another model would be trained (--keep-going leaves them out):"
     return printable("\n".join([title, *lost])) if lost else None
 
 

@@ -70,7 +70,7 @@ def _megatron(words: Sequence[str]) -> Command:
 def _text(path: Path) -> str:
     with reading(path):
         if path.exists() and not path.is_file():  # a named pipe would wait for ever, a device never end
-            raise UserError(f"{path}: is no regular file")
+            raise UserError(f"{path}: is not a regular file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -84,10 +84,10 @@ def _parsed(path: Path, name: str, parse: Callable[[str], Any]) -> dict[str, Any
         rule = "torchtitan is read up to v0.2.2, whose configurations are TOML; later ones are Python and are not read"
         raise UserError(f"{path}: {rule}. --from huggingface config.json translates the model")
     text = _text(path)
-    with reading(path, ValueError, yaml.YAMLError, RecursionError, rule=f"is no {name}"):
+    with reading(path, ValueError, yaml.YAMLError, RecursionError, rule=f"is not {name}"):
         values = parse(text)
     if not isinstance(values, dict):
-        raise UserError(f"{path}: is no table of settings")
+        raise UserError(f"{path}: is not a mapping of settings")
     return values
 
 
