@@ -108,4 +108,4 @@ def test_conversations(tmp_path: Path) -> None:
     assert "tokens 28-39: padding" in done.stdout
     (tmp_path / "data" / "instructions" / "manifest.json").unlink()
     done = tool(tmp_path / "data" / "instructions", name="inspect_data")
-    assert (done.returncode, "holds no prepared conversations" in done.stderr) == (2, True)
+    assert (done.returncode, "has no prepared conversations" in done.stderr) == (2, True)
