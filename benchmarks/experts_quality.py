@@ -34,7 +34,7 @@ def train(cores: queue.Queue[int], folder: Path, name: str, preset: str, *overri
     """The records of a run, in `folder/name`, on one of the `cores` that are free."""
     command = [sys.executable, "pretrain.py", f"+config={preset}", *overrides]
     command += [f"train.output={folder / name}", f"data.folder={folder / 'data'}", "train.device=cpu"]
-    command += ["model.attention=reference", "precision.fp32_products=highest"]
+    command += ["model.attention=reference", "precision.fp32_matmul=highest"]
     core = cores.get()
     # a process has as many threads as cores
     subprocess.run(

@@ -112,7 +112,7 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         return with_deepspeed.pipeline(precision, vocab, micro, MICRO_BATCHES, ONCE)
     from benchmarks.trainer import pangu_step
 
-    more = ("precision.fp32_products=highest",) if peer == UNTIMED else ()
+    more = ("precision.fp32_matmul=highest",) if peer == UNTIMED else ()
     schedule = peer.removesuffix("_highest")
     layers = OURS[schedule]
     return pangu_step(

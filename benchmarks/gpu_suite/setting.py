@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 QUIET = (
     *("data=synthetic", "validation.every=0", "checkpoint.every=0", "metrics.wandb=off", "metrics.tensorboard=false"),
     *("parallel.tensor=1", "parallel.zero=0", "parallel.pipeline=1", "model.dropout=0", "model.attention_dropout=0"),
-    *("faults.slow_every=0", "lr_schedule.warmup_steps=0", "sample.prompts=[]"),
+    *("faults.straggler_every=0", "lr_schedule.warmup_steps=0", "sample.prompts=[]"),
 )
 PRESETS = {
     "tiny": (

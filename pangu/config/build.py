@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.bounds import FREE, Bounds, Encodable
+from pangu.config.renamed import with_new_names
 from pangu.config.suggest import close_names
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 def read(kind: type[T], values: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
     """Return the dataclass of group `path` and all problems; invalid values are replaced by `WRONG`. See `build`."""
     problems: list[Problem] = []
+    if not path and isinstance(values, Mapping):
+        values = with_new_names(values)
     return _Reader(kind, problems).group((kind,), values, path), problems
 
 

@@ -156,9 +156,9 @@ def _loss_scale(config: RunConfig) -> Iterator[Problem]:
 
 def _formats(config: RunConfig) -> Iterator[Problem]:
     precision = config.precision
-    if precision.compute != "fp32" and precision.fp32_products != "auto":
+    if precision.compute != "fp32" and precision.fp32_matmul != "auto":
         rule = f"only applies to fp32, and precision.compute = {precision.compute}"
-        yield Problem("precision.fp32_products", precision.fp32_products, rule, "use auto, or set precision=fp32")
+        yield Problem("precision.fp32_matmul", precision.fp32_matmul, rule, "use auto, or set precision=fp32")
     if precision.compute == "fp16" and precision.matmul == "fp8":
         rule = "cannot be combined with fp16: its dynamic loss scale conflicts with the scales of e5m2 gradients"
         yield Problem("precision.matmul", "fp8", rule, "set precision=fp8, which computes the rest in bf16")
@@ -257,8 +257,8 @@ def _files(config: RunConfig) -> Iterator[Problem]:
             "instructions": "[FILE.jsonl], with one conversation per line",
         }
         yield Problem("data.train", [], "names no files", f"set data.train={examples[data.kind]}")
-    stages = data.later_weights if isinstance(data, IndexedData) else ()
-    later_stages = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
+    stages = data.weight_schedule if isinstance(data, IndexedData) else ()
+    later_stages = [(f"data.weight_schedule[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
     for key, weights in (("data.weights", data.weights), *later_stages):
         if weights is not None and len(weights) != len(data.train):
             one = "prefixes" if isinstance(data, IndexedData) else "entries"
@@ -269,7 +269,7 @@ def _files(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, weights, "at least one weight must be above 0")
     samples = [stage.sample for stage in stages]
     if samples != sorted(set(samples)):
-        yield Problem("data.later_weights", samples, "`sample` must increase from one entry to the next")
+        yield Problem("data.weight_schedule", samples, "`sample` must increase from one entry to the next")
     if data.tokenizer is None and not isinstance(data, IndexedData) and not config.dry_run:
         fix = "set data.tokenizer={kind:huggingface,path:FOLDER}, or another kind"
         yield Problem("data.tokenizer", None, "is needed to turn text into tokens", fix)

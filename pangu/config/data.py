@@ -71,7 +71,7 @@ class StdlibData:
 
 
 @dataclass(frozen=True)
-class LaterWeights:
+class ScheduledWeights:
     """Mixing weights that replace earlier ones from some sample on."""
 
     sample: Count
@@ -96,7 +96,7 @@ class IndexedData:
     """Tokenizer for text sampled from the model; null: no samples."""
     packing: PackingConfig
     """Documents, masks and padding."""
-    later_weights: tuple[LaterWeights, ...] = ()
+    weight_schedule: tuple[ScheduledWeights, ...] = ()
     """Weights from a later sample on, e.g. [{sample: 100000, weights: [0.5, 0.5]}]. A resumed run may append entries,
     and prefixes that had weight 0: samples already drawn do not change."""
 

@@ -29,7 +29,7 @@ class PrecisionConfig:
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"]
     """Format of weights and activations in forward and backward. fp64 is for exact comparisons."""
-    fp32_products: Literal["auto", "highest", "high", "medium"]
+    fp32_matmul: Literal["auto", "highest", "high", "medium"]
     """Precision of fp32 matmuls, as in `torch.set_float32_matmul_precision`: `highest`: fp32; `high`: also TF32,
     `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster method, timed at the start and named
     in the log."""

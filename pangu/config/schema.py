@@ -62,7 +62,7 @@ class ParallelConfig:
     timeout_s: Annotated[float, Bounds(above=0, most=1e9)]
     """Timeout for a message from another process, seconds; the run then ends with an error. Preparing data and saving
     may be slower, but must report progress: each part of a text, each file of a save (about 1 GiB), in this time."""
-    allowed: tuple[dict[str, object], ...] | None
+    layouts: tuple[dict[str, object], ...] | None
     """Layouts to choose from, for runs whose number of processes changes: keys of this group that replace the group's
     own, e.g. [{tensor: 4, pipeline: 2}, {tensor: 4}]. The first that fits the number of processes is used. [] or null:
     the group itself is the layout."""
@@ -283,9 +283,9 @@ class FaultsConfig:
     """Batches after the faulty one that a rollback skips, too."""
     max_rollbacks: Count
     """Rollbacks after which a further fault ends the run with an error."""
-    slow_every: Natural
+    straggler_every: Natural
     """Steps between comparisons of the ranks' compute times; 0: none."""
-    slow_factor: Annotated[float, Bounds(above=1)]
+    straggler_factor: Annotated[float, Bounds(above=1)]
     """Factor above the median compute time, beyond the work of its layers, from which on a rank is reported as slow.
     Pipeline waits do not count; ranks that split matrices, or weights under ZeRO-3, are slow together."""
     proven_after: Count = 50

@@ -185,7 +185,7 @@ def _open(
 ) -> SampleStream:
     readers = [open_indexed(prefix) for prefix in prefixes]
     weights = (data.weights if shuffle else None) or tuple(float(len(reader.tokens)) for reader in readers)
-    later_weights = [(stage.sample, stage.weights) for stage in data.later_weights] if shuffle else []
+    weight_schedule = [(stage.sample, stage.weights) for stage in data.weight_schedule] if shuffle else []
     pairs = list(zip(readers, weights, strict=True))
     packed = []
     if data.packing.method != "concat":
@@ -193,7 +193,7 @@ def _open(
             PackedDocuments(packing, model.vocab, data.packing)
             for packing in packings(prefixes, data.packing, model.sequence)
         ]
-    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, later_weights, packed)
+    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, weight_schedule, packed)
 
 
 def _check_exist(prefixes: list[str]) -> None:

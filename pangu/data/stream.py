@@ -166,10 +166,10 @@ class SampleStream(Stream):
         vocab: int,
         seed: int,
         shuffle: bool = True,
-        later_weights: Sequence[tuple[int, Sequence[float]]] = (),
+        weight_schedule: Sequence[tuple[int, Sequence[float]]] = (),
         packed: Sequence[PackedDocuments] = (),
     ) -> None:
-        """Open the stream; `later_weights`: (first sample, weights) of later stages, `packed`: the datasets, packed."""
+        """Open the stream; `weight_schedule`: (first sample, weights) of stages, `packed`: datasets, packed."""
         readers = [reader for reader, _ in readers_and_weights]
         self._datasets: list[Dataset] = []
         for number, reader in enumerate(readers):
@@ -178,7 +178,7 @@ class SampleStream(Stream):
             check_ids(reader.prefix, reader.tokens[:_SCANNED], vocab)
             self._datasets.append(one)
         self._stages: list[_Stage] = []
-        stages = ((0, [weight for _, weight in readers_and_weights]), *later_weights)
+        stages = ((0, [weight for _, weight in readers_and_weights]), *weight_schedule)
         for reader, row in zip(readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
             for weight, (_, weights) in zip(row, stages, strict=True):
                 if not weight * RAREST >= sum(weights) > 0 and (weight or not any(row)):

@@ -210,7 +210,7 @@ def _values_of(config: RunConfig) -> str:
         "parallel": {
             **{"pipeline": 1, "virtual": 1, "schedule": "1f1b", "layers": None},
             **{"data": data, "zero": zero, "zero_group": None, "bucket_mib": None, "overlap": True},
-            **{"allowed": (), "auto": False, "timeout_s": 600.0},
+            **{"layouts": (), "auto": False, "timeout_s": 600.0},
         },
         "batch": {"micro_size": 1, "global_size": 2 * data},
         "memory": {

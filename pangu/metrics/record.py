@@ -61,7 +61,7 @@ class StepRecord:
     trust_ratios: dict[str, float] | None = None
     """LAMB trust ratio of each tensor, if requested; 0 in a skipped step."""
     slow_ranks: dict[int, float] | None = None
-    """Ranks slower than `faults.slow_factor` allows -> their compute time relative to the median."""
+    """Ranks slower than `faults.straggler_factor` allows -> their compute time relative to the median."""
 
     # the losses in `experts` are means over layers and sequences, without their factors.
     experts: dict[str, float] | None = None

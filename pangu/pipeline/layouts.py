@@ -19,7 +19,7 @@ class Chosen(NamedTuple):
     """Configuration with its layout and stages on a number of processes."""
 
     config: RunConfig
-    """Configuration with the chosen layout in place of `parallel.allowed`."""
+    """Configuration with the chosen layout in place of `parallel.layouts`."""
     layout: Layout
     stages: Stages
 
@@ -32,7 +32,7 @@ def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
         world: Number of processes.
 
     Raises:
-        ConfigError: With all problems of the configuration, or with those of each allowed layout.
+        ConfigError: With all problems of the configuration, or with those of each of `parallel.layouts`.
     """
     config, problems = find_problems(values)
     try:
@@ -53,17 +53,17 @@ def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
 
 
 def _candidates(config: RunConfig, values: Any, problems: list[Problem]) -> dict[str, RunConfig]:
-    """Return the configuration per allowed layout, by key prefix for messages; append invalid values to `problems`."""
-    allowed = config.parallel.allowed
-    if not allowed:
+    """Return the configuration per entry of `parallel.layouts`, by key prefix; append invalid values to `problems`."""
+    layouts = config.parallel.layouts
+    if not layouts:
         return {"": config}
     candidates = {}
-    for number, keys in enumerate(allowed):
-        path = f"parallel.allowed[{number}]"
-        parallel, wrong = read(ParallelConfig, {**values, **keys, "allowed": ()}, path)
+    for number, keys in enumerate(layouts):
+        path = f"parallel.layouts[{number}]"
+        parallel, wrong = read(ParallelConfig, {**values, **keys, "layouts": ()}, path)
         problems += [one for one in wrong if any(one.key.startswith(f"{path}.{key}") for key in keys)]
-        if "allowed" in keys:
-            problems.append(Problem(f"{path}.allowed", keys["allowed"], "entries must not contain `allowed`"))
+        if "layouts" in keys:
+            problems.append(Problem(f"{path}.layouts", keys["layouts"], "entries must not contain `layouts`"))
         candidates[f"{path}: "] = replace(config, parallel=parallel)
     return candidates
 

@@ -20,7 +20,7 @@ from pangu.planning.plan import Plan
 from pangu.planning.search import KEYS, SearchResult, Space, keys_of, search, space_of
 from pangu.topology.launch import Launch
 
-_NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
+_NOT_SEARCHED = {"parallel.layouts", "parallel.layers"}
 """Layout keys that no layout found by a search sets."""
 CHOSEN_GROUPS = ("parallel", "batch", "memory")
 """Configuration groups that a layout sets."""
@@ -117,7 +117,7 @@ def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     for key, value in keys_of(plan).items():
         group, _, name = key.partition(".")
         chosen[group][name] = value
-    chosen["parallel"] |= {"layers": None, "allowed": []}
+    chosen["parallel"] |= {"layers": None, "layouts": []}
     return {**values, **chosen}
 
 

@@ -78,7 +78,7 @@ class Forecast:
             return
         assert config.cluster is not None
         cluster = cluster_in({**config.cluster, "devices": layout.world})
-        parallel = {**asdict(config.parallel), "data": layout.data, "allowed": ()}
+        parallel = {**asdict(config.parallel), "data": layout.data, "layouts": ()}
         expected = f"memory: about {needed:.3g} GiB expected, and {self.cluster} has {self.room_gib:g} GiB"
         try:
             job = {**asdict(config), "parallel": parallel}, layout.rank(Coordinates(self.stage, 0, 0))

@@ -206,7 +206,7 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
         ledger, plan = space.program.describe(one.plan), one.plan._replace(micro_batches=shortest(one.plan))
         more.append(ledger.stages[ledger.fullest].peak - space.program.describe(plan).stages[ledger.fullest].peak)
         values = asdict(configured(space.config, plan))
-        values["parallel"] |= {"auto": False, "allowed": ()}
+        values["parallel"] |= {"auto": False, "layouts": ()}
         jobs.append((values, plan.layout.rank(Coordinates(ledger.fullest, 0, 0))))
     measured = measured_gib(jobs, space.cluster.memory, space.program.note_progress)
     for one, needed, left in zip(tried, measured, more, strict=True):

@@ -87,7 +87,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     if config.compile and not shared:
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
-    precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute], _matmul(config, mesh)[0])
+    precisions = matmul_precisions(config.precision.fp32_matmul, device, DTYPES[compute], _matmul(config, mesh)[0])
     of_ranks = gather_objects((processor_name(device), kernels, precisions, compiles), mesh.group("world"))
     processors, kernels_of_ranks, precisions_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
@@ -324,7 +324,7 @@ def _time_collectives(
 def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str], where: str) -> None:
     keys = {
         "attention": f"model.attention={config.model.attention}",
-        "products": f"precision.fp32_products={config.precision.fp32_products}",
+        "products": f"precision.fp32_matmul={config.precision.fp32_matmul}",
         **({"compile": f"compile={str(config.compile).lower()}"} if config.compile else {}),
     }
     for name in ("attention", "products", "gather", "scatter", "compile"):

@@ -23,6 +23,7 @@ from yaml import YAMLError
 from pangu.common.errors import MOST_DIGITS, ConfigError, Problem, UserError, shown
 from pangu.common.exit_status import INTERRUPTED, exit_status
 from pangu.config.build import build, keys_of
+from pangu.config.renamed import RENAMED, with_new_names
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
 from pangu.topology.launch import is_first_process
@@ -103,7 +104,7 @@ def given_keys(words: Iterable[str]) -> set[str]:
     for override in OverridesParser.create().parse_overrides(settings):
         value, key = override.value(), override.key_or_group
         keys |= {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else {key}
-    return keys
+    return {RENAMED.get(key, key) for key in keys}
 
 
 def _show(values: Mapping[str, Any]) -> None:
@@ -136,7 +137,8 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }
     try:
         with hydra.initialize_config_dir(str(configs), version_base="1.3"):
-            return _plain(hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides]))
+            composed = hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides])
+            return dict(with_new_names(_plain(composed)))
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
         word = str(error.override)

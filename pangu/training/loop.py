@@ -186,9 +186,9 @@ class Loop:
 
     def _forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
         """Run forward and backward of a step; return the stragglers, if they are looked for."""
-        trainer, slow_every = self.trainer, self.config.faults.slow_every
-        if slow_every and (trainer.step + 1) % slow_every == 0 and trainer.mesh.recorder.tape is None:
-            return find_stragglers(trainer, batches, self.config.faults.slow_factor) or None
+        trainer, straggler_every = self.trainer, self.config.faults.straggler_every
+        if straggler_every and (trainer.step + 1) % straggler_every == 0 and trainer.mesh.recorder.tape is None:
+            return find_stragglers(trainer, batches, self.config.faults.straggler_factor) or None
         trainer.forward_backward(batches)
         return None
 

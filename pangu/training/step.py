@@ -97,7 +97,7 @@ class Trainer:
             kernel = kernels_of(config, mesh.device)[0]
         else:
             kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
-        mesh.recorder.watches = config.profile or config.faults.slow_every > 0
+        mesh.recorder.watches = config.profile or config.faults.straggler_every > 0
         self.mesh = mesh
         self.step = 0
         """Steps made, skipped ones included."""

@@ -166,7 +166,7 @@ CONTRADICTIONS = {
     ),
     "batch.micro_size=0": "batch.micro_size = 0: must be at least 1",
     "precision.compute=fp16": "precision.compute = fp16: precision.loss_scale",
-    "precision=bf16 precision.fp32_products=high": "precision.fp32_products = high: only applies to fp32",
+    "precision=bf16 precision.fp32_matmul=high": "precision.fp32_matmul = high: only applies to fp32",
     "precision=fp16 precision.matmul=fp8": (
         "precision.matmul = fp8: cannot be combined with fp16: its dynamic loss scale conflicts with the scales of "
         "e5m2 gradients; set precision=fp8"
@@ -231,7 +231,7 @@ CONTRADICTIONS = {
     ),
     "faults.max_rollbacks=0": "faults.max_rollbacks = 0: must be at least 1",
     "faults.spike=0": "faults.spike = 0.0: must be above 0",
-    "faults.slow_factor=1": "faults.slow_factor = 1.0: must be above 1",
+    "faults.straggler_factor=1": "faults.straggler_factor = 1.0: must be above 1",
     "faults.action=rollback checkpoint.every=0": (
         "faults.action = rollback: checkpoint.every = 0 saves no checkpoint to roll back to; use stop"
     ),
@@ -250,13 +250,13 @@ CONTRADICTIONS = {
     "data=indexed data.train=[a,b] data.weights=[0,0] validation.every=0": (
         "data.weights = [0.0, 0.0]: at least one weight must be above 0"
     ),
-    "data=indexed data.train=[a] data.later_weights=[{sample:9,weights:[1,1]}] validation.every=0": (
-        "data.later_weights[0].weights = [1.0, 1.0]: needs one weight for each of the 1 prefixes of data.train"
+    "data=indexed data.train=[a] data.weight_schedule=[{sample:9,weights:[1,1]}] validation.every=0": (
+        "data.weight_schedule[0].weights = [1.0, 1.0]: needs one weight for each of the 1 prefixes of data.train"
     ),
     (
-        "data=indexed data.train=[a] data.later_weights=[{sample:9,weights:[1]},{sample:9,weights:[2]}] "
+        "data=indexed data.train=[a] data.weight_schedule=[{sample:9,weights:[1]},{sample:9,weights:[2]}] "
         "validation.every=0"
-    ): "data.later_weights = [9, 9]: `sample` must increase from one entry to the next",
+    ): "data.weight_schedule = [9, 9]: `sample` must increase from one entry to the next",
     "evaluate.every=-1": "evaluate.every = -1: must be at least 0",
     "evaluate.shots=-1": "evaluate.shots = -1: must be at least 0",
     "evaluate.limit=0": "evaluate.limit = 0: must be at least 1",
@@ -343,8 +343,8 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
         ),
         ("parallel.sequence=null", "parallel.sequence = null: must be true or false"),
         ("evaluate.tasks=[nope]", "evaluate.tasks[0] = 'nope': must be afqmc, cmnli,"),
-        ("parallel.allowed=[3]", "parallel.allowed[0] = 3: must be a group of keys"),
-        ("parallel.allowed=3", "parallel.allowed = 3: must be a list of groups of keys or null"),
+        ("parallel.layouts=[3]", "parallel.layouts[0] = 3: must be a group of keys"),
+        ("parallel.layouts=3", "parallel.layouts = 3: must be a list of groups of keys or null"),
         (
             "optimizer.max_ratio=2",
             "does not exist with optimizer.name = adam; set optimizer=lamb, which has it",

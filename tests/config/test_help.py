@@ -51,7 +51,7 @@ def test_a_key_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         show_help(["--help", "model.wandow=3"], repository() / "configs")
     said = capsys.readouterr().err
     assert said == "error: model.wandow: unknown group or key; did you mean model.window?\n"
-    with pytest.raises(UserError, match=r"xyz: unknown group or key; groups are model, parallel, "):
+    with pytest.raises(UserError, match=r"xyz: unknown group or key; use one of model, parallel, "):
         explain("xyz")
 
 

@@ -274,7 +274,7 @@ def test_a_run_resumes_exactly_and_says_how_much_is_padding(tmp_path: Path) -> N
             for text in documents_of(lengths * 4):
                 writer.add([token % 60 for token in text[:-1]] + [63])
     both = (f"data.train=[{tmp_path}/corpus,{tmp_path}/added]", "data.weights=[1,0]")
-    both += ("data.later_weights=[{sample: 8, weights: [1, 3]}]",)
+    both += ("data.weight_schedule=[{sample: 8, weights: [1, 3]}]",)
 
     def train(output: Path, steps: int, *sources: str) -> list[dict[str, float]]:
         files = (*sources, f"data.validation=[{tmp_path}/corpus]", "data.packing.eod=63")

@@ -114,7 +114,7 @@ def test_weights_change_at_a_sample_and_each_dataset_goes_on(write_tokens: Write
     readers = [write_tokens(str(each.start), VOCAB, [each]) for each in ranges]
     later = [(40, [1.0, 1.0, 0.0]), (80, [0.0, 1.0, 1.0])]
     weighted = list(zip(readers, [3.0, 1.0, 0.0], strict=True))
-    stream = SampleStream(weighted, 10, VOCAB, 3, shuffle=False, later_weights=later)
+    stream = SampleStream(weighted, 10, VOCAB, 3, shuffle=False, weight_schedule=later)
     firsts = [int(stream[index][0]) for index in range(120)]
     drawn = [first // 1000 for first in firsts]
     counts = [[drawn[begin : begin + 40].count(which) for which in range(3)] for begin in (0, 40, 80)]
@@ -122,22 +122,22 @@ def test_weights_change_at_a_sample_and_each_dataset_goes_on(write_tokens: Write
     for which in range(3):
         own = [first for first in firsts if first // 1000 == which]
         assert own == list(range(1000 * which, 1000 * which + 10 * len(own), 10))
-    again = SampleStream(weighted, 10, VOCAB, 3, shuffle=False, later_weights=later)
+    again = SampleStream(weighted, 10, VOCAB, 3, shuffle=False, weight_schedule=later)
     assert [int(again[index][0]) for index in (119, 0, 79, 80, 41, 40, 39)] == [
         firsts[index] for index in (119, 0, 79, 80, 41, 40, 39)
     ]
-    before = SampleStream(weighted[:2], 10, VOCAB, 3, shuffle=False, later_weights=[(40, [1.0, 1.0])])
+    before = SampleStream(weighted[:2], 10, VOCAB, 3, shuffle=False, weight_schedule=[(40, [1.0, 1.0])])
     assert [int(before[index][0]) for index in range(80)] == firsts[:80]
     # the third one's 39 windows are used up first, 79 samples into the last stage
     assert abs(stream.num_samples - (80 + 78)) <= 1
     seen = [tuple(stream[index].tolist()) for index in range(stream.num_samples + 1)]
     assert len(set(seen)) == stream.num_samples
     first_to_end = SampleStream(
-        weighted, 10, VOCAB, 3, shuffle=False, later_weights=[(40, [0.0, 0.0, 1.0]), (60, [3.0, 1.0, 0.0])]
+        weighted, 10, VOCAB, 3, shuffle=False, weight_schedule=[(40, [0.0, 0.0, 1.0]), (60, [3.0, 1.0, 0.0])]
     )
     assert abs(first_to_end.num_samples - (20 + 99 * 4 / 3)) <= 2
     with pytest.raises(UserError, match="remove the dataset"):
-        SampleStream(weighted, 10, VOCAB, 3, later_weights=[(40, [1.0, 1.0, 0.0])])
+        SampleStream(weighted, 10, VOCAB, 3, weight_schedule=[(40, [1.0, 1.0, 0.0])])
 
 
 def test_equal_datasets_are_shuffled_apart(write_tokens: WriteTokens) -> None:

@@ -37,7 +37,7 @@ SMALL = (
 
 SAME_ATTENTION = "model.attention=sdpa"
 """For runs that are compared bit for bit: each would choose by its own timing, and other kernels round otherwise."""
-SAME_PRODUCTS = "precision.fp32_products=highest"
+SAME_PRODUCTS = "precision.fp32_matmul=highest"
 """The same, in fp32."""
 VARIABLES = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 """Of this process, which others do not inherit."""

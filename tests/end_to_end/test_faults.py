@@ -93,7 +93,7 @@ def test_replicas_go_back_together(tmp_path: Path) -> None:
         "faults.skip_after=1",
         "faults.proven_after=1",
         "train.steps=7",
-        "faults.slow_every=1",
+        "faults.straggler_every=1",
     )
     done = run_changed(tmp_path, code, *words)
     assert done.returncode == 0, done.stderr

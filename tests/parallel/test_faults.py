@@ -93,7 +93,7 @@ class At(NamedTuple):
 def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float]:
     """The slow ranks of a step by a clock of its own: chunks take as long as their FLOPs say, 3 times as long on one
     rank, and every message or collective that is waited for takes 10 times as long as a step."""
-    trainer, batches = small_trainer(layout, *OVERRIDES, "batch.micro_size=1", "faults.slow_every=1")
+    trainer, batches = small_trainer(layout, *OVERRIDES, "batch.micro_size=1", "faults.straggler_every=1")
     expected = trainer.stages.durations.per_chunk(len(trainer.stages.schedule.stage_of))
     clock = [0.0]
 

@@ -1,4 +1,4 @@
-"""The first allowed layout that goes with the number of processes is taken."""
+"""The first of `parallel.layouts` that goes with the number of processes is taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pangu.topology.layout import Layout
 from tests.configs import tiny
 
 ALLOWED = (
-    "parallel.allowed=[{tensor:2,pipeline:2,sequence:true},{pipeline:3,schedule:gpipe},{zero:1}]",
+    "parallel.layouts=[{tensor:2,pipeline:2,sequence:true},{pipeline:3,schedule:gpipe},{zero:1}]",
     "model.layers=6",
     "batch.global_size=12",
 )
@@ -31,7 +31,7 @@ ALLOWED = (
 def test_the_first_that_fits(world: int, expected: Layout) -> None:
     config, layout, _ = choose_layout(asdict(tiny(*ALLOWED)), world)
     assert layout == expected
-    assert config.parallel.allowed == ()
+    assert config.parallel.layouts == ()
     assert config.parallel.schedule == ("gpipe" if world == 3 else "1f1b")
     assert (config.parallel.tensor, config.parallel.zero) == (expected.tensor, expected.zero)
 
@@ -42,14 +42,14 @@ def test_without_a_list_the_keys_are_the_layout() -> None:
 
 
 def test_a_schedule_that_does_not_go_with_the_stages_is_passed_over() -> None:
-    keys = ("parallel.allowed=[{pipeline:2,virtual:2},{pipeline:2}]", "model.layers=4")
+    keys = ("parallel.layouts=[{pipeline:2,virtual:2},{pipeline:2}]", "model.layers=4")
     assert choose_layout(asdict(tiny(*keys)), 2).layout == Layout(pipeline=2)
 
 
 def test_what_is_wrong_with_each_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
-        choose_layout(asdict(tiny("parallel.allowed=[{tensor:3},{pipline:2},{data:3}]")), 5)
+        choose_layout(asdict(tiny("parallel.layouts=[{tensor:3},{pipline:2},{data:3}]")), 5)
     said = str(told.value)
-    assert "parallel.allowed[0]: parallel.tensor = 3: must divide model.heads = 4" in said
-    assert "parallel.allowed[1].pipline = 2: unknown key; did you mean parallel.allowed[1].pipeline?" in said
-    assert "parallel.allowed[2]: parallel.tensor, parallel.pipeline, parallel.data" in said
+    assert "parallel.layouts[0]: parallel.tensor = 3: must divide model.heads = 4" in said
+    assert "parallel.layouts[1].pipline = 2: unknown key; did you mean parallel.layouts[1].pipeline?" in said
+    assert "parallel.layouts[2]: parallel.tensor, parallel.pipeline, parallel.data" in said

@@ -293,7 +293,7 @@ def test_every_key_of_a_layout_that_is_given_is_kept() -> None:
     assert values["memory"]["offload"] == ["optimizer"]
 
 
-@pytest.mark.parametrize("words", [("parallel.layers=[8,8]",), ("parallel.allowed=[{tensor: 2}]",)])
+@pytest.mark.parametrize("words", [("parallel.layers=[8,8]",), ("parallel.layouts=[{tensor: 2}]",)])
 def test_what_a_search_cannot_keep_is_refused(words: tuple[str, ...]) -> None:
     recipe = ("+config=quickstart", "cluster=a100", *words)
     for done in (

@@ -79,7 +79,7 @@ def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFix
     lines = [record.getMessage() for record in caplog.records]
     timed = "ms of a micro-batch on one thread"
     assert lines[0].startswith(f"attention    sdpa (model.attention=auto; {timed}: sdpa 3e+03, ")
-    assert lines[1].startswith(f"products     highest (precision.fp32_products=auto; {timed}: highest ")
+    assert lines[1].startswith(f"products     highest (precision.fp32_matmul=auto; {timed}: highest ")
 
 
 def test_layers_whose_compilation_needs_too_much_memory_are_not_compiled(
@@ -140,7 +140,7 @@ def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("two_ways")
 def test_what_is_asked_for_is_taken_and_what_leaves_no_choice_is_not_timed() -> None:
     asked: list[Any] = []
-    keys = ("model.attention=reference", "precision.fp32_products=highest")
+    keys = ("model.attention=reference", "precision.fp32_matmul=highest")
     found = choose(tiny(*keys), ONE, timer=table({}, asked))
     assert (found.attention, found.products, found.milliseconds, asked) == ("reference", "highest", {}, [])
     drops = choose(
@@ -160,7 +160,7 @@ def test_a_kernel_that_fails_here_is_left_out(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(autotune, "attention_trial", failing)
     asked: list[Any] = []
-    found = choose(tiny("precision.fp32_products=highest"), ONE, timer=table({"reference": 9.0}, asked))
+    found = choose(tiny("precision.fp32_matmul=highest"), ONE, timer=table({"reference": 9.0}, asked))
     assert (found.attention, set(found.milliseconds["attention"])) == ("reference", {"reference"})
     assert asked == [("reference", "highest")]
     assert "attention    sdpa cannot run here: no available kernel" in [r.getMessage() for r in caplog.records]
@@ -271,7 +271,7 @@ def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any]
 
 
 def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
-    keys = ("model=pangu_quickstart", "data=synthetic", "precision.fp32_products=highest", "parallel.zero=1")
+    keys = ("model=pangu_quickstart", "data=synthetic", "precision.fp32_matmul=highest", "parallel.zero=1")
     (first, ways), second = pool.run(2, ranks_choose, *keys)
     assert (first, ways) == second
     assert ways == ["exchange", "own"]

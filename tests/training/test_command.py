@@ -173,13 +173,13 @@ def test_the_composed_configuration_is_shown_unless_it_has_keys_that_are_none() 
 
 
 def test_a_list_of_layouts_may_hold_null_lists_and_fractions() -> None:
-    word = "parallel.allowed=[{data: null, layers: [4], bucket_mib: 0.5}]"
+    word = "parallel.layouts=[{data: null, layers: [4], bucket_mib: 0.5}]"
     assert choose_layout(compose(repository() / "configs", [word]), 1).config.parallel.layers == (4,)
-    assert choose_layout(compose(repository() / "configs", ["parallel.allowed=null"]), 1).layout.world == 1
-    text = said("parallel.allowed=[{tensor: 1},{tensor: 2.5},{schedule: [a]}]")
+    assert choose_layout(compose(repository() / "configs", ["parallel.layouts=null"]), 1).layout.world == 1
+    text = said("parallel.layouts=[{tensor: 1},{tensor: 2.5},{schedule: [a]}]")
     assert text.startswith("2 problems")
-    assert "parallel.allowed[1].tensor = 2.5: must be an integer" in text
-    assert "parallel.allowed[2].schedule = [a]: must be gpipe" in text
+    assert "parallel.layouts[1].tensor = 2.5: must be an integer" in text
+    assert "parallel.layouts[2].schedule = [a]: must be gpipe" in text
 
 
 def sample(prompt: str) -> Any:

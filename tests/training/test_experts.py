@@ -27,7 +27,7 @@ EXPERTS = (
     *("data=synthetic", "model.vocab=64", "validation.every=0", "train.device=cpu", "lr_schedule.warmup_steps=1"),
     *("metrics.wandb=off", "metrics.tensorboard=false"),
     # what `auto` times may choose another kernel in each of two runs
-    *("model.attention=reference", "precision.fp32_products=highest"),
+    *("model.attention=reference", "precision.fp32_matmul=highest"),
 )
 
 

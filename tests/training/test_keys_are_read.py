@@ -132,7 +132,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "data.packing.method=best_fit",
             f"data.packing.index={tmp_path}",
             "data.packing.eod=9",
-            "data.later_weights=[{sample:3,weights:[2]}]",
+            "data.weight_schedule=[{sample:3,weights:[2]}]",
             "optimizer=lamb",
             *MEMORY,
             patterns[0],
@@ -153,7 +153,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "validation.every=1",
             *quiet,
         ),
-        ("data=synthetic", "precision=fp16", "faults.slow_every=1", patterns[1], *relative, *quiet, *EXPERTS),
+        ("data=synthetic", "precision=fp16", "faults.straggler_every=1", patterns[1], *relative, *quiet, *EXPERTS),
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
     for number, overrides in enumerate(runs):
