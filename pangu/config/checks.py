@@ -252,7 +252,7 @@ def _files(config: RunConfig) -> Iterator[Problem]:
         return
     if not data.train and not config.dry_run:
         examples = {
-            "indexed": "[PREFIX], where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py",
+            "indexed": "[PREFIX], where PREFIX.bin and PREFIX.idx are written by tools/preprocess_data.py",
             "stream": "[FOLDER]",
             "instructions": "[FILE.jsonl], with one conversation per line",
         }
@@ -288,7 +288,7 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
             rule = f"data.validation = {list(data.validation)} already names the held-out data"
             yield Problem("data.holdout", data.holdout, rule, "use 0, or set data.validation=[]")
     if every and not config.dry_run and without:
-        fix = "" if isinstance(data, SyntheticData) else ", or give data.validation"
+        fix = "" if isinstance(data, SyntheticData) else ", or set data.validation"
         fix += " or data.holdout" if isinstance(data, StreamData) else ""
         rule = f"data.kind = {data.kind} has no held-out data"
         yield Problem("validation.every", every, rule, f"set validation.every=0{fix}")
@@ -362,7 +362,7 @@ def _evaluate(config: RunConfig) -> Iterator[Problem]:
 def _without_tokenizer(data: DataConfig, key: str, value: int) -> Iterator[Problem]:
     """Yield the problem of a key that needs the tokenizer of the data where there is none."""
     if isinstance(data, SyntheticData) or (isinstance(data, (IndexedData, StreamData)) and data.tokenizer is None):
-        fix = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
+        fix = "" if isinstance(data, SyntheticData) else ", or set data.tokenizer"
         yield Problem(key, value, f"data.kind = {data.kind} has no tokenizer", f"set {key}=0{fix}")
 
 

@@ -35,7 +35,7 @@ CONTRADICTIONS = {
             "data.tokenizer=null": "data.tokenizer = null: is needed to turn text into tokens; set "
             "data.tokenizer={kind:huggingface",
             "validation.every=100": (
-                "validation.every = 100: data.kind = stream has no held-out data; set validation.every=0, or give "
+                "validation.every = 100: data.kind = stream has no held-out data; set validation.every=0, or set "
                 "data.validation or data.holdout"
             ),
             "data.validation=[b] data.holdout=0.1": (

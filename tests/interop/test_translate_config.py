@@ -81,7 +81,7 @@ def test_the_model_has_as_many_weights_as_published(name: str) -> None:
     translated = built(done, *left_open, *([] if "data.train=???" not in done.stdout else ["data.train=[/data/web]"]))
     assert num_parameters(translated.model) == parameters
     assert f"\n# {parameters:,} parameters; processes: " in done.stdout or "model.vocab" in " ".join(left_open)
-    assert "not known" not in done.stdout
+    assert "unknown, and left out" not in done.stdout
 
 
 def test_gpt3() -> None:
@@ -99,7 +99,7 @@ def test_gpt3() -> None:
     assert "--rampup-batch-size [16, 16, 5859375]: the batch has one size here" in section(done, "no counterpart")
     assert "--split 949,50,1: held-out text is in files of its own" in section(done, "no counterpart")
     assert section(done, "to be given") == "#   train.output: --save is $2\n"
-    assert section(done, "not told there").count("$") == 2  # --load, --tensorboard-dir
+    assert section(done, "not given there").count("$") == 2  # --load, --tensorboard-dir
     assert "fp16: gradients are added up over replicas in fp32" in section(done, "different in effect")
     assert "the loss scale is halved at every overflow" in section(done, "different in effect")
     assert "processes: 1024\n" in done.stdout
@@ -172,7 +172,7 @@ def test_deepspeed() -> None:
     assert (translated.lr_schedule.shape, translated.lr_schedule.min_lr) == ("cosine", pytest.approx(6e-6))
     assert "fp16.hysteresis 2: the loss scale is halved at every overflow" in section(done, "no counterpart")
     assert "lr x log\\(i \\+ 1\\)" not in section(done, "different in effect")
-    assert "gradient_accumulation_steps: auto" in section(done, "not told there")
+    assert "gradient_accumulation_steps: auto" in section(done, "not given there")
     assert " parameters;" not in done.stdout  # the model is not in the file
 
 
@@ -237,7 +237,7 @@ def test_experts_sequences_and_blends_of_mindformers(tmp_path: Path) -> None:
     assert (translated.parallel.context, translated.parallel.context_kind) == (2, "ulysses")
     assert translated.data == config("data=indexed", *MOE_DATA).data
     assert "use_shared_expert_gating: a router that is not there" in section(done, "no counterpart")
-    assert "not known" not in done.stdout
+    assert "unknown, and left out" not in done.stdout
 
 
 MOE_DATA = (
@@ -283,7 +283,7 @@ def test_mixtral_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**fields, "flavour": "mint"}))
     done = translate("huggingface", "--keep-going", tmp_path / "config.json")
     assert num_parameters(built(done).model) == 46_702_792_704
-    assert "flavour: mint" in section(done, "not known, and left out")
+    assert "flavour: mint" in section(done, "unknown, and left out")
 
 
 def test_learning_rates_are_those_that_the_page_tells() -> None:
@@ -305,10 +305,10 @@ def test_learning_rates_are_those_that_the_page_tells() -> None:
 def test_settings_that_are_not_known_are_named() -> None:
     words = [*GPT, "--use-magic", "--spell", "lumos", "7"]
     done = translate("megatron", "--keep-going", *words)
-    assert section(done, "not known, and left out") == "#   --use-magic: true\n#   --spell: [lumos, 7]\n"
+    assert section(done, "unknown, and left out") == "#   --use-magic: true\n#   --spell: [lumos, 7]\n"
     refused = translate("megatron", *words)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--use-magic: is not known, and may change the model\n  --spell [lumos, 7]: is not known" in refused.stderr
+    assert "--use-magic: is unknown, and may change the model\n  --spell [lumos, 7]: is unknown" in refused.stderr
 
 
 def test_what_our_checks_refuse_names_the_setting() -> None:
@@ -333,7 +333,7 @@ CASES: dict[str, tuple[str, str | None, str]] = {
     "a list of itself": ("mindformers", "a: &a [*a]", "is not YAML (its references expand to more than 100,000"),
     "not TOML": ("torchtitan", "a = ", "is not TOML"),
     "a list": ("deepspeed", "[1]", "is not a mapping of settings"),
-    "empty": ("deepspeed", "{}", "holds no settings"),
+    "empty": ("deepspeed", "{}", "has no settings"),
     "nothing there": ("torchtitan", None, "No such file or directory"),
     "many": ("deepspeed", json.dumps(dict.fromkeys(map(str, range(10_001)), 1)), "more than 10,000 settings"),
     "no type": ("huggingface", '{"hidden_size": 8}', "model_type = '': is not supported"),
@@ -344,8 +344,8 @@ CASES: dict[str, tuple[str, str | None, str]] = {
     "a list for a name": ("torchtitan", "[model]\nflavor = [1]", "model.flavor = [1]: must be one value"),
     "an open quote": ("megatron", "A=1\nB='x\n", "line 2: the quotation mark ' does not end"),
     "no command": ("megatron", "echo hello\n", "no command with pretrain_gpt.py"),
-    "no option": ("megatron", "python pretrain_gpt.py 5 --lr 1", "5: stands where an option of pretrain_gpt.py"),
-    "doubling": ("megatron", "A=aaaaaaaa\n" + "A=$A$A\n" * 40, "$A$A stands for more than 1,000,000 characters"),
+    "no option": ("megatron", "python pretrain_gpt.py 5 --lr 1", "5: expected an option of pretrain_gpt.py"),
+    "doubling": ("megatron", "A=aaaaaaaa\n" + "A=$A$A\n" * 40, "$A$A expands to more than 1,000,000 characters"),
     "aliases": (
         "mindformers",
         "a: &a {x: 1, y: 2}\n"
@@ -406,7 +406,7 @@ def test_conditions_of_a_script_are_told(tmp_path: Path) -> None:
     command = shlex.join(["python", "pretrain_gpt.py", *GPT]) + " --tensor-model-parallel-size $TP"
     (tmp_path / "run.sh").write_text("\n".join([*lines, command]))
     done = translate("megatron", tmp_path / "run.sh")
-    said = section(done, "set under a condition there, the last one taken")
+    said = section(done, "set under a condition there, the last value is used")
     assert said == "#   TP: 6\n#   X: 1\n#   Y: 1\n#   Z: 1\n"
     assert built(done).parallel.tensor == 6
     done = translate("megatron", tmp_path / "run.sh", "TP=2", "X=2", "Y=1", "Z=1")

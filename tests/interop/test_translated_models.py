@@ -53,7 +53,7 @@ def test_a_script_of_mindspeed_keeps_its_model(tmp_path: Path) -> None:
     done = translate("megatron", tmp_path / "pretrain_qwen3.sh")
     assert {"data.train=???", "data.tokenizer=???", "train.output=???", "lr_schedule.min_lr=???"} < {*overrides(done)}
     assert "lr_schedule.min_lr: --min-lr is $7" in section(done, "to be given")
-    assert "OUTPUT_ARGS: NAME=VALUE sets it" in section(done, "not set there, and taken as empty")
+    assert "OUTPUT_ARGS: set it with NAME=VALUE" in section(done, "not set there, treated as empty")
     given = ("data.train=[/d]", "data.tokenizer=null", "train.output=runs/x", "lr_schedule.min_lr=1e-5")
     config = built(done, *given)
     model, parallel = config.model, config.parallel
@@ -79,7 +79,7 @@ LOST = {
     "other layers": ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec ["),
     "another objective": ("--label-smoothing 0.1", "--label-smoothing 0.1: another objective"),
     "another optimizer": ("--optimizer muon", "--optimizer muon: this value has no counterpart"),
-    "an unknown option": ("--gated-delta-net 3", "--gated-delta-net 3: is not known, and may change the model"),
+    "an unknown option": ("--gated-delta-net 3", "--gated-delta-net 3: is unknown, and may change the model"),
     "other scores of groups": (
         "--num-experts 16 --moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
         "--moe-router-group-topk 2: changes",
@@ -151,7 +151,7 @@ def test_placeholders_of_older_examples_are_left_open(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"{script}python pretrain_gpt.py {words} --data-path $DATA --save $SAVE $@")
     done = translate("megatron", tmp_path / "run.sh")
     assert {"data.train=???", "train.output=???"} < {*overrides(done)}
-    assert "@: NAME=VALUE sets it" in section(done, "not set there, and taken as empty")
+    assert "@: set it with NAME=VALUE" in section(done, "not set there, treated as empty")
 
 
 COMMAND = "pretrain_gpt.py --num-layers 2"
@@ -251,7 +251,7 @@ OTHER_MODELS = {
     "BERT": ({**LLAMA_70B, "type": "BertConfig"}, {}, "model.model_config.type BertConfig: the models that are known"),
     "YaRN": ({**LLAMA_70B, "extend_method": "YARN"}, {}, "extend_method YARN: changes what the model computes"),
     "a gate of another function": ({**LLAMA_70B, "hidden_act": "gelu"}, {}, "hidden_act gelu: this value has no"),
-    "an unknown field": ({**LLAMA_70B, "use_magic": 7}, {}, "model.model_config.use_magic 7: is not known"),
+    "an unknown field": ({**LLAMA_70B, "use_magic": 7}, {}, "model.model_config.use_magic 7: is unknown"),
 }
 
 

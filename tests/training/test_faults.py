@@ -52,7 +52,7 @@ def test_a_loss_is_judged_by_those_of_the_steps_before() -> None:
     assert judge.fault(result(limit + 1e-9)) is not None
     judge = watch()
     assert [judge.fault(result(loss)) for loss in (1.0, 2.0, 1.0, 2.0, limit - 1e-9)] == [None] * 5
-    assert watch().fault(result(math.nan)) == "the loss is nan"
+    assert watch().fault(result(math.nan)) == "the loss is nan (faults.spike)"
     assert watch(spike=None).fault(result(math.inf)) is None
 
 
@@ -126,13 +126,14 @@ def test_a_run_goes_back_and_leaves_the_batches_out(
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 8 * 4 * 32
     said = capsys.readouterr().err
     assert (
-        f"step 6: the loss is nan: going back; {tmp_path}/checkpoints/step-00000004, 2 steps before, is proven" in said
+        f"step 6: the loss is nan (faults.spike): rolling back; {tmp_path}/checkpoints/step-00000004, 2 steps before, is proven"
+        in said
     )
     assert f"rolled back to {tmp_path}/checkpoints/step-00000004: continuing after step 4 with sample 32" in said
     told = read_index(tmp_path / "checkpoints/step-00000008")
     assert told["samples"] == 48
     assert told["watch"]["left_out"] == 16
-    event = {"step": 6, "fault": "the loss is nan", "back_to": 4, "left_out": [16, 32]}
+    event = {"step": 6, "fault": "the loss is nan (faults.spike)", "back_to": 4, "left_out": [16, 32]}
     assert told["watch"]["rollbacks"] == [event]
 
 
@@ -321,7 +322,7 @@ def test_a_run_stops_or_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poisoned([9], monkeypatch)
-    with pytest.raises(UserError, match=r"step 3: the loss is nan; set faults.action=rollback to continue"):
+    with pytest.raises(UserError, match=r"step 3: the loss is nan .*; set faults.action=rollback to continue"):
         train(tmp_path / "stop", 4, "faults.spike=5")
     losses = train(tmp_path / "warn", 4, "faults.spike=5", "faults.action=warn")
     assert [loss is None for loss in losses] == [False, False, True, False]

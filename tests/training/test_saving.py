@@ -97,7 +97,7 @@ def test_what_cannot_be_deleted_stays_and_does_not_end_the_run(
 def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every second step, as asked for."""
     monkeypatch.setattr(loop, "find_replica_difference", lambda trainer: f"weight/{trainer.step}")
-    with pytest.raises(UserError, match="after step 2 replicas differ: weight/2; look"):
+    with pytest.raises(UserError, match="after step 2 replicas differ: weight/2; check"):
         train(tmp_path, 4, "train.check_replicas=2")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 

@@ -103,7 +103,7 @@ class HuggingFaceSource(Source):
             elif not _is_implied(name.rpartition(".")[2], found, self.model_keys):
                 problems.append(
                     f"{shown(name)}: is not what config.json implies, so that the model computes something else; "
-                    "correct config.json, or take the tensor out of the file if nothing uses it"
+                    "correct config.json, or remove the tensor from the file if nothing uses it"
                 )
         return self.tensors
 

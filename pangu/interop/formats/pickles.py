@@ -66,7 +66,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
             plain_entries(file, path)
     content = _load(path, path, mmap=zipped)
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds a {type(content).__name__}, and a dictionary of tensors is expected")
+        raise UserError(f"{path}: has a {type(content).__name__} instead of a dictionary of tensors")
     for name, tensor in tensors_of(content):
         require_plain_tensor(tensor, f"{path}: {shown(name)}")
     return content
@@ -115,8 +115,8 @@ def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
 
 def _no_tensor(where: object, name: str) -> UserError:
     return UserError(
-        f"{where}: holds {shown(name)}, which is not a tensor and is not loaded, as it could run code; nothing of the "
-        "file was used. Save the weights alone (torch.save of a dictionary of tensors)"
+        f"{where}: holds {shown(name)}, which is not a tensor and is not loaded, as it could run code; save the "
+        "weights alone (torch.save of a dictionary of tensors)"
     )
 
 

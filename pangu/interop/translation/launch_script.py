@@ -77,7 +77,7 @@ class Variables(dict[str, list[str]]):
         """Count the characters and words of a value. Raises ValueError if a script takes too many."""
         self.written += len(value) + sum(map(len, value))
         if self.written > 10 * MOST_CHARACTERS:
-            raise ValueError(f"its variables take more than {10 * MOST_CHARACTERS:,} characters together")
+            raise ValueError(f"its variables have more than {10 * MOST_CHARACTERS:,} characters together")
 
 
 class Command(NamedTuple):
@@ -250,7 +250,7 @@ def expand(word: str, variables: Variables, split: bool = True) -> list[str]:
             fields[-1] += parts[0]
             fields += parts[1:]
         if sum(map(len, fields)) > MOST_CHARACTERS:
-            raise ValueError(f"{shown(word)} stands for more than {MOST_CHARACTERS:,} characters")
+            raise ValueError(f"{shown(word)} expands to more than {MOST_CHARACTERS:,} characters")
     return fields if quoted and len(fields) == 1 else [field for field in fields if field]
 
 
@@ -303,7 +303,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
             name = name if name.startswith("deepspeed") else name.replace("_", "-")
             values = [_plain(value)] if equals else []
         elif values is None:
-            raise UserError(f"{shown(word)}: stands where an option of pretrain_gpt.py, --NAME, is expected")
+            raise UserError(f"{shown(word)}: expected an option of pretrain_gpt.py, --NAME")
         else:
             values.append(_plain(word))
         flags[name] = True if not values else values[0] if len(values) == 1 else values

@@ -45,14 +45,15 @@ def describe(source: Translation, checked: Checked) -> str:
     values = {source.shown(name): shown(value) for name, value in source.given.items()}
     lines += _section("to be given", source.open)
     not_told = {source.shown(name): shown(value) for name, value in source.unset.items() if name not in source.asked}
-    lines += _section("not told there", not_told)
-    lines += _section("not set there, and taken as empty", dict.fromkeys(source.empty, "NAME=VALUE sets it"))
+    lines += _section("not given there", not_told)
+    lines += _section("not set there, treated as empty", dict.fromkeys(source.empty, "set it with NAME=VALUE"))
     lines += _section(
-        "set under a condition there, the last one taken", {name: shown(v) for name, v in source.conditional.items()}
+        "set under a condition there, the last value is used",
+        {name: shown(v) for name, v in source.conditional.items()},
     )
     lines += _section("no counterpart", {_named(source, name): why for name, why in absent.items()})
     lines += _section(
-        "not known, and left out", {source.shown(name): values[source.shown(name)] for name in source.unknown}
+        "unknown, and left out", {source.shown(name): values[source.shown(name)] for name in source.unknown}
     )
     if source.differences:
         lines.append("# different in effect:")

@@ -35,9 +35,9 @@ def translate(source: str, words: Sequence[str]) -> Translation:
         values = _parsed(path, *_PARSERS[source])
         if source == "huggingface":
             return _not_empty(huggingface.translate(values, path), path)
-        with reading(path, ValueError, rule="holds too much"):
+        with reading(path, ValueError, rule="is too large"):
             given, rules = flatten(values), _RULES[source]
-    where = f"{words[0]}: {', '.join(command.empty)} is not set, NAME=VALUE sets it" if command.empty else words[0]
+    where = f"{words[0]}: {', '.join(command.empty)} is not set; set it with NAME=VALUE" if command.empty else words[0]
     translation = _not_empty(Translation(load_table(source), given), where)
     translation.conditional, translation.empty = command.conditional, command.empty
     translation.processes = command.processes
@@ -48,7 +48,7 @@ def translate(source: str, words: Sequence[str]) -> Translation:
 
 def _not_empty(translation: Translation, where: object) -> Translation:
     if not translation.given:
-        raise UserError(f"{where}: holds no settings")
+        raise UserError(f"{where}: has no settings")
     return translation
 
 
@@ -63,7 +63,7 @@ def _megatron(words: Sequence[str]) -> Command:
     path = Path(words[0])
     variables = dict(word.partition("=")[::2] for word in words[1:])
     if wrong := next((word for word in words[1:] if "=" not in word), None):
-        raise UserError(f"{shown(wrong)}: behind a launch script stand values of its variables, NAME=VALUE")
+        raise UserError(f"{shown(wrong)}: only values of its variables, NAME=VALUE, may follow a launch script")
     return read_command(_text(path), path, variables)
 
 

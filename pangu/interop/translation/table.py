@@ -151,7 +151,7 @@ class Translation:
     def lost(self) -> dict[str, str]:
         """Settings that change the model, or may change it, and have no effect here, with the reason."""
         absent = {name: text.en for name, text in self.absent.items() if self.table.touches_model(name)}
-        return {**absent, **dict.fromkeys(self.unknown, "is not known, and may change the model")}
+        return {**absent, **dict.fromkeys(self.unknown, "is unknown, and may change the model")}
 
     def shown(self, name: str) -> str:
         """Return a setting as it was given."""
