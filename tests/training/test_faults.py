@@ -125,10 +125,8 @@ def test_a_run_goes_back_and_leaves_the_batches_out(
     assert [line["tokens"] for line in metrics(tmp_path)] == [step * 4 * 32 for step in range(1, 9)]
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 8 * 4 * 32
     said = capsys.readouterr().err
-    assert (
-        f"step 6: the loss is nan (faults.spike): rolling back; {tmp_path}/checkpoints/step-00000004, 2 steps before, is proven"
-        in said
-    )
+    proven = f"{tmp_path}/checkpoints/step-00000004, 2 steps before, is proven"
+    assert f"step 6: the loss is nan (faults.spike): rolling back; {proven}" in said
     assert f"rolled back to {tmp_path}/checkpoints/step-00000004: continuing after step 4 with sample 32" in said
     told = read_index(tmp_path / "checkpoints/step-00000008")
     assert told["samples"] == 48
