@@ -74,19 +74,22 @@ def test_a_second_start_goes_on_and_another_setup_is_refused(
     others = sum(json.loads(line)["figures"]["accuracy"] for line in lines[2:])
     assert results(output)["afqmc"]["measures"]["accuracy"] == pytest.approx(100 * (5 + others) / 3)
     assert evaluate(folder, *words, "--shots", "2") == 2
-    message = "results.json.answers.jsonl has answers for other options (shots: 0 there, 2 here)"
+    message = "results.json.answers.jsonl has answers for other options (shots: 0 in the file, 2 now)"
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--task", "afqcm"), "task afqcm: unknown task; afqmc, cmnli"),
-        (("--task", "chid", "--shots", "few"), "there is no train.json here"),
-        (("--task", "afqmc", "--template", "{label}{answer}"), "template '{label}{answer}': must hold {answer} once"),
+        (("--task", "afqcm"), "task afqcm: unknown task; use one of afqmc, cmnli"),
+        (("--task", "chid", "--shots", "few"), "no train.json here"),
+        (
+            ("--task", "afqmc", "--template", "{label}{answer}"),
+            "template '{label}{answer}': must contain {answer} once",
+        ),
         (("--task", "perplexity"), "--task perplexity needs --input"),
         (("--task", "afqmc", "--shots", "some"), "--shots some: must be a number, or few"),
-        (("--task", "afqmc", "--tensor", "2"), "takes a multiple of 2 processes, got 1"),
+        (("--task", "afqmc", "--tensor", "2"), "needs a multiple of 2 processes, got 1"),
     ],
 )
 def test_mistakes_end_in_one_message(
@@ -107,7 +110,7 @@ def test_texts_and_strides_without_a_perplexity(
     assert evaluate(folder, *words, str(text), str(empty)) == 2
     assert f"--input {empty}: has no text to compute the perplexity of" in capsys.readouterr().err
     assert evaluate(folder, *words, str(text), "--stride", "33") == 2
-    assert "--stride 33: would skip tokens, as the window has 32 (model.sequence)" in capsys.readouterr().err
+    assert "--stride 33: would skip tokens, as the window has model.sequence = 32" in capsys.readouterr().err
     found = []
     for recipe in ("own", "huggingface"):
         assert evaluate(folder, *words, str(text), "--recipe", recipe, "--output", f"{tmp_path}/{recipe}.json") == 0

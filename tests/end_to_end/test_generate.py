@@ -104,7 +104,7 @@ def test_one_prompt_is_streamed_to_a_terminal(folder: Path, capsys: pytest.Captu
     ("words", "expected"),
     [
         (["--prompt", "a", "--top-p", "2"], "generate: top_p = 2.0: must be above 0 and at most 1"),
-        (["--prompt", "a", "--tensor", "2"], "takes 2 processes, got 1; start it with torchrun"),
+        (["--prompt", "a", "--tensor", "2"], "needs 2 processes, got 1; start it with torchrun"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read"),
         (["--prompt", "word " * 40], "more than model.sequence = 32; shorten it"),
         (["--prompt", "a", "--output", "/proc/texts.jsonl"], "cannot write /proc/texts.jsonl"),
@@ -129,7 +129,7 @@ def test_bad_prompts_and_folders_are_named(folder: Path, tmp_path: Path, capsys:
 def test_only_the_first_of_several_processes_speaks(folder: Path) -> None:
     done = on_ranks(2, "scripts/generate", folder, "--prompt", "a", "--tensor", "2", "--pipeline", "3")
     assert done.returncode != 0
-    assert done.stderr.count("takes 6 processes") == 1
+    assert done.stderr.count("needs 6 processes") == 1
 
 
 def test_help_has_an_example() -> None:

@@ -117,7 +117,7 @@ def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, s
         (-2, INTERRUPTED, ""),
         (-9, 137, r"\nrank 3 on \S+ \(process 11\) was ended by SIGKILL, most likely because host memory .*: try .*\n"),
         (-11, 139, r"\nrank 3 on \S+ \(process 11\) was ended by SIGSEGV\n"),
-        (1, 1, r"\nrank 3 on \S+ \(process 11\) ended with status 1; see its output above\n"),
+        (1, 1, r"\nrank 3 on \S+ \(process 11\) exited with status 1; see its output above\n"),
     ],
 )
 def test_a_crash_is_one_line(exitcode: int, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:

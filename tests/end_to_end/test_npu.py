@@ -150,7 +150,7 @@ def test_two_ranks_on_one_device_are_named(tmp_path: Path) -> None:
     """Which each of them sees as its first, and which has no uuid."""
     done = on_npu(2, "pretrain", *SYNTHETIC, f"train.output={tmp_path}/run", visible="5")
     assert 2 in done.statuses  # the other one may lose the first one's store before it has spoken
-    assert "have one device" in done.stderr
+    assert "share one device" in done.stderr
     assert "npu 5), and each process needs its own" in done.stderr
     assert "make another device visible to each (ASCEND_RT_VISIBLE_DEVICES)" in done.stderr
 

@@ -83,7 +83,7 @@ def test_what_does_not_go_together_is_told(tmp_path: Path) -> None:
         save(0, 1, Layout(), str(tmp_path / name), 1, *words, *more)
     dense, mixed = tmp_path / "dense" / CHECKPOINT, tmp_path / "mixed" / CHECKPOINT
     for checkpoint, upcycle, more, said in (
-        (dense, "false", (), r"its model has no experts; set checkpoint.upcycle=true to copy of a dense"),
+        (dense, "false", (), r"its model has no experts; set checkpoint.upcycle=true to copy its dense"),
         (mixed, "true", (), r"its model has experts; set checkpoint.upcycle=false to start from its weights"),
         (dense, "true", ("model.ffn=48",), r"layers\.0\.mlp\.up\.weight: \[64, 16\] in the checkpoint, \[48, 16\] in"),
     ):

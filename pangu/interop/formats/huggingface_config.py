@@ -106,7 +106,7 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     for key, name, twin in (("dropout", "resid_pdrop", "embd_pdrop"), ("sequence", "n_positions", "n_ctx")):
         if config.get(twin, keys[key]) != keys[key]:
-            raise wrong_field(path, twin, config[twin], f"must be {name} = {keys[key]}: they must be equal")
+            raise wrong_field(path, twin, config[twin], f"must be {name} = {keys[key]}")
 
 
 def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -195,7 +195,7 @@ def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -
     refuse(path, problems)
     if twin["experts"] is not None:
         if config.get("num_experts", twin["experts"]) != twin["experts"]:
-            rule = f"must be num_experts = {config['num_experts']}: they must be equal"
+            rule = f"must be num_experts = {config['num_experts']}"
             raise wrong_field(path, "num_local_experts", twin["experts"], rule)
         keys |= twin
 
