@@ -56,10 +56,9 @@ def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
     if not order and config.faults.action == "rollback" and not any(standing.proven for _, standing in found):
         return None
     fix = ", or checkpoint.resume=CHECKPOINT to continue from a condemned one" if len(order) < len(found) else ""
-    details = "\n".join(f"  {line}" for line in problems)
     raise UserError(
         f"{folder}: no checkpoint here is intact and not condemned; set another train.output to start from the "
-        f"beginning{fix}:\n{details}"
+        f"beginning{fix}:\n" + "\n".join(f"  {line}" for line in problems)
     )
 
 
