@@ -37,7 +37,7 @@ from pangu.config.schema import RunConfig
 from pangu.planning.auto import overrides_of
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import TERMS
-from pangu.planning.plan import Plan
+from pangu.planning.program import Plan
 from pangu.planning.search import Space, enumerate_plans, smaller, space_of, time_of, with_layout
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

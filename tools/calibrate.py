@@ -41,8 +41,7 @@ from pangu.metrics.timing import fastest, time_candidates
 from pangu.planning.auto import cluster_of_device
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
-from pangu.planning.plan import Plan
-from pangu.planning.program import Program
+from pangu.planning.program import Plan, Program
 from pangu.schedule.groups import Group
 from pangu.schedule.spans import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device, is_first_process

@@ -26,18 +26,16 @@ from pangu.common.exit_status import exit_status
 from pangu.config.cluster import cluster_in
 from pangu.config.layout_checks import asks_for_layout
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import DryRunError
-from pangu.dryrun.whole_run import dry_run_roles, require_kernels
+from pangu.dryrun.roles import DryRunError, dry_run_roles, require_kernels
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import Outcome, find_layouts, overrides_of, prepare_choice, refusals, require_cluster
-from pangu.planning.forecast import Forecast, plan_of
-from pangu.planning.program import Program
-from pangu.planning.search import MODEL_ERROR
+from pangu.planning.forecast import Forecast
+from pangu.planning.program import Program, plan_of
 from pangu.report.dry_run import WIDTH, print_dry_run
-from pangu.report.search_tables import explain, page, rows, run_words, search_data
+from pangu.report.search_tables import MODEL_ERROR, explain, page, rows, run_words, search_data
 from pangu.report.sharding import print_sharding
 from pangu.report.stages import view_stages
 from pangu.schedule.advice import advise

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.planner_accuracy.published import Module, Setup, System, embedding_work, head_work, layer_work
 from pangu.config.cluster import ClusterConfig
-from pangu.planning.cost import Phase, beside, collective_seconds, phase_seconds, started
+from pangu.planning.cost import Phase, collective_seconds, overlap_seconds, phase_seconds, started
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.held import held_in
 from pangu.schedule.orders import SCHEDULES
@@ -164,4 +164,4 @@ def _end_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfi
         waited += taken * (1 - collective.hidden)
     device = work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     update = started(device, work.launches * cluster.launch_us * 1e-6, cluster)
-    return waited + beside(backward, hidden, cluster) + update
+    return waited + overlap_seconds(backward, hidden, cluster) + update

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pangu.dryrun.device import FakeDevice
-from pangu.dryrun.memory import OWNED, LiveStorage, Memory, Stream
+from pangu.dryrun.memory import HOST, OWNED, Clock, LiveStorage, Memory, RaceDetector, Stream
 from pangu.dryrun.operators import (
     COLLECTIVES,
     causal_share,
@@ -29,7 +29,7 @@ from pangu.dryrun.operators import (
     size_of,
     tensors_in,
 )
-from pangu.dryrun.races import HOST, Clock, RaceDetector
+from pangu.schedule.spans import Axis, Collective, Matmul, Work, matmuls_of
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -325,3 +325,31 @@ class Audit(TorchDispatchMode):
 
     def _counter(self) -> Counter[tuple[Any, ...]]:
         return self.counts if not self.owner or self.owner_counts is None else self.owner_counts
+
+
+def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
+    """Return counters in the form that plans use."""
+    matmuls: dict[Matmul, float] = defaultdict(float)
+    plain: Counter[str] = Counter()
+    collectives: list[Collective] = []
+    for (what, *of), amount in counts.items():
+        if what == "product":
+            operator, shapes, _, computed = of
+            for matmul in matmuls_of(operator, shapes, computed):
+                matmuls[matmul._replace(calls=1)] += matmul.calls * amount
+        elif what == "calls" and of[0] != "pipeline":  # messages belong to the schedule
+            hidden, hidden_bytes = (counts.get((name, *of), 0) for name in ("hidden_calls", "hidden_bytes"))
+            exposed = (0.0, amount - hidden, counts["bytes", *of] - hidden_bytes)
+            for share, some, nbytes in ((1.0, hidden, hidden_bytes), exposed):
+                if some:
+                    collectives.append(Collective(cast(Any, of[1]), cast(Axis, of[0]), nbytes / some, some, share))
+        elif len(of) < 2:
+            plain[what] += amount
+    return Work(
+        tuple(matmul._replace(calls=number) for matmul, number in matmuls.items()),
+        plain["memory_bound_bytes"],
+        plain["launches"],
+        tuple(collectives),
+        plain["copy_bytes"],
+        plain["host_syncs"] + plain["blocking_copies"],
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -12,17 +12,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pangu.common.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.dryrun import kernels
 from pangu.dryrun.audit import Audit
 from pangu.dryrun.device import FakeDevice
-from pangu.dryrun.fake_tensors import FakeTensors
-from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels
+from pangu.dryrun.fake_tensors import REPLACED, FakeTensors
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
@@ -35,7 +32,6 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room
 from pangu.training.step import Trainer
-from pangu.zero import flat_parameter
 from pangu.zero.gradients import GradientSum
 from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.sharded import ShardedParameters
@@ -160,31 +156,14 @@ def _held(schedule: Schedule, stage: int) -> list[set[Held]]:
 @contextmanager
 def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     """Use tensors without memory, and a process group of any size that sends nothing, within the block."""
-    attend = {"attend": kernels.attend, "attend_backward": kernels.attend_backward}
-    flash = {"flash_forward": kernels.flash_forward, "flash_backward": kernels.flash_backward}
-    fused = {"flash_attention": kernels.flash_attention, "_flex": lambda compiled: kernels.flex}
     with ExitStack() as stack:
-        for owner, replaced in (
-            (torch.nn.functional, {"scaled_dot_product_attention": kernels.attention}),
-            (gpu_kernels, {**fused, "can_run": lambda kernel, device: True}),
-            (attention_blocks, flash),
-            (dropping_attention, attend),
-            (expert_exchange, {"host_numbers": _evenly}),
-            (flat_parameter, {"fill": lambda *_: None}),
-        ):
+        for owner, replaced in REPLACED:
             stack.enter_context(patch.multiple(owner, **replaced))
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)
         stack.enter_context(FakeTensors())
         yield
-
-
-def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
-    """Return equal numbers of rows for all ranks, still with a host sync."""
-    counts.cpu()
-    sides, ranks, _ = counts.shape
-    return [[[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)] for _ in range(sides)]
 
 
 @contextmanager

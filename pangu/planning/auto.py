@@ -16,8 +16,8 @@ from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import count_frozen
 from pangu.planning.cluster import cluster_names
-from pangu.planning.plan import Plan
-from pangu.planning.search import KEYS, SearchResult, Space, keys_of, search, space_of
+from pangu.planning.program import KEYS, Plan, key_values
+from pangu.planning.search import SearchResult, Space, search, space_of
 from pangu.topology.launch import Launch
 
 _NOT_SEARCHED = {"parallel.layouts", "parallel.layers"}
@@ -114,7 +114,7 @@ def choose_automatically(
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the configuration with the layout of a plan."""
     chosen = {group: dict(values[group]) for group in CHOSEN_GROUPS}
-    for key, value in keys_of(plan).items():
+    for key, value in key_values(plan).items():
         group, _, name = key.partition(".")
         chosen[group][name] = value
     chosen["parallel"] |= {"layers": None, "layouts": []}
@@ -155,8 +155,8 @@ def cluster_of_device(name: str, files: Collection[str]) -> str | None:
 
 def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:
     """Return the command-line overrides that select a layout, or those that differ from a layout `base`."""
-    known = {} if base is None else keys_of(base)
-    values = keys_of(plan).items()
+    known = {} if base is None else key_values(base)
+    values = key_values(plan).items()
     return [f"{key}={shown(value)}" for key, value in values if base is None or value != known[key]]
 
 

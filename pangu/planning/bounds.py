@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import sub
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
@@ -17,14 +16,14 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.cost import collective_seconds, phase_seconds
-from pangu.planning.plan import Plan
-from pangu.planning.program import SKETCHED, Program, StagePart, shortest
+from pangu.planning.program import SKETCHED, Plan, Program, StagePart, shortest
 from pangu.schedule.actions import Kind
 from pangu.schedule.buffers import Formats, buffers_of, copied_bytes, lasting_bytes
-from pangu.schedule.groups import Group, groups_of
+from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
-from pangu.schedule.spans import END, START, Axis, Collective, Matmul, Span, SpanKey, Trace, Work
+from pangu.schedule.schedule import chunk_stages
+from pangu.schedule.spans import END, START, Collective, Matmul, Span, Trace, Work
 from pangu.schedule.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
@@ -51,18 +50,18 @@ class Least(NamedTuple):
     """Bytes of one layer that are on the device until they are copied to the host."""
 
 
-class Element(NamedTuple):
-    """Lower bounds per weight element of a stage."""
+class Weights(NamedTuple):
+    """Lower bounds of some weights of a stage, in bytes, and in seconds of communication with replicas and the host."""
 
-    lasting: float
+    lasting: float = 0.0
     """Persistent bytes."""
-    sum: float
+    sum: float = 0.0
     """Bytes of the accumulated gradient, if it is allocated in the step and stays until the end of the step."""
-    each: float
+    each: float = 0.0
     """Seconds of communication with replicas per micro-batch."""
-    once: float
+    once: float = 0.0
     """Seconds of communication with replicas once per step."""
-    copies: float
+    copies: float = 0.0
     """Seconds of copies between device and host per step."""
 
 
@@ -76,14 +75,12 @@ class LayoutBounds:
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
         """Create the bounds of a program's layouts on a cluster."""
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
-        self._modules: dict[int, tuple[Trace, LeastByKind]] = {}
-        self._sizes: dict[Any, LeastByKind] = {}
+        self._kinds: dict[Any, tuple[Trace | None, LeastByKind]] = {}
         self._chunks: dict[Any, list[Least]] = {}
         self._lines: dict[Any, list[tuple[int, float, float, float]]] = {}
         self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
         self._numels: dict[Any, Counter[tuple[bool, bool]]] = {}
-        self._elements: dict[Any, Element] = {}
-        self._slopes: dict[Any, float] = {}
+        self._elements: dict[Any, Weights] = {}
         self._hidden = HIDDEN * program.config.parallel.overlap
 
     def seconds(self, plan: Plan) -> float:
@@ -93,22 +90,16 @@ class LayoutBounds:
         gradient of the stage, the last micro-batch goes back through those chunks, while the stage computes its weight
         gradients if they are separate. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
-        key = (
-            self._program.module_plan(plan),
-            plan.recomputed,
-            plan.schedule,
-            plan.layers,
-            plan.pipeline,
-            self._program.is_prepared(plan),
-        )
+        modules = self._program.module_plan(plan), self._program.is_prepared(plan)
+        key = (*modules, plan.recomputed, plan.schedule, plan.layers, plan.pipeline)
         if key not in self._lines:
             self._lines[key] = list(self._of_stages(plan))
-        sent = [*(self._sent(plan, part) for part in self._program.cut(plan).distinct), (0.0, 0.0, 0.0)]
-        m, longest, last = plan.micro_batches, 0.0, 0.0
+        weights = [*(self._weights(plan, part) for part in self._program.cut(plan)), Weights()]
+        longest = last = 0.0
         for place, fixed, each, busy in self._lines[key]:
-            of_micro_batch, once, copies = sent[place]
-            longest = max(longest, fixed + m * (each + self._waiting(of_micro_batch, busy)))
-            last = max(last, self._waiting(once, busy) + copies)
+            sent = weights[place]
+            longest = max(longest, fixed + plan.micro_batches * (each + self._waiting(sent.each, busy)))
+            last = max(last, self._waiting(sent.once, busy) + sent.copies)
         return longest + last
 
     def _waiting(self, sending: float, busy: float) -> float:
@@ -117,20 +108,18 @@ class LayoutBounds:
 
     def _of_stages(self, plan: Plan) -> Iterator[tuple[int, float, float, float]]:
         """Yield kind of stage, fixed seconds, seconds per micro-batch, and the stage's own compute per micro-batch."""
-        cut, apart = self._program.cut(plan), splits_backward(plan.schedule)
-        times = [self._least(plan, part) for part in cut.distinct]
-        sums = [[sum(column) for column in zip(*chunks, strict=True)] for chunks in times]
+        parts, apart = self._program.cut(plan), splits_backward(plan.schedule)
+        times = [self._least(plan, part) for part in parts]
+        places = {stage: place for place, part in enumerate(parts) for stage in part.stages}
         seen, forwards, backs, most = [0] * plan.pipeline, 0.0, 0.0, 0.0
-        for stage in cut.stage_of:
-            place = cut.alike[stage]
+        for stage in chunk_stages(plan.schedule, plan.pipeline, plan.virtual):
+            place = places[stage]
             if not seen[stage]:
-                forward, back, weight, *_ = sums[place]
+                forward, back, weight, *_ = map(sum, zip(*times[place], strict=True))
                 busy = forward + back + weight
                 if apart:
                     yield place, forwards, busy, busy
-                    yield place, forwards + backs, forward + back, busy
-                else:
-                    yield place, forwards + backs, busy, busy
+                yield place, forwards + backs, forward + back if apart else busy, busy
             one = times[place][seen[stage]]
             forwards, backs, most = forwards + one.forward, backs + one.back, max(most, one.forward)
             seen[stage] += 1
@@ -141,8 +130,8 @@ class LayoutBounds:
         trace = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
         key = self._program.module_plan(plan), apart, plan.recomputed, part.content, trace is None
         if key not in self._chunks:
-            least = self._sketched(plan) if trace is None else self._measured(plan, trace)
-            chunks = [(START, *kinds.all, END) for kinds in self._program.kinds(plan, part)]
+            least = self._by_kind(plan, trace)
+            chunks = [(START, *kinds, END) for kinds in self._program.kinds(plan, part)]
             modules = [[_find(least, kind)[apart] for kind in chunk] for chunk in chunks]
             found = [Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules]
             if offload:
@@ -160,85 +149,62 @@ class LayoutBounds:
         in_transit = max(0.0, min(moved, default=0.0) - (kept - last))
         return Least(forward, chunk.back, weight, kept, in_transit)
 
-    def _measured(self, plan: Plan, trace: Trace) -> LeastByKind:
-        """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
-        if id(trace) not in self._modules:
-            groups = groups_of(plan.layout, self._cluster.node)  # all plans of a trace share these groups
-            spans = ((key, span.work, span.end) for key, span in trace.spans.items() if span is not None)
-            self._modules[id(trace)] = trace, self._by_kind(spans, groups)
-        return self._modules[id(trace)][1]
+    def _by_kind(self, plan: Plan, trace: Trace | None) -> LeastByKind:
+        """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules.
 
-    def _sketched(self, plan: Plan) -> LeastByKind:
-        """Return the lower bounds of each kind of module if only micro-batches of other sizes have been measured."""
-        module_plan = self._program.module_plan(plan)
-        if module_plan not in self._sizes:
+        Without a trace, the micro-batches that `Program.sketch` has measured stand in for those of the plan.
+        """
+        key = self._program.module_plan(plan) if trace is None else id(trace)
+        if key in self._kinds:
+            return self._kinds[key][1]
+        if trace is None:
             one, two = self._program.sketched(plan)
-            both = [(key, one.spans.get(key), span) for key, span in two.spans.items()]
-            at = ((key, _at(plan.micro_size, a, b)) for key, a, b in both if a is not None and b is not None)
-            spans = ((key, *of_key) for key, of_key in at)
-            self._sizes[module_plan] = self._by_kind(spans, groups_of(plan.layout, self._cluster.node))
-        return self._sizes[module_plan]
-
-    def _by_kind(self, spans: Iterable[tuple[SpanKey, Work, float]], groups: Mapping[Axis, Group]) -> LeastByKind:
-        """Return the lower bounds per kind of module from spans, each given with its work and the bytes it keeps."""
+            pairs = ((name, one.spans.get(name), span) for name, span in two.spans.items())
+            spans = [(name, *_at(plan.micro_size, a, b)) for name, a, b in pairs if a is not None and b is not None]
+        else:
+            spans = [(name, span.work, span.end) for name, span in trace.spans.items() if span is not None]
+        groups = groups_of(plan.layout, self._cluster.node)  # all plans of a trace share these groups
         found: dict[str, dict[str, float]] = {}
-        for key, work, kept in spans:
-            of_kind = found.setdefault(key.module, {})
+        for name, work, kept in spans:
+            of_kind = found.setdefault(name.module, {})
             seconds = phase_seconds(work, groups, self._cluster).total
-            of_kind[key.action] = min(seconds, of_kind.get(key.action, math.inf))
-            if key.action == Kind.FORWARD:
+            of_kind[name.action] = min(seconds, of_kind.get(name.action, math.inf))
+            if name.action == Kind.FORWARD:
                 of_kind["saved"] = min(kept, of_kind.get("saved", math.inf))
         least = {}
         for kind, of_kind in found.items():
-            forward, whole, back, weight, saved = (of_kind.get(key, 0.0) for key in ("F", "B", "I", "W", "saved"))
+            forward, whole, back, weight, saved = (of_kind.get(name, 0.0) for name in ("F", "B", "I", "W", "saved"))
             # if backward was measured in one part, its total is known, but not the input gradient's share
             apart = (back, weight) if "I" in of_kind or "W" in of_kind else (0.0, whole)
             least[kind] = Least(forward, whole, 0.0, saved), Least(forward, *apart, saved)
+        self._kinds[key] = trace, least
         return least
 
     def gib(self, plan: Plan) -> float:
         """Return a lower bound of peak memory in GiB: states, plus activations in flight or accumulated gradients."""
-        cut, most, forwards = self._program.cut(plan), 0.0, Counter[int]()
-        held_by = most_held(plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
-        for place, (held, _) in zip(cut.alike, held_by, strict=True):
-            forwards[place] = max(forwards[place], held)
-        for place, part in enumerate(cut.distinct):
-            lasting, sums = self._states(plan, part)
-            chunks = self._least(plan, part)
+        most, held = 0.0, most_held(plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
+        for part in self._program.cut(plan):
+            weights, chunks = self._weights(plan, part), self._least(plan, part)
+            forwards = max(held[stage][0] for stage in part.stages)
             saved, in_transit = min(one.saved for one in chunks), min(one.in_transit for one in chunks)
-            passing = max(forwards[place] * saved + in_transit, sums)
-            most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
+            passing = max(forwards * saved + in_transit, weights.sum)
+            most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 
-    def _states(self, plan: Plan, part: StagePart) -> tuple[float, float]:
-        """Return the persistent bytes of a stage, and the bytes of gradient sums that are allocated each step."""
-        lasting = sums = 0.0
-        for kind, numel in self._numel(plan, part).items():
-            one = self._element(plan, *kind)
-            lasting, sums = lasting + one.lasting * numel, sums + one.sum * numel
-        return lasting, sums
-
-    def _sent(self, plan: Plan, part: StagePart) -> tuple[float, float, float]:
-        """Return seconds of replica communication per micro-batch and per step, and of device-host copies per step."""
-        each = once = copies = 0.0
-        for kind, numel in self._numel(plan, part).items():
-            one = self._element(plan, *kind)
-            each, once, copies = each + one.each * numel, once + one.once * numel, copies + one.copies * numel
-        return each, once, copies
-
-    def _numel(self, plan: Plan, part: StagePart) -> Counter[tuple[bool, bool]]:
-        """Return the elements of a stage on a rank by (belongs to experts that the layout splits, is trained)."""
+    def _weights(self, plan: Plan, part: StagePart) -> Weights:
+        """Return the lower bounds of all weights of a stage."""
         ranks = plan.tensor, plan.sequence, plan.expert, plan.expert_tensor
         if ranks not in self._of_module:
             self._of_module[ranks] = _numels(self._program.config, plan.layout)
         if (ranks, part.content) not in self._numels:
-            of_module, total = self._of_module[ranks], Counter[tuple[bool, bool]]()
-            for module in _modules(part):
-                total.update(of_module[module])
-            self._numels[ranks, part.content] = total
-        return self._numels[ranks, part.content]
+            modules = (name for chunk in part.chunks.values() for name in self._of_module[ranks] if _holds(chunk, name))
+            self._numels[ranks, part.content] = sum((self._of_module[ranks][name] for name in modules), Counter())
+        numels = self._numels[ranks, part.content]
+        of_kinds = [[numel * one for one in self._element(plan, *kind)] for kind, numel in numels.items()]
+        return Weights(*map(sum, zip(*of_kinds, strict=True)))
 
-    def _element(self, plan: Plan, expert: bool, trained: bool) -> Element:
+    def _element(self, plan: Plan, expert: bool, trained: bool) -> Weights:
+        """Return the lower bounds per weight element."""
         which = plan.zero, plan.zero_group, plan.data, plan.context, plan.offload, plan.expert, plan.expert_tensor
         key = (*which, plan.tensor, plan.pipeline, plan.schedule, expert, trained)
         if key not in self._elements:
@@ -247,44 +213,39 @@ class LayoutBounds:
             flat = FlatNumbers(0, 0, ("",), numel, numel, sharding, trained)
             reduce_each = shards_sums(plan.layout) and reduces_each(plan.schedule)
             buffers = buffers_of(flat, 0, formats, reduce_each)
-            lasting = lasting_bytes(flat, (), formats)
             moments = 2 * formats.moments * numel / sharding.size * (trained and not flat.main_on_host)
             gather, reduction = (self._least_sent(plan, sent) for sent in (buffers.gathers, buffers.reductions))
             comes = buffers.weights > 0
             often = comes and not SCHEDULES[plan.schedule].two_phases
-            each = gather * often + reduction * reduce_each
-            once = gather * (trained or comes) * (not often) + reduction * (not reduce_each)
-            host_bytes = copied_bytes(flat, formats)
-            self._elements[key] = Element(
-                (lasting + moments) / numel,
-                buffers.total / numel * (not reduce_each),
-                each / numel,
-                once / numel,
-                host_bytes / numel / (self._cluster.host_gb_s * 1e9),
+            of_all = (
+                lasting_bytes(flat, (), formats) + moments,
+                buffers.total * (not reduce_each),
+                gather * often + reduction * reduce_each,
+                gather * (trained or comes) * (not often) + reduction * (not reduce_each),
+                copied_bytes(flat, formats) / (self._cluster.host_gb_s * 1e9),
             )
+            self._elements[key] = Weights(*(one / numel for one in of_all))
         return self._elements[key]
 
     def _least_sent(self, plan: Plan, sent: Sequence[Collective]) -> float:
         """Return the least seconds of collectives, at the lowest time per byte of their kind and group."""
         groups, cluster, seconds = groups_of(plan.layout, self._cluster.node), self._cluster, 0.0
+        timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
         for one in sent:
-            group = groups[one.axis]
-            key = one.kind, group
-            if key not in self._slopes:
-                timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
-                # between two timed sizes, the time per byte is lowest at one of the two
-                times = [collective_seconds(one._replace(bytes=size), group, cluster) / size for size in timed]
-                ends = (collective_seconds(one._replace(bytes=size), group, cluster) for size in (1e9, 0.0))
-                self._slopes[key] = min(times) if times else sub(*ends) / 1e9
-            seconds += self._slopes[key] * one.bytes
+
+            def taken(size: float, one: Collective = one) -> float:
+                return collective_seconds(one._replace(bytes=size), groups[one.axis], cluster)
+
+            # between two timed sizes, the time per byte is lowest at one of the two
+            per_byte = min(taken(size) / size for size in timed) if timed else (taken(1e9) - taken(0.0)) / 1e9
+            seconds += per_byte * one.bytes
         return seconds
 
 
-def _modules(part: StagePart) -> Iterator[str]:
-    chunks = part.chunks.values()
-    yield from ["embedding"] * any(chunk.first for chunk in chunks)
-    yield from (f"layers.{layer}" for chunk in chunks for layer in chunk.layers)
-    yield from ["head"] * any(chunk.last for chunk in chunks)
+def _holds(chunk: ModelPart, module: str) -> bool:
+    if module.startswith("layers."):
+        return int(module.removeprefix("layers.")) in chunk.layers
+    return (module == "embedding" and chunk.first) or (module == "head" and chunk.last)
 
 
 def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, bool]]]:

@@ -17,8 +17,7 @@ from operator import add
 from typing import NamedTuple, get_args
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
-from pangu.planning.plan import Plan
-from pangu.planning.program import StepLedger
+from pangu.planning.program import Plan, StepLedger
 from pangu.schedule.actions import Durations, Kind
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.ledger import Pass
@@ -180,17 +179,13 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
         hidden[term] += seconds * collective.hidden
         waited[term] += seconds * (1 - collective.hidden)
     hidden["replicas"] += work.host_bytes / (cluster.host_gb_s * 1e9)
-    compute, everything = computing_seconds(work, cluster), sum(hidden.values())
-    added = beside(computing + compute, everything, cluster) / everything if everything else 0.0
-    return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
-
-
-def computing_seconds(work: Work, cluster: ClusterConfig) -> float:
-    """Return the seconds of a piece of work without communication."""
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     # the device is idle until the kernel after a host sync is launched
-    return started(device, work.launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
+    compute = started(device, work.launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
+    everything = sum(hidden.values())
+    added = overlap_seconds(computing + compute, everything, cluster) / everything if everything else 0.0
+    return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
 
 
 def started(device: float, host: float, cluster: ClusterConfig) -> float:
@@ -198,7 +193,7 @@ def started(device: float, host: float, cluster: ClusterConfig) -> float:
     return max(device, host) if cluster.queued else device + host
 
 
-def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
+def overlap_seconds(compute: float, hidden: float, cluster: ClusterConfig) -> float:
     """Return the time added by communication that overlaps compute: its exposed part, and the slowdown of both."""
     return max(0.0, hidden - compute) + (cluster.overlap - 1) * min(compute, hidden)
 

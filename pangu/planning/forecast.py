@@ -16,7 +16,7 @@ from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import overrides_of
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time, terms_of
-from pangu.planning.plan import LAYOUT, Plan
+from pangu.planning.program import plan_of
 from pangu.planning.search import search, space_of
 from pangu.topology.layout import Coordinates, Layout
 
@@ -131,20 +131,3 @@ def forecast_run(
     if not config.dry_run:
         forecast.require_room(config, layout, stages, note_progress)
     return forecast
-
-
-def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
-    """Return the layout of a configuration as the cost model's plan."""
-    recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
-    return Plan(
-        **{name: getattr(layout, name) for name in LAYOUT},
-        context_kind=parallel.context_kind,
-        recompute=recompute if isinstance(recompute, str) else "none",
-        micro_size=batch.micro_size,
-        micro_batches=batch.global_size // (batch.micro_size * layout.data),
-        schedule=parallel.schedule,
-        layers=tuple(len(part.layers) for part in stages.parts),
-        recomputed=0 if isinstance(recompute, str) else recompute,
-        offload=config.memory.offload,
-        chunks=parallel.overlap_chunks,
-    )

@@ -1,18 +1,18 @@
-"""Ledger of a step of all pipeline stages, for any layout of a model and batch."""
+"""Layouts as the planner knows them, and the ledger of a step of all pipeline stages for any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.pipeline.stages import shards_sums
-from pangu.planning.plan import Plan, configured
+from pangu.pipeline.stages import Stages, shards_sums
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SIMPLEST, splits_backward
@@ -26,9 +26,117 @@ from pangu.zero.stage_parameters import StageParameters
 
 SKETCHED = (1, 2)
 """Sequences per micro-batch in the traces that the lower bounds are made of."""
-
 _ALONE = Layout()
 """Layout of a single device."""
+_ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual": 1, "layers": (), "micro_batches": 1}
+Recompute = Literal["none", "selective", "full"]
+LAYOUT = tuple(field.name for field in fields(Layout))
+"""Fields of a plan that are those of its layout."""
+_degrees = attrgetter(*LAYOUT)
+
+
+class Plan(NamedTuple):
+    """Layout and schedule of a model."""
+
+    tensor: int
+    pipeline: int
+    virtual: int
+    data: int
+    context: int
+    zero: int
+    sequence: bool
+    recompute: Recompute
+    micro_size: int
+    micro_batches: int
+    schedule: str
+    layers: tuple[int, ...] = ()
+    """Layers of each chunk; (): as even as possible."""
+    recomputed: int = 0
+    """Layers of each chunk that are recomputed in full, with `recompute` = none."""
+    zero_group: int = 0
+    """Replicas that share model states; 0: all."""
+    offload: tuple[Literal["activations", "optimizer", "parameters"], ...] = ()
+    """Kinds of tensors kept in host memory; see `memory.offload`."""
+    chunks: int = 1
+    """Number of chunks a matmul is split into, so that communication overlaps computation."""
+    expert: int = 1
+    """Expert-parallel size: ranks that share the experts of each layer."""
+    expert_tensor: int = 0
+    """Tensor-parallel ranks that share each expert; 0: all."""
+    context_kind: str = "auto"
+    """Kind of context parallelism; see `parallel.context_kind`."""
+
+    @property
+    def layout(self) -> Layout:
+        """Parallel degrees of the plan."""
+        return Layout(*_degrees(self))
+
+    @property
+    def recomputes(self) -> bool:
+        """True if activations are recomputed."""
+        return self.recompute != "none" or self.recomputed > 0
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights and different tokens."""
+        return self.data * self.context
+
+    @property
+    def axes(self) -> int:
+        """Number of axes with more than one rank, each of which has at least one communicating group."""
+        return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
+
+
+def configured(config: RunConfig, plan: Plan) -> RunConfig:
+    """Return a configuration with the layout of a plan, for one step of its micro-batches."""
+    keys = {name: getattr(plan, name) for name in (*LAYOUT, "schedule", "context_kind")}
+    keys |= {"zero_group": plan.zero_group or None, "expert_tensor": plan.expert_tensor or None}
+    parallel = replace(config.parallel, **keys, overlap_chunks=plan.chunks, layers=plan.layers or None)
+    batch = replace(
+        config.batch, micro_size=plan.micro_size, global_size=plan.micro_batches * plan.micro_size * plan.data
+    )
+    memory = replace(config.memory, recompute=plan.recomputed or plan.recompute, offload=plan.offload)
+    return replace(config, parallel=parallel, batch=batch, memory=memory, dry_run=False)
+
+
+def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
+    """Return the layout of a configuration as the cost model's plan."""
+    recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
+    return Plan(
+        **{name: getattr(layout, name) for name in LAYOUT},
+        context_kind=parallel.context_kind,
+        recompute=recompute if isinstance(recompute, str) else "none",
+        micro_size=batch.micro_size,
+        micro_batches=batch.global_size // (batch.micro_size * layout.data),
+        schedule=parallel.schedule,
+        layers=tuple(len(part.layers) for part in stages.parts),
+        recomputed=0 if isinstance(recompute, str) else recompute,
+        offload=config.memory.offload,
+        chunks=parallel.overlap_chunks,
+    )
+
+
+_PARALLEL = ("tensor", "pipeline", "virtual", "schedule", "data", "context", "context_kind", "expert", "expert_tensor")
+KEYS = {
+    **{field: f"parallel.{field}" for field in (*_PARALLEL, "sequence", "zero", "zero_group")},
+    "micro_size": "batch.micro_size",
+    "recompute": "memory.recompute",
+    "offload": "memory.offload",
+    "chunks": "parallel.overlap_chunks",
+}
+"""Mapping from a plan field to its configuration key: a search tries all values of each field that is not given."""
+
+
+def key_values(plan: Plan) -> dict[str, Any]:
+    """Return the configuration keys that a layout sets, with their values."""
+    values = {
+        **plan._asdict(),
+        "zero_group": plan.zero_group or None,
+        "expert_tensor": plan.expert_tensor or None,
+        "recompute": plan.recomputed or plan.recompute,
+        "offload": list(plan.offload),
+    }
+    return {key: values[field] for field, key in KEYS.items()}
 
 
 @dataclass(frozen=True)
@@ -50,22 +158,13 @@ class StepLedger:
 
 
 class StagePart(NamedTuple):
-    """Modules that a stage holds."""
+    """Modules that some stages hold."""
 
+    stages: tuple[int, ...]
     chunks: dict[int, ModelPart]
+    """Chunks of the first of these stages, by their number on the stage."""
     content: Any
     """Key that differs between stages with different ledgers."""
-
-
-class Cut(NamedTuple):
-    """Division of a model into the chunks of its stages."""
-
-    stage_of: tuple[int, ...]
-    """Stage of each chunk."""
-    distinct: tuple[StagePart, ...]
-    """Stages with different modules: one of each set that holds the same."""
-    alike: tuple[int, ...]
-    """Mapping from a stage to its index in `distinct`."""
 
 
 class Program:
@@ -75,22 +174,20 @@ class Program:
         """Begin with nothing measured; `note_progress` is called after each dry run."""
         self.config, self.note_progress, self._traces = config, note_progress, Traces(note_progress)
         self._known: dict[Any, Trace] = {}
-        self._cuts: dict[Any, Cut] = {}
-        self._kinds: dict[Any, tuple[Kinds, ...]] = {}
+        self._cuts: dict[Any, tuple[StagePart, ...]] = {}
+        self._kinds: dict[Any, tuple[tuple[Chunk, ...], tuple[Chunk, ...]]] = {}
         self._stages: dict[Any, StageProgram] = {}
-        self._last: tuple[Any, StepLedger] | None = None
-        self._last_reduced: tuple[Any, Any] = (None, None)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Measure the modules of several layouts together; raise DryRunError if a dry run fails or is unavailable."""
-        stages = ((plan, part) for plan in plans for part in self.cut(plan).distinct)
-        missing = {self._key(*stage): stage for stage in stages if self.known(*stage) is None}
-        requests = {key: self._request(*stage) for key, stage in missing.items()}
+        keys = dict.fromkeys(self._key(plan, part) for plan in plans for part in self.cut(plan))
+        missing = (key for key in keys if key not in self._known)
+        requests = {key: TraceRequest(configured(self.config, key[0]), key[2], (key[1],)) for key in missing}
         self._known |= zip(requests, self._traces.measure(requests.values()), strict=True)
 
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether all modules of a layout have been measured."""
-        return all(self.known(plan, part) for part in self.cut(plan).distinct)
+        return all(self._key(plan, part) in self._known for part in self.cut(plan))
 
     def sketch(self, plans: Iterable[Plan]) -> None:
         """Measure each kind of module in one chunk, for the micro-batch sizes in `SKETCHED`.
@@ -101,11 +198,11 @@ class Program:
 
     def is_sketched(self, plan: Plan) -> bool:
         """Return whether `sketch` has measured a layout."""
-        return all(self.is_prepared(sketch) for sketch in self._sketches(plan))
+        return all(map(self.is_prepared, self._sketches(plan)))
 
     def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
         """Return the traces that `sketch` measures, one for each micro-batch size."""
-        one, two = (self.trace(sketch, self.cut(sketch).distinct[0]) for sketch in self._sketches(plan))
+        one, two = (self.trace(sketch, self.cut(sketch)[0]) for sketch in self._sketches(plan))
         return one, two
 
     def _sketches(self, plan: Plan) -> Iterator[Plan]:
@@ -115,29 +212,26 @@ class Program:
             plan = plan._replace(recompute="none", recomputed=1)
         return (plan._replace(micro_size=size) for size in SKETCHED)
 
-    def cut(self, plan: Plan) -> Cut:
-        """Return the division of the model into the stages of a layout."""
+    def cut(self, plan: Plan) -> tuple[StagePart, ...]:
+        """Return the different parts of the model that the stages of a layout hold."""
         key = plan.schedule, plan.pipeline, plan.layers
         if key not in self._cuts:
-            self._cuts[key] = self._cut(chunk_stages(plan.schedule, plan.pipeline, plan.virtual), plan.layers)
+            model, last, bounds = self.config.model, len(plan.layers) - 1, [0, *accumulate(plan.layers)]
+            held: list[dict[int, ModelPart]] = [{} for _ in range(plan.pipeline)]
+            for chunk, stage in enumerate(chunk_stages(plan.schedule, plan.pipeline, plan.virtual)):
+                part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
+                held[stage][len(held[stage])] = part
+
+            def content(part: ModelPart) -> Any:
+                kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
+                # all layers differ if some weights are frozen
+                return tuple(part.layers if self.config.train.frozen else kinds), part.first, part.last
+
+            stages: dict[Any, list[int]] = {}
+            for stage, chunks in enumerate(held):
+                stages.setdefault(tuple(map(content, chunks.values())), []).append(stage)
+            self._cuts[key] = tuple(StagePart(tuple(of), held[of[0]], content) for content, of in stages.items())
         return self._cuts[key]
-
-    def _cut(self, stage_of: tuple[int, ...], layers: tuple[int, ...]) -> Cut:
-        model, last, bounds = self.config.model, len(layers) - 1, [0, *accumulate(layers)]
-        held: list[dict[int, ModelPart]] = [{} for _ in range(max(stage_of) + 1)]
-        for chunk, stage in enumerate(stage_of):
-            part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
-            held[stage][len(held[stage])] = part
-
-        def content(part: ModelPart) -> Any:
-            kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
-            # all layers differ if some weights are frozen
-            return tuple(part.layers if self.config.train.frozen else kinds), part.first, part.last
-
-        contents = [tuple(map(content, chunks.values())) for chunks in held]
-        distinct = {key: StagePart(chunks, key) for key, chunks in reversed(list(zip(contents, held, strict=True)))}
-        places = {key: place for place, key in enumerate(dict.fromkeys(contents))}
-        return Cut(stage_of, tuple(distinct[key] for key in places), tuple(places[key] for key in contents))
 
     def known(self, plan: Plan, part: StagePart) -> Trace | None:
         """Return the measured trace of a stage's modules, or None if some have not been measured."""
@@ -149,14 +243,17 @@ class Program:
             self.prepare([plan])
         return self._known[self._key(plan, part)]
 
-    def kinds(self, plan: Plan, part: StagePart) -> tuple[Kinds, ...]:
-        """Return the kinds of the modules of each chunk."""
+    def kinds(self, plan: Plan, part: StagePart) -> tuple[Chunk, ...]:
+        """Return the kinds of the modules of each chunk, in the order of the forward pass."""
+        return self._both_kinds(plan, part)[0]
+
+    def _both_kinds(self, plan: Plan, part: StagePart) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+        """Return the kinds of the modules of each chunk, and of the shortest chunks that have the same spans."""
         key = part.content, plan.recompute, plan.recomputed, "activations" in plan.offload
         if key not in self._kinds:
-            memory = replace(self.config.memory, recompute=plan.recomputed or plan.recompute, offload=plan.offload)
-            config = replace(self.config, memory=memory)
-            kinds = [tuple(module_kinds(config, self._table, chunk).values()) for chunk in part.chunks.values()]
-            self._kinds[key] = tuple(Kinds(of_chunk, shortened(of_chunk)) for of_chunk in kinds)
+            config = configured(self.config, plan)
+            kinds = tuple(tuple(module_kinds(config, self._table, one).values()) for one in part.chunks.values())
+            self._kinds[key] = kinds, tuple(map(shortened, kinds))
         return self._kinds[key]
 
     @cached_property
@@ -166,81 +263,54 @@ class Program:
 
     def module_plan(self, plan: Plan) -> Plan:
         """Return a plan reduced to the fields that affect the work of a module."""
-        if self._last_reduced[0] is not plan:  # callers ask several times about a layout
-            work = plan._replace(pipeline=1, virtual=1, schedule=SIMPLEST, layers=(), micro_batches=1)
-            work = work._replace(recomputed=min(plan.recomputed, 1))
-            if not self.config.train.frozen:  # else modules depend on the sharding too (`Traces`)
-                offload = tuple(part for part in plan.offload if part == "activations")
-                work = work._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
-            self._last_reduced = plan, work
-        return self._last_reduced[1]
+        work = plan._replace(**_ONE_CHUNK, schedule=SIMPLEST, recomputed=min(plan.recomputed, 1))
+        if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
+            return work
+        offload = tuple(kind for kind in plan.offload if kind == "activations")
+        return work._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
 
-    def _key(self, plan: Plan, part: StagePart) -> Any:
-        shortest = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
-        return self.module_plan(plan), splits_backward(plan.schedule), shortest
+    def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
+        return self.module_plan(plan), splits_backward(plan.schedule), self._both_kinds(plan, part)[1]
 
-    def _request(self, plan: Plan, part: StagePart) -> TraceRequest:
-        reduced, splits, chunks = self._key(plan, part)
-        return TraceRequest(configured(self.config, reduced), chunks, (splits,))
+    def spans(self, plan: Plan) -> Iterator[tuple[SpanKey, Span]]:
+        """Yield the spans of all modules for one micro-batch, stage by stage; raise DryRunError like `prepare`."""
+        self.prepare([plan])
+        actions = TraceRequest(self.config, (), (splits_backward(plan.schedule),)).actions
+        parts = {stage: part for part in self.cut(plan) for stage in part.stages}
+        for _, part in sorted(parts.items()):
+            for action, kinds in product(actions, self.kinds(plan, part)):
+                spans = (span for _, span in self.trace(plan, part).of_action(action, kinds))
+                yield from ((key, span) for key, span in zip(keys_of(action, kinds), spans, strict=True) if span)
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
         """Return the ledger of a step.
 
         Unless `every` stage is wanted, one that holds as many micro-batches represents others with the same modules.
         """
-        if self._last is None or self._last[0] != (plan, every):  # callers that ask for memory ask for time as well
-            self._last = (plan, every), self._described(plan, every)
-        return self._last[1]
-
-    def spans(self, plan: Plan) -> Iterator[tuple[SpanKey, Span]]:
-        """Yield the spans of all modules for one micro-batch, stage by stage; raise DryRunError like `prepare`."""
-        self.prepare([plan])
-        cut = self.cut(plan)
-        for part in map(cut.distinct.__getitem__, cut.alike):
-            actions = self._request(plan, part).actions
-            for action, kinds in product(actions, self.kinds(plan, part)):
-                spans = (span for _, span in self.trace(plan, part).of_action(action, kinds.all))
-                yield from ((key, span) for key, span in zip(keys_of(action, kinds.all), spans, strict=True) if span)
-
-    def _described(self, plan: Plan, every: bool) -> StepLedger:
-        config, schedule, cut = configured(self.config, plan), schedule_of(plan), self.cut(plan)
+        config, numbers = configured(self.config, plan), (plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
+        schedule, held = _schedule(*numbers, shards_sums(plan.layout)), most_held(*numbers)
         actions, extra = stage_actions(schedule), plan.micro_batches - schedule.micro_batches
-        stages: Sequence[int] = range(plan.pipeline)
-        if not every:
-            held = most_held(plan.schedule, plan.pipeline, plan.virtual, schedule.micro_batches)
-            fullest = {cut.alike[stage]: stage for stage in sorted(stages, key=lambda one: (held[one], -one))}
-            stages = [fullest[place] for place in cut.alike]
         groups, ledgers = groups_of(plan.layout, 1), dict[int, StageLedger]()
-        for stage in set(stages):
-            program = self._stage(config, plan, cut.distinct[cut.alike[stage]], schedule)
-            ledgers[stage] = program.ledger(actions[stage], extra, groups)
-        return StepLedger(tuple(ledgers[stage] for stage in stages), message_bytes(config), schedule, extra)
+        for part in self.cut(plan):
+            program = self._stage(config, plan, part, schedule)
+            described = part.stages if every else (max(part.stages, key=held.__getitem__),)
+            found = {stage: program.ledger(actions[stage], extra, groups) for stage in described}
+            ledgers |= {stage: found.get(stage, found[described[0]]) for stage in part.stages}
+        stages = tuple(ledgers[stage] for stage in range(plan.pipeline))
+        return StepLedger(stages, message_bytes(config), schedule, extra)
 
     def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
-        alike = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1, schedule="")
+        alike = plan._replace(**_ONE_CHUNK, schedule="")
         key = alike, schedule.splits_backward, schedule.reduce_each, part.content
         if key not in self._stages:
             at = Coordinates(0, 0, 0)
             parameters = StageParameters.of_run(config, plan.layout, at, part.chunks, schedule.reduce_each)
             kinds = {
-                chunk: dict(zip(parameters.uses[chunk], of_chunk.all, strict=True))
+                chunk: dict(zip(parameters.uses[chunk], of_chunk, strict=True))
                 for chunk, of_chunk in zip(part.chunks, self.kinds(plan, part), strict=True)
             }
             self._stages[key] = StageProgram(config, parameters, kinds, self.trace(plan, part))
         return self._stages[key]
-
-
-class Kinds(NamedTuple):
-    """Kinds of the modules of a chunk, in the order of the forward pass."""
-
-    all: Chunk
-    shortest: Chunk
-    """Modules of a shorter chunk that has the same spans."""
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a layout, with the fewest micro-batches after which it repeats."""
-    return _schedule(plan.schedule, plan.pipeline, plan.virtual, shortest(plan), shards_sums(plan.layout))
 
 
 _schedule = lru_cache(maxsize=100)(make_schedule)

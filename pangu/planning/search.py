@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush, nsmallest
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from pangu.common.errors import ConfigError, Problem
@@ -26,15 +27,12 @@ from pangu.dryrun.roles import kept_workers, measured_gib
 from pangu.pipeline.stages import cut
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
-from pangu.planning.plan import Plan, Recompute, configured
-from pangu.planning.program import Program, shortest
+from pangu.planning.program import Plan, Program, Recompute, configured, shortest
 from pangu.schedule import orders
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
 from pangu.zero.choices import can_offload, worth_trying
 
-MODEL_ERROR = 0.05
-"""Relative error of predicted times: closer layouts are ties. docs/planner-accuracy.md gives the measured errors."""
 TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
 """Numbers of chunks a matmul is split into, tried for the `CUT` best layouts."""
@@ -75,8 +73,8 @@ class SearchResult:
 
     best: list[Candidate]
     """Best layouts, fastest first."""
-    front: list[Candidate]
-    """Pareto front of the costed layouts: each is faster than all that need less memory."""
+    others: list[Candidate]
+    """Other layouts that were costed and fit, fastest first."""
     refused: Counter[str]
     """Number of rejected layouts for each reason."""
     layouts: int
@@ -94,28 +92,9 @@ class Space(NamedTuple):
     fixed: Mapping[str, Any]
     """Plan fields with values given by the user."""
 
-
-_PARALLEL = ("tensor", "pipeline", "virtual", "schedule", "data", "context", "context_kind", "expert", "expert_tensor")
-KEYS = {
-    **{field: f"parallel.{field}" for field in (*_PARALLEL, "sequence", "zero", "zero_group")},
-    "micro_size": "batch.micro_size",
-    "recompute": "memory.recompute",
-    "offload": "memory.offload",
-    "chunks": "parallel.overlap_chunks",
-}
-"""Mapping from a plan field to its configuration key: a search tries all values of each field that is not given."""
-
-
-def keys_of(plan: Plan) -> dict[str, Any]:
-    """Return the configuration keys that a layout sets, with their values."""
-    values = {
-        **plan._asdict(),
-        "zero_group": plan.zero_group or None,
-        "expert_tensor": plan.expert_tensor or None,
-        "recompute": plan.recomputed or plan.recompute,
-        "offload": list(plan.offload),
-    }
-    return {key: values[field] for field, key in KEYS.items()}
+    def options(self, field: str, options: Iterable[Any]) -> Iterable[Any]:
+        """Return the values to try for a plan field: the given one, or else all `options`."""
+        return (self.fixed[field],) if field in self.fixed else options
 
 
 def space_of(
@@ -178,7 +157,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
             costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], field, values)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
-    return SearchResult(confirmed[:top], front_of(confirmed), refused, len(plans), len(costed))
+    return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed))
 
 
 def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str]) -> list[Candidate]:
@@ -265,61 +244,45 @@ def time_of(space: Space, plan: Plan) -> StepTime:
     return step_time(space.program.describe(plan), plan, space.cluster)
 
 
-def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
-    """Return the Pareto front of layouts ordered by time: those that need less memory than all faster ones."""
-    front: list[Candidate] = []
-    for one in costed:
-        if not front or one.fullest < front[-1].fullest:
-            front.append(one)
-    return front
-
-
-def ties(best: Sequence[Candidate]) -> int:
-    """Return the number of leading layouts that are tied with the fastest within the model's error."""
-    return sum(one.time.total <= best[0].time.total * (1 + MODEL_ERROR) for one in best)
-
-
 def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
     """Yield all layouts that pass the configuration's checks; count the reasons against others in `refused`."""
-    world, fixed = space.cluster.devices, space.fixed
-    for tensor in _options(fixed, "tensor", _divisors(min(world, space.cluster.node))):
-        for pipeline in _options(fixed, "pipeline", _divisors(world // tensor)):
-            for context in _options(fixed, "context", _contexts(space, world // (tensor * pipeline))):
-                data = world // (tensor * pipeline * context)
-                if space.fixed.get("data") not in (None, data):
-                    continue
-                base = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST)
-                if context > 1 or "context_kind" in fixed:
-                    base = base._replace(context_kind=fixed.get("context_kind", "auto"))
-                for spread in _experts(space, base._replace(chunks=fixed.get("chunks", 1))):
-                    for sequence in _options(fixed, "sequence", (False, True)):
-                        yield from _sized(space, spread._replace(sequence=sequence), refused)
-
-
-def _experts(space: Space, plan: Plan) -> Iterator[Plan]:
-    experts = space.config.model.experts or 1
-    halves = (0, 1) if experts > 1 and plan.tensor > 1 else (0,)
-    for value in _options(space.fixed, "expert_tensor", halves):
-        of_each = value or 0
-        ranks = plan.replicas * (plan.tensor // (of_each or plan.tensor))
-        for expert in _options(space.fixed, "expert", _divisors(math.gcd(experts, ranks))):
-            yield plan._replace(expert=expert, expert_tensor=of_each)
-
-
-def _contexts(space: Space, devices: int) -> list[int]:
-    """Return the possible context-parallel sizes: above 1 only for long sequences, since each needs measurements."""
-    return _divisors(devices) if space.config.model.sequence >= LONG else [1]
-
-
-def _sized(space: Space, base: Plan, refused: Counter[str]) -> Iterator[Plan]:
-    for micro_size in _options(space.fixed, "micro_size", MICRO_SIZES):
-        plan = base._replace(micro_size=micro_size)
-        reason = problem_of(space, plan)
-        if reason:
+    sizes = list(product(space.options("sequence", (False, True)), space.options("micro_size", MICRO_SIZES)))
+    for degrees, (sequence, micro_size) in product(_degrees(space), sizes):
+        plan = degrees._replace(sequence=sequence, micro_size=micro_size)
+        if reason := problem_of(space, plan):
             refused[reason] += 1
-        else:
-            times = space.config.batch.global_size // (micro_size * plan.data)
-            yield from _scheduled(space, plan._replace(micro_batches=times), refused)
+            continue
+        plan = plan._replace(micro_batches=space.config.batch.global_size // (micro_size * plan.data))
+        schedules = orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)
+        for schedule in space.options("schedule", schedules):
+            chunks = [virtual for virtual in (1, *VIRTUAL) if orders.allows(schedule, virtual)]
+            for virtual in space.options("virtual", chunks):
+                scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual=virtual))
+                if isinstance(scheduled, str):
+                    refused[scheduled] += 1
+                else:
+                    yield from _sharded(space, scheduled)
+
+
+def _degrees(space: Space) -> Iterator[Plan]:
+    """Yield all ways to spread the model over the devices; long sequences only are split, as each way is measured."""
+    world, fixed, experts = space.cluster.devices, space.fixed, space.config.model.experts or 1
+    is_long = space.config.model.sequence >= LONG
+    for tensor in space.options("tensor", _divisors(min(world, space.cluster.node))):
+        for pipeline in space.options("pipeline", _divisors(world // tensor)):
+            for context in space.options("context", _divisors(world // (tensor * pipeline)) if is_long else (1,)):
+                data = world // (tensor * pipeline * context)
+                if fixed.get("data") not in (None, data):
+                    continue
+                plan = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST)
+                plan = plan._replace(chunks=fixed.get("chunks", 1))
+                if context > 1 or "context_kind" in fixed:
+                    plan = plan._replace(context_kind=fixed.get("context_kind", "auto"))
+                for value in space.options("expert_tensor", (0, 1) if experts > 1 and tensor > 1 else (0,)):
+                    of_each = value or 0
+                    ranks = plan.replicas * (tensor // (of_each or tensor))
+                    for expert in space.options("expert", _divisors(math.gcd(experts, ranks))):
+                        yield plan._replace(expert=expert, expert_tensor=of_each)
 
 
 def problem_of(space: Space, plan: Plan) -> str:
@@ -333,19 +296,6 @@ def with_layout(space: Space, plan: Plan) -> RunConfig:
     config = configured(space.config, plan)
     batch = replace(space.config.batch, micro_size=plan.micro_size)
     return replace(config, dry_run=False, batch=batch, parallel=replace(config.parallel, layers=None))
-
-
-def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:
-    for schedule in _options(
-        space.fixed, "schedule", orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)
-    ):
-        chunks = [virtual for virtual in (1, *VIRTUAL) if orders.allows(schedule, virtual)]
-        for virtual in _options(space.fixed, "virtual", chunks):
-            scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual=virtual))
-            if isinstance(scheduled, str):
-                refused[scheduled] += 1
-            else:
-                yield from _sharded(space, scheduled)
 
 
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
@@ -380,16 +330,12 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
         whole = group * (plan.tensor // (plan.expert_tensor or plan.tensor))
         if group and not holds_groups(whole, plan.expert):
             continue
-        for offload in _options(space.fixed, "offload", ((),)):
+        for offload in space.options("offload", ((),)):
             saving = plan._replace(
                 zero=zero, zero_group=group, recompute=recompute[0], recomputed=recompute[1], offload=offload
             )
             if all(_can_wait(part, saving) for part in offload):
                 yield saving
-
-
-def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Iterable[Any]:
-    return (fixed[name],) if name in fixed else options
 
 
 def _divisors(number: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pangu.dryrun.whole_run import dry_run_roles
+from pangu.dryrun.roles import dry_run_roles
 from pangu.metrics.text import size
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Layout

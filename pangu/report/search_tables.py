@@ -13,13 +13,15 @@ from pangu.models.size import training_flops_per_token
 from pangu.planning import search
 from pangu.planning.auto import Outcome, overrides_of
 from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
-from pangu.planning.plan import Plan
+from pangu.planning.program import Plan
 from pangu.planning.search import Candidate, Space
 from pangu.schedule import orders
 from pangu.schedule.groups import groups_of
 from pangu.schedule.simulate import simulate
 from pangu.zero.choices import STAGES
 
+MODEL_ERROR = 0.05
+"""Relative error of predicted times: closer layouts are ties. docs/planner-accuracy.md gives the measured errors."""
 WIDTH = 900
 """Width of a chart in pixels."""
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
@@ -57,17 +59,31 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
         "layouts": result.layouts,
         "costed": result.costed,
         "refused": dict(result.refused),
-        "model_error": search.MODEL_ERROR,
-        "ties": search.ties(result.best) if result.best else 0,
+        "model_error": MODEL_ERROR,
+        "ties": ties(result.best) if result.best else 0,
         "best": [as_data(outcome, one) for one in result.best],
-        "front": [as_data(outcome, one) for one in result.front],
+        "front": [as_data(outcome, one) for one in front_of([*result.best, *result.others])],
     }
+
+
+def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
+    """Return the Pareto front of layouts ordered by time: those that need less memory than all faster ones."""
+    front: list[Candidate] = []
+    for one in costed:
+        if not front or one.fullest < front[-1].fullest:
+            front.append(one)
+    return front
+
+
+def ties(best: Sequence[Candidate]) -> int:
+    """Return the number of leading layouts that are tied with the fastest within the model's error."""
+    return sum(one.time.total <= best[0].time.total * (1 + MODEL_ERROR) for one in best)
 
 
 def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
     """Yield the rows of a table of the fastest layouts: column title -> cell."""
     best = outcome.result.best
-    tied, terms = search.ties(best), terms_of(*(one.time for one in best))
+    tied, terms = ties(best), terms_of(*(one.time for one in best))
     for number, one in enumerate(best):
         data, plan = as_data(outcome, one), one.plan
         saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
@@ -176,7 +192,7 @@ def page(outcome: Outcome) -> str:
         f"<h2>Memory per stage of the fastest layout, {cluster.memory.gib:.1f} GiB available</h2>",
         _bars(memory, StageMemory._fields, cluster.memory.gib, "GiB"),
         "<h2>Pipeline timeline of the fastest layout</h2>" + _timeline(outcome),
-        "<h2>Memory and step time</h2>" + _front(outcome.result.front, cluster.memory.gib),
+        "<h2>Memory and step time</h2>" + _front(front_of([*best, *outcome.result.others]), cluster.memory.gib),
     ]
     style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}svg{background:#fafafa}"
     return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'

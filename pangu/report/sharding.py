@@ -20,8 +20,7 @@ from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.pipeline.stages import Stages
-from pangu.planning.forecast import plan_of
-from pangu.planning.program import Program
+from pangu.planning.program import Program, plan_of
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.spans import Axis, Span, SpanKey, module_kinds
 from pangu.topology.experts import ExpertRank

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from pangu.checkpoint.arena import Arena  # noqa: E402
 from pangu.collectives import point_to_point, reduce, regions  # noqa: E402
 from pangu.data.batch import Batch  # noqa: E402
-from pangu.dryrun.races import RaceDetector  # noqa: E402
+from pangu.dryrun.memory import RaceDetector  # noqa: E402
 from pangu.dryrun.run import dry_run  # noqa: E402
 from pangu.layers import offload  # noqa: E402
 from pangu.pipeline.layouts import choose_layout  # noqa: E402

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.forecast import plan_of
-from pangu.planning.program import Program
+from pangu.planning.program import Program, plan_of
 from pangu.schedule.stage_ledger import StageLedger
 from pangu.topology.layout import Coordinates
 from tests.dryrun.conftest import SharedWorker

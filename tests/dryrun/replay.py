@@ -15,8 +15,7 @@ if __name__ == "__main__":
 
 import torch
 
-from pangu.dryrun.measure import key_of, measure
-from pangu.dryrun.recorder import SpanRecorder, spans_in
+from pangu.dryrun.measure import SpanRecorder, key_of, measure, spans_in
 from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
 from pangu.dryrun.traces import TraceRequest, Way, as_data, jobs_of, trace_of
 from pangu.models.parameters import place_tensors

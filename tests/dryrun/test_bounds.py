@@ -13,8 +13,7 @@ import pytest
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
-from pangu.planning.plan import Plan, configured
-from pangu.planning.program import shortest
+from pangu.planning.program import Plan, configured, shortest
 from pangu.planning.search import (
     OFFLOADED,
     Candidate,

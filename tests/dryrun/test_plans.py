@@ -9,8 +9,7 @@ import pytest
 
 from pangu.dryrun import traces
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.forecast import plan_of
-from pangu.planning.program import Program
+from pangu.planning.program import Program, plan_of
 from tests.covering import Case
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import values

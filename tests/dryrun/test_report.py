@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.dryrun.roles import Worker, role_ranks
-from pangu.dryrun.whole_run import _fit
+from pangu.dryrun.roles import Worker, _fit, role_ranks
 from pangu.report.dry_run import _fits
 from pangu.topology.layout import Layout
 from tests.configs import config

@@ -16,8 +16,7 @@ from pangu.planning.cost import (
     phase_seconds,
     step_time,
 )
-from pangu.planning.plan import Plan
-from pangu.planning.program import Program, StepLedger
+from pangu.planning.program import Plan, Program, StepLedger
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.spans import Collective, Matmul
 from pangu.topology.experts import GROUPS, ExpertLayout

@@ -9,8 +9,7 @@ import pytest
 from pangu.planning import program
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import step_time
-from pangu.planning.plan import Plan
-from pangu.planning.program import Program
+from pangu.planning.program import Plan, Program
 from pangu.schedule.orders import SCHEDULES
 from tests.configs import config
 from tests.dryrun.planned import collectives_of

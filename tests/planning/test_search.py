@@ -19,7 +19,7 @@ from pangu.planning.auto import refusals
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
-from pangu.planning.plan import Plan
+from pangu.planning.program import Plan
 from pangu.planning.search import (
     LONG,
     Candidate,
