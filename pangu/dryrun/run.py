@@ -279,14 +279,9 @@ def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict
         times = 1 + (missing if action and action.micro == repeated else 0)
         for key, amount in counted.items():
             counts[key] += times * amount
-    found: dict[str, Any] = {
-        "host_syncs": {},
-        "blocking_copies": {},
-        "any_order": {},
-        "collectives": {},
-        "products": [],
-    }
+    found: dict[str, Any] = {name: {} for name in ("host_syncs", "blocking_copies", "any_order", "collectives")}
     found |= {name: counts[name,] for name in ("launches", "memory_bound_bytes", "copy_bytes", "flops")}
+    found["products"] = []
     for (what, *of), amount in counts.items():
         if what in ("calls", "bytes", "hidden_bytes"):
             found["collectives"].setdefault(of[0], {}).setdefault(of[1], {})[what] = amount

@@ -156,8 +156,7 @@ def cluster_of_device(name: str, files: Collection[str]) -> str | None:
 def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:
     """Return the command-line overrides that select a layout, or those that differ from a layout `base`."""
     known = {} if base is None else key_values(base)
-    values = key_values(plan).items()
-    return [f"{key}={shown(value)}" for key, value in values if base is None or value != known[key]]
+    return [f"{key}={shown(value)}" for key, value in key_values(plan).items() if value != known.get(key, ...)]
 
 
 def refusals(refused: Mapping[str, int], most: int = 5) -> str:

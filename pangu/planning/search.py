@@ -27,7 +27,7 @@ from pangu.dryrun.roles import kept_workers, measured_gib
 from pangu.pipeline.stages import cut
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
-from pangu.planning.program import Plan, Program, Recompute, configured, shortest
+from pangu.planning.program import Plan, Program, configured, shortest
 from pangu.schedule import orders
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
@@ -316,26 +316,18 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield a layout with each way to shard model states."""
     layout = plan.layout
     shared = max(layout.replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
-    node = max(1, space.cluster.node // plan.tensor)
-    groups = [node] if 1 < node < plan.replicas and plan.replicas % node == 0 else []
-    if "zero_group" in space.fixed:
-        groups = [group] if (group := space.fixed["zero_group"]) else []
-    zeros = worth_trying(shared, groups, space.fixed.get("zero"), space.fixed.get("offload", ()))
-    if "zero_group" in space.fixed:
-        given = space.fixed["zero_group"] or 0  # null means all replicas
-        zeros = [(zero, group) for zero, group in zeros if group == given and plan.replicas % (group or 1) == 0]
-    given = space.fixed.get("recompute", "none")
-    recompute: tuple[Recompute, int] = ("none", given) if isinstance(given, int) else (given, 0)
-    for zero, group in zeros:
-        whole = group * (plan.tensor // (plan.expert_tensor or plan.tensor))
-        if group and not holds_groups(whole, plan.expert):
+    node, offload = max(1, space.cluster.node // plan.tensor), space.fixed.get("offload", ())
+    on_node = node if 1 < node < plan.replicas and plan.replicas % node == 0 else 0
+    group = space.fixed.get("zero_group", on_node) or 0  # null means all replicas
+    recompute = space.fixed.get("recompute", "none")
+    layers = {"recomputed": recompute} if isinstance(recompute, int) else {"recompute": recompute}
+    for zero, of_zero in worth_trying(shared, [group] if group else [], space.fixed.get("zero"), offload):
+        if "zero_group" in space.fixed and (of_zero != group or plan.replicas % (group or 1)):
             continue
-        for offload in space.options("offload", ((),)):
-            saving = plan._replace(
-                zero=zero, zero_group=group, recompute=recompute[0], recomputed=recompute[1], offload=offload
-            )
-            if all(_can_wait(part, saving) for part in offload):
-                yield saving
+        saving = plan._replace(zero=zero, zero_group=of_zero, offload=offload, **layers)
+        whole = of_zero * (plan.tensor // (plan.expert_tensor or plan.tensor))
+        if (not of_zero or holds_groups(whole, plan.expert)) and all(_can_wait(part, saving) for part in offload):
+            yield saving
 
 
 def _divisors(number: int) -> list[int]:
