@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -26,45 +29,132 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Recompute(threading.local):
-    runs = False
+class _Thread(threading.local):
+    num_left: float = math.inf
 
 
-_recompute = _Recompute()
-"""State of the thread that runs the backward pass."""
+_thread = _Thread()
+"""Number of tensors that the recompute in this thread still has to save; infinite without a recompute."""
 
 
-def is_recomputing() -> bool:
-    """Return whether a forward pass is being repeated, which ends at the last tensor that it saves."""
-    return _recompute.runs
+def recompute_ends_in(saves: int) -> bool:
+    """Return whether a forward pass is being repeated, and ends when this many more tensors are saved, or before."""
+    return _thread.num_left <= saves
 
 
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
     """Return `compute(*arguments)`, saving only the inputs for the backward pass if `on`."""
     # The recompute stops at the last tensor that the backward pass needs, so a final matmul is not repeated. Dropout
     # needs no generator state: its masks are functions of keys.
-    if not on:
+    if not (on and torch.is_grad_enabled()):
         return compute(*arguments)
-    # a checkpoint saves its tensor arguments through hooks, but merely references tensors inside tuples
+    if not torch.compiler.is_compiling():
+        recompute = _Recompute(compute, arguments)
+        with saved_tensors_hooks(recompute.pack, recompute.unpack):
+            return compute(*arguments)
+    # compilers know this function only; it saves tensor arguments, but merely references tensors inside tuples
     leaves, structure = tree_flatten(arguments)
-    repeats = False
-
-    def run(*leaves: Any) -> Result:
-        nonlocal repeats
-        if torch.compiler.is_compiling():
-            return compute(*tree_unflatten(leaves, structure))
-        before, _recompute.runs, repeats = _recompute.runs, _recompute.runs or repeats, True
-        try:
-            return compute(*tree_unflatten(leaves, structure))
-        finally:
-            _recompute.runs = before
-
     return checkpoint(
-        run,
+        lambda *leaves: compute(*tree_unflatten(leaves, structure)),
         *leaves,
         use_reentrant=False,
         preserve_rng_state=False,
     )
+
+
+class _Recompute:
+    """Recompute of one checkpoint: hooks that save nothing but arguments, and that make the tensors when needed."""
+
+    # Like `torch.utils.checkpoint`, without checks and captured state, whose host time exceeds that of a small layer.
+    # Autograd holds an empty slot for each tensor. The first slot unpacked repeats the forward pass, which fills the
+    # slots that are still held, in the same order. Another backward pass finds what the last one left, or repeats.
+    #
+    #    forward pass     saves a, b, c     slots -, -, -
+    #    unpack c         repeats           slots a, b, -     until c is saved
+    #    unpack b                           slots a, -, -     a tensor lives as long as its node needs it
+    def __init__(self, compute: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Save the arguments of `compute` through the hooks of an outer checkpoint or offload, if any."""
+        self._compute, self._arguments = compute, _map_tensors(_save, arguments)
+        self._slots: list[weakref.ref[_Slot]] = []
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        """Return the slot of a saved tensor."""
+        slot = _Slot()
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        """Return the tensor of a slot, and leave it empty."""
+        if slot.tensor is None:
+            self._repeat()
+        tensor, slot.tensor = slot.tensor, None
+        assert tensor is not None
+        return tensor
+
+    def _repeat(self) -> None:
+        slots = iter(self._slots)
+
+        def fill(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach() if tensor.requires_grad else tensor  # without the graph of the recompute
+            if (slot := next(slots)()) is not None:
+                slot.tensor = tensor
+            _thread.num_left -= 1
+            if not _thread.num_left:
+                raise _Complete
+            return tensor
+
+        before, _thread.num_left = _thread.num_left, len(self._slots)
+        try:
+            with saved_tensors_hooks(fill, lambda tensor: tensor), torch.enable_grad():
+                self._compute(*_map_tensors(_restore, self._arguments))
+        except _Complete:
+            return
+        finally:
+            left, _thread.num_left = _thread.num_left, before
+        raise RuntimeError(f"a recompute saved {left} tensors less than the forward pass, which it must repeat")
+
+
+class _Slot:
+    """Place of a saved tensor in the graph."""
+
+    tensor: Tensor | None = None
+
+
+class _Complete(Exception):  # noqa: N818
+    """End of a recompute, raised when the last tensor is saved."""
+
+
+class _SavedArgument(Function):
+    """Node that saves a tensor and is never run; its output needs a gradient because `leaf` does."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+
+_LEAF = torch.empty(0, requires_grad=True)
+
+
+def _save(tensor: Tensor) -> Tensor:
+    saved: Tensor = _SavedArgument.apply(_LEAF, tensor)
+    return saved
+
+
+def _restore(saved: Tensor) -> Tensor:
+    node: Any = saved.grad_fn
+    (tensor,) = node.saved_tensors
+    return tensor
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
+    """Return an argument with `function` applied to its tensors, also inside tuples."""
+    if isinstance(argument, Tensor):
+        return function(argument)
+    if not isinstance(argument, tuple):
+        return argument
+    kind = type(argument)
+    return getattr(kind, "_make", kind)([_map_tensors(function, part) for part in argument])
 
 
 class SavedTensors:

@@ -7,8 +7,8 @@ hides the sum of dx (of its last chunk):
     communication   | gather x            | sum dx, chunk 1 | sum dx, chunk 2 |
     computation     | dx of chunk 1 | dx of chunk 2 | dW = dyᵀ x      |
 
-A matmul is one node of the graph, and two in a recompute: the first saves the tensors and runs backward, the second
-computes the value. A recompute ends when the last tensor is saved, and so before a matmul whose value is not needed.
+A matmul is one node of the graph, and two if a recompute may end there: the first saves the tensors and runs backward,
+the second computes the value. A recompute ends when the last tensor is saved, and so before a value that is not needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
-from pangu.layers.recompute import is_recomputing
+from pangu.layers.recompute import recompute_ends_in
 
 if TYPE_CHECKING:
     from pangu.layers.fp8 import Fp8Products
@@ -231,7 +231,7 @@ def _node(kind: type[ColumnParallelMatmul] | type[RowParallelMatmul], x: Tensor,
     if leaves_no_gradient(x, use.store):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
     value = partial(kind.value, x, use)
-    if not is_recomputing():
+    if not recompute_ends_in(saves=2):
         return kind.apply(x, weight, bias, use, value)
     like = x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
     return _Value.apply(kind.apply(x, weight, bias, use, lambda: like), value)

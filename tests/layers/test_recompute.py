@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from pangu.layers import offload
 from pangu.layers.offload import Offload
-from pangu.layers.recompute import SavedTensors, address
+from pangu.layers.recompute import SavedTensors, address, checkpointed, recompute_ends_in
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -99,3 +105,149 @@ def test_evaluation_moves_nothing(moved: list[int]) -> None:
     with torch.no_grad(), saved.layer(last=False), saved.discarding(torch.sin, x) as y:
         y @ y
     assert moved == []
+
+
+class Pair(NamedTuple):
+    hidden: Tensor
+    other: Tensor | None
+
+
+def two_products(pair: Pair, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two outputs, which share what the first factor saves."""
+    inner = pair.hidden.sin()
+    return (inner @ weight).tanh(), (inner * inner).sum()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_arguments_inside_tuples_are_moved_and_nothing_else_is_saved(moves: bool, moved: list[int]) -> None:
+    x, weight = numbers(0, 40, 40), numbers(1, 40, 40)
+
+    def gradients(on: bool) -> tuple[Tensor, ...]:
+        saved = SavedTensors(Offload(x.device, {address(weight)}) if moves else None)
+        with saved.layer(last=False):
+            hidden = x * 2
+            first, second = checkpointed(two_products, Pair(hidden, None), weight, on=on)
+            del hidden
+        with saved.layer(last=True):
+            out = first.sum() + second
+        return torch.autograd.grad(out, (x, weight))
+
+    kept = gradients(False)
+    moved.clear()
+    assert all(torch.equal(a, b) for a, b in zip(kept, gradients(True), strict=True))
+    assert moved == [4 * 40 * 40] * moves
+
+
+def test_a_checkpoint_inside_another_is_repeated_by_both() -> None:
+    x, weight, calls = numbers(0, 8, 8), numbers(1, 8, 8), list[tuple[str, bool]]()
+
+    def inside(x: Tensor) -> Tensor:
+        calls.append(("inside", recompute_ends_in(9)))
+        return (x @ weight).sin().exp()
+
+    def around(x: Tensor, on: bool) -> Tensor:
+        calls.append(("around", recompute_ends_in(9)))
+        return checkpointed(inside, x.cos(), on=on).tanh() * x
+
+    kept = torch.autograd.grad(around(x, False).sum(), (x, weight))
+    calls.clear()
+    again = torch.autograd.grad(checkpointed(around, x, True).sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    # the last call is the inner one's own
+    assert calls == [("around", False), ("inside", False), ("around", True), ("inside", True), ("inside", True)]
+    assert not recompute_ends_in(9)
+
+
+def test_an_error_of_a_recompute_is_that_of_the_backward_pass() -> None:
+    x = numbers(0, 8, 8)
+
+    def fails(x: Tensor) -> Tensor:
+        if recompute_ends_in(9):
+            raise KeyError("of the recompute")
+        return x.sin()
+
+    with pytest.raises(KeyError, match="of the recompute"):
+        checkpointed(fails, x).sum().backward()
+    assert not recompute_ends_in(9)
+    with pytest.raises(RuntimeError, match="1 tensors less"):
+        checkpointed(lambda x: x if recompute_ends_in(9) else x.sin(), x).sum().backward()
+
+
+def test_backward_passes_of_one_graph() -> None:
+    """One after another, whole and in parts: each tensor is there again, or still."""
+    x, weight = numbers(0, 8, 8), numbers(1, 8, 8)
+    calls = []
+
+    def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(recompute_ends_in(9))
+        return two_products(*arguments)
+
+    def outputs(on: bool) -> list[Tensor]:
+        return [out.sum() for out in checkpointed(noted, Pair(x, None), weight, on=on)]
+
+    kept = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in (*outputs(False), sum(outputs(False)))]
+    calls.clear()
+    first, second = outputs(True)
+    whole = [torch.autograd.grad(first + second, x, retain_graph=True)[0] for _ in range(2)]
+    assert calls == [False, True, True]
+    assert all(torch.equal(kept[2], one) for one in whole)
+    parts = [torch.autograd.grad(one, x, retain_graph=True)[0] for one in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(kept, parts, strict=False))
+    first, second = outputs(True)
+    (weight_grad,) = torch.autograd.grad(first, weight, retain_graph=True)
+    (gradient,) = torch.autograd.grad(second, x)
+    assert torch.equal(gradient, kept[1])
+    assert torch.equal(weight_grad, torch.autograd.grad(outputs(False)[0], weight)[0])
+
+
+class Noting(Function):
+    """exp(x), which saves its output and notes, as it goes back, how many tensors of the recompute are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: list[StorageWeakRef], alive: list[int]) -> Tensor:
+        ctx.made, ctx.alive, out = made, alive, x.exp()
+        ctx.save_for_backward(out)
+        made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (out,) = ctx.saved_tensors
+        ctx.alive.append(sum(not one.expired() for one in ctx.made))
+        return grads[0] * out, None, None
+
+
+@pytest.mark.parametrize("through", [checkpointed, partial(checkpoint, use_reentrant=False, preserve_rng_state=False)])
+def test_each_recomputed_tensor_is_freed_once_its_node_is_done(through: Callable[..., Tensor]) -> None:
+    """As by torch's own checkpoint; what a node saves that the forward pass drops is not kept."""
+    made, alive = list[StorageWeakRef](), list[int]()
+
+    def compute(x: Tensor) -> Tensor:
+        for _ in range(3):
+            Noting.apply(x * 0.1, made, alive)
+            x = Noting.apply(x * 0.1, made, alive)
+        return x
+
+    out = through(compute, numbers(0, 8, 8))
+    assert [one.expired() for one in made] == [True] * 5 + [False]
+    made.clear()
+    total = out.sum()
+    del out
+    total.backward()
+    assert alive == [3, 2, 1]
+    assert all(one.expired() for one in made)
+
+
+def test_a_backward_pass_in_another_thread_recomputes_there() -> None:
+    x, flags = numbers(0, 8, 8), list[bool]()
+
+    def compute(x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            flags.extend((recompute_ends_in(9), other.submit(recompute_ends_in, 9).result()))
+        return x.sin()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(checkpointed(compute, x).sum().backward).result()
+    assert flags == [False, False, True, False]
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())
