@@ -21,7 +21,7 @@ from pangu.layers.dropout import Dropout, DropoutKeys, Masks, keys_of_heads
 from pangu.layers.dropout_masks import drop
 from pangu.layers.linear import ParallelLinear, RowParallelLinear
 from pangu.layers.recompute import SavedTensors, checkpointed
-from pangu.layers.tensor_parallel_matmul import ColumnParallelMatmul, RowParallelMatmul, Use
+from pangu.layers.tensor_parallel_matmul import ColumnParallelMatmul, LocalMatmul, RowParallelMatmul, Use
 from pangu.topology.placement import TensorRank
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
@@ -67,9 +67,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, row
     return _kind(layer).value(x, Use(layer.weight, layer.bias, layer.region, layer.store, layer.fp8))
 
 
-def _kind(layer: ParallelLinear) -> type[ColumnParallelMatmul] | type[RowParallelMatmul]:
-    by_rows = isinstance(layer, RowParallelLinear) and layer.region.size > 1
-    return RowParallelMatmul if by_rows else ColumnParallelMatmul
+def _kind(layer: ParallelLinear) -> type[LocalMatmul]:
+    if layer.region.size == 1:
+        return LocalMatmul
+    return RowParallelMatmul if isinstance(layer, RowParallelLinear) else ColumnParallelMatmul
 
 
 def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
@@ -82,7 +83,7 @@ def _gradients(
     """Return the gradients of input, weight and, if requested, bias; empty if they go elsewhere (`apart`)."""
     layer = _LAYERS[int(number)]
     use = Use(layer.weight, layer.bias, layer.region, layer.store if apart else None, fp8=layer.fp8)
-    grad_x, *others = _kind(layer).backward(SimpleNamespace(saved_tensors=(x, weight), use=use), grad)[:3]
+    grad_x, _, _, *others = _kind(layer).backward(SimpleNamespace(saved_tensors=(x, weight), use=use), grad)
     asked_for: list[Any] = [grad_x]
     for parameter, gradient, asked in zip((layer.weight, layer.bias), others, (not apart, of_bias), strict=True):
         if gradient is not None and parameter is not None and not asked:

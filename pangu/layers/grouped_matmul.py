@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from pangu.layers.recompute import end_recompute
 from pangu.layers.routing import Dispatch, copy_to_rows, sum_rows
-from pangu.layers.tensor_parallel_matmul import ALONE, _Value
+from pangu.layers.tensor_parallel_matmul import ALONE
 
 if TYPE_CHECKING:
     from pangu.layers.weight_gradient_store import WeightGradientStore
@@ -93,9 +94,8 @@ def grouped_matmul(
     the backward pass; weight [groups x outputs, inputs], a leaf whose gradient an open `store` takes -> [rows,
     outputs], 0 in rows outside all groups.
     """
-    # two nodes, as in `tensor_parallel_matmul`: a recompute ends before a matmul whose value is not needed again
-    backward = _Backward.apply(x, weight, dispatch, store, of_tokens)
-    return _Value.apply(backward, lambda: _multiply(_rows(x, dispatch, of_tokens), weight, dispatch, True))
+    end_recompute(x, weight)
+    return _GroupedMatmul.apply(x, weight, dispatch, store, of_tokens)
 
 
 def _rows(x: Tensor, dispatch: Dispatch, of_tokens: bool) -> Tensor:
@@ -109,9 +109,7 @@ def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -
     return product
 
 
-class _Backward(Function):
-    """Graph node that runs the backward pass; its output has the shape of the matmul, but no memory."""
-
+class _GroupedMatmul(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool
@@ -119,7 +117,7 @@ class _Backward(Function):
         ctx.save_for_backward(x, weight)
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.weight, ctx.dispatch, ctx.store, ctx.of_tokens = weight, dispatch, store, of_tokens
-        return x.new_empty(()).expand(len(dispatch.order), weight.shape[0] // len(dispatch.ends))
+        return _multiply(_rows(x, dispatch, of_tokens), weight, dispatch, True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -132,7 +132,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return torch.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
 class RMSNorm(LayerNorm):
@@ -140,7 +140,7 @@ class RMSNorm(LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return torch.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 def make_norm(build: Builder, name: str, eps: float, kind: str, of_heads: bool = False) -> nn.Module:

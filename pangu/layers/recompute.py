@@ -6,7 +6,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,9 +38,11 @@ _thread = _Thread()
 """Number of tensors that the recompute in this thread still has to save; infinite without a recompute."""
 
 
-def recompute_ends_in(saves: int) -> bool:
-    """Return whether a forward pass is being repeated, and ends when this many more tensors are saved, or before."""
-    return _thread.num_left <= saves
+def end_recompute(x: Tensor, weight: Tensor) -> None:
+    """End a recompute in which these are the last tensors to save, before their matmul computes a value."""
+    # if x needs no gradient, the matmul may save nothing
+    if _thread.num_left <= 2 and x.requires_grad:
+        _save(x, weight)
 
 
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
@@ -53,12 +56,9 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
         with saved_tensors_hooks(recompute.pack, recompute.unpack):
             return compute(*arguments)
     # compilers know this function only; it saves tensor arguments, but merely references tensors inside tuples
-    leaves, structure = tree_flatten(arguments)
+    leaves, spec = tree_flatten(arguments)
     return checkpoint(
-        lambda *leaves: compute(*tree_unflatten(leaves, structure)),
-        *leaves,
-        use_reentrant=False,
-        preserve_rng_state=False,
+        lambda *leaves: compute(*tree_unflatten(leaves, spec)), *leaves, use_reentrant=False, preserve_rng_state=False
     )
 
 
@@ -124,21 +124,16 @@ class _Complete(Exception):  # noqa: N818
     """End of a recompute, raised when the last tensor is saved."""
 
 
-class _SavedArgument(Function):
-    """Node that saves a tensor and is never run; its output needs a gradient because `leaf` does."""
+class _Save(Function):
+    """Node that saves tensors and is never run; its output needs a gradient because `leaf` does."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
+    def forward(ctx: Any, leaf: Tensor, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
         return torch.empty(0)
 
 
-_LEAF = torch.empty(0, requires_grad=True)
-
-
-def _save(tensor: Tensor) -> Tensor:
-    saved: Tensor = _SavedArgument.apply(_LEAF, tensor)
-    return saved
+_save = partial(_Save.apply, torch.empty(0, requires_grad=True))
 
 
 def _restore(saved: Tensor) -> Tensor:
@@ -147,14 +142,15 @@ def _restore(saved: Tensor) -> Tensor:
     return tensor
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
-    """Return an argument with `function` applied to its tensors, also inside tuples."""
-    if isinstance(argument, Tensor):
-        return function(argument)
-    if not isinstance(argument, tuple):
-        return argument
-    kind = type(argument)
-    return getattr(kind, "_make", kind)([_map_tensors(function, part) for part in argument])
+def _map_tensors(function: Callable[[Tensor], Tensor], parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a tuple with `function` applied to its tensors, also inside tuples."""
+    mapped = list(parts)
+    for place, part in enumerate(parts):
+        if isinstance(part, Tensor):
+            mapped[place] = function(part)
+        elif isinstance(part, tuple):
+            mapped[place] = _map_tensors(function, part)
+    return tuple.__new__(type(parts), mapped)
 
 
 class SavedTensors:
@@ -178,16 +174,18 @@ class SavedTensors:
             yield
         self._offload.end_layer()
 
-    @contextmanager
-    def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:
+    def discarding(
+        self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True
+    ) -> AbstractContextManager[Tensor]:
         """Yield `compute(source)`; in the block, save `source` in its place and recompute it in the backward pass."""
         # Unlike a checkpoint around both, this never repeats the consumer or its communication. It saves memory if
         # `source` is saved anyway, as for the backward pass of a norm.
-        output = compute(source)
-        if not (on and torch.is_grad_enabled()):
-            yield output
-            return
-        saved = self._keep(source.detach())
+        on = on and torch.is_grad_enabled()
+        return self._discarding(compute, source) if on else nullcontext(compute(source))
+
+    @contextmanager
+    def _discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor) -> Iterator[Tensor]:
+        output, saved = compute(source), self._keep(source.detach())
 
         def recompute() -> Tensor:
             with torch.no_grad():

@@ -7,8 +7,7 @@ hides the sum of dx (of its last chunk):
     communication   | gather x            | sum dx, chunk 1 | sum dx, chunk 2 |
     computation     | dx of chunk 1 | dx of chunk 2 | dW = dyᵀ x      |
 
-A matmul is one node of the graph, and two if a recompute may end there: the first saves the tensors and runs backward,
-the second computes the value. A recompute ends when the last tensor is saved, and so before a value that is not needed.
+A recompute ends when the last tensor is saved, and so before a matmul whose value is not needed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
-from pangu.layers.recompute import recompute_ends_in
+from pangu.layers.recompute import end_recompute
 
 if TYPE_CHECKING:
     from pangu.layers.fp8 import Fp8Products
@@ -59,8 +58,8 @@ def column_parallel_matmul(
     fp8 = fp8 if torch.is_grad_enabled() else None
     if region.size == 1 and store is None and fp8 is None:
         return F.linear(x, weight, bias)
-    x = x.contiguous()  # or both passes would copy it
-    return _node(ColumnParallelMatmul, x, x.shape[0] * region.num_slices, Use(weight, bias, region, store, fp8))
+    kind = LocalMatmul if region.size == 1 else ColumnParallelMatmul
+    return _node(kind, x, Use(weight, bias, region, store, fp8))
 
 
 def row_parallel_matmul(
@@ -73,8 +72,8 @@ def row_parallel_matmul(
     """
     if region.size == 1:
         return column_parallel_matmul(x, weight, bias, region, store, fp8=fp8)
-    x, fp8 = x.contiguous(), fp8 if torch.is_grad_enabled() else None
-    return _node(RowParallelMatmul, x, x.shape[0] // region.num_slices, Use(weight, bias, region, store, fp8))
+    fp8 = fp8 if torch.is_grad_enabled() else None
+    return _node(RowParallelMatmul, x, Use(weight, bias, region, store, fp8))
 
 
 def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
@@ -115,9 +114,6 @@ def _multiply_and_sum(x: Tensor, multiply: Multiply, region: TensorRegion) -> li
     # A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's
     # slice: with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2
     # 3 6 7.
-    if region.size == 1:  # no communication to overlap
-        value = _of_rows(x, multiply)
-        return [lambda: value]
     slices = x.unflatten(0, (region.num_slices, -1))
     chunks = slices.tensor_split(min(region.chunks, slices.shape[1]), dim=1)
     values = (multiply(chunk.flatten(0, -2)).unflatten(0, (-1, *chunk.shape[2:-1])) for chunk in chunks)
@@ -155,31 +151,39 @@ def _bias_gradient(use: Use, grad: Tensor) -> Tensor | None:
     return None
 
 
-class _Value(Function):
-    @staticmethod
-    def forward(ctx: Any, backward: Tensor, value: Callable[[], Tensor]) -> Tensor:
-        return value()
+class LocalMatmul(Function):
+    """Graph node of a matmul, on one rank."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _ParallelMatmul(Function):
-    """Graph node of a matmul."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, use: Use, value: Callable[[], Tensor]
-    ) -> Tensor:
-        """Return `value()`; save x and the weight."""
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, use: Use, value: Callable[..., Tensor], *parameters: Tensor | None) -> Tensor:
+        """Return `value(x, use)`; `parameters`: weight and bias if autograd gets their gradients, else nothing."""
+        ctx.save_for_backward(x, use.weight)
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.use = use
-        return value()
+        return value(x, use)
+
+    @staticmethod
+    def value(x: Tensor, use: Use) -> Tensor:
+        """Return the output for x."""
+        rows = x.flatten(0, -2)  # see `_of_rows`
+        linear = F.linear(rows, use.weight, use.bias) if use.fp8 is None else use.fp8.linear(use.weight, use.bias)(rows)
+        return linear.view(*x.shape[:-1], linear.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return dx, and last dW and db unless the store takes them."""
+        x, weight = ctx.saved_tensors
+        use, grad = ctx.use, grads[0].contiguous()
+        rows = grad.flatten(0, -2)
+        grad_x = (torch.mm(rows, weight) if use.fp8 is None else use.fp8.input_gradient(weight)(rows)).view(x.shape)
+        if use.store is not None and use.store.is_open:
+            _store(use, x, ALONE, grad, grad)
+            return grad_x, None, None, None, None
+        grad_weight = _weight_gradient(use, rows, x) if use.weight.requires_grad else None
+        return grad_x, None, None, grad_weight, _bias_gradient(use, rows)
 
 
-class ColumnParallelMatmul(_ParallelMatmul):
+class ColumnParallelMatmul(LocalMatmul):
     """Column-parallel matmul."""
 
     @staticmethod
@@ -190,20 +194,20 @@ class ColumnParallelMatmul(_ParallelMatmul):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dx, and dW and db unless the store takes them."""
+        """See `LocalMatmul.backward`."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
-        if _is_open(use.store):
+        if use.store is not None and use.store.is_open:
             sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
             _store(use, x, use.region, grad, grad)
             return _finish(sums), None, None, None, None
         whole_x = start_gather(x, use.region) if use.weight.requires_grad else None
         sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
         grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())
-        return _finish(sums), grad_weight, _bias_gradient(use, grad), None, None
+        return _finish(sums), None, None, grad_weight, _bias_gradient(use, grad)
 
 
-class RowParallelMatmul(_ParallelMatmul):
+class RowParallelMatmul(LocalMatmul):
     """Row-parallel matmul."""
 
     @staticmethod
@@ -214,37 +218,29 @@ class RowParallelMatmul(_ParallelMatmul):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dx, and dW and db unless the store takes them."""
+        """See `LocalMatmul.backward`."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
         wholes, values = _gather_and_multiply(grad, _transposed(use.fp8, weight), use.region)
         whole_grad, grad_x = _in_order(wholes, use.region), _in_order(values, use.region)
-        if _is_open(use.store):
+        if use.store is not None and use.store.is_open:
             _store(use, x, ALONE, whole_grad, grad)
             return grad_x, None, None, None, None
         grad_weight = _weight_gradient(use, whole_grad, x) if use.weight.requires_grad else None
-        return grad_x, grad_weight, _bias_gradient(use, grad), None, None
+        return grad_x, None, None, grad_weight, _bias_gradient(use, grad)
 
 
-def _node(kind: type[ColumnParallelMatmul] | type[RowParallelMatmul], x: Tensor, rows: int, use: Use) -> Tensor:
-    weight, bias = use.weight, use.bias
-    if leaves_no_gradient(x, use.store):
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-    value = partial(kind.value, x, use)
-    if not recompute_ends_in(saves=2):
-        return kind.apply(x, weight, bias, use, value)
-    like = x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
-    return _Value.apply(kind.apply(x, weight, bias, use, lambda: like), value)
+def _node(kind: type[LocalMatmul], x: Tensor, use: Use) -> Tensor:
+    x = x.contiguous()  # or both passes would copy it
+    end_recompute(x, use.weight)
+    parameters = () if leaves_no_gradient(x, use.store) else (use.weight, use.bias)
+    return kind.apply(x, use, kind.value, *parameters)
 
 
 def leaves_no_gradient(x: Tensor, store: Store) -> bool:
     """Return whether a matmul with x leaves its weight out of autograd's graph, adding to the weight's sum itself."""
     # torch would call the hooks of a weight that gets no gradient in another thread; without an edge, not at all
     return store is not None and store.sums is not None and x.requires_grad
-
-
-def _is_open(store: Store) -> bool:
-    return store is not None and store.is_open
 
 
 def _store(use: Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:

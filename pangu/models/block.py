@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -124,10 +125,11 @@ class Attention(nn.Module):
         """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
         # `below`: scores of the layer below; `queries`: position vectors [sequence, batch, hidden], for the query layer
         if queries is None:
-            projected = self.qkv(x).split(self.qkv.widths, dim=-1)
+            layer = self.qkv
+            projected = layer(x).split_with_sizes(layer.widths, -1)
         else:
-            projected = (self.query(queries), *self.key_value(x).split(self.key_value.widths, dim=-1))
-        query, key, value = (split_heads(part, self.head_size) for part in projected)
+            projected = (self.query(queries), *self.key_value(x).split_with_sizes(self.key_value.widths, -1))
+        query, key, value = map(partial(split_heads, size=self.head_size), projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None:

@@ -97,9 +97,11 @@ class GradientSum(ReduceRules[FlatParameter]):
     def expect(self, chunk: int, parameters: Collection[Tensor] | None = None) -> None:
         """Arm gradient reduction: the next backward pass is the last one to add to these parameters (None: all)."""
         flats = self.flat_parameters.get(chunk, ())
-        self.expect_counts(
-            chunk, [sum(parameters is None or one in parameters for one, _ in flat.parameters) for flat in flats]
-        )
+        counts = [
+            len(flat.parameters) if parameters is None else sum(one in parameters for one, _ in flat.parameters)
+            for flat in flats
+        ]
+        self.expect_counts(chunk, counts)
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
         """Start or finish a reduction."""
@@ -124,11 +126,11 @@ class GradientSum(ReduceRules[FlatParameter]):
     def _hook(self) -> Callable[[nn.Parameter], None]:
         # Python's garbage collector does not see hooks: a hook that holds this object, and so its parameter, would keep
         # all weights and process groups alive for the life of the process
-        add = weakref.WeakMethod(self._add)
+        this = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
-            if (method := add()) is not None:
-                method(parameter)
+            if (gradients := this()) is not None:
+                gradients._add(parameter)
 
         return hook
 
@@ -165,7 +167,8 @@ class GradientSum(ReduceRules[FlatParameter]):
     def _start(self, flat: FlatParameter) -> Handle:
         mesh, sharding, total = self.mesh, flat.sharding, self._total(flat)
         message = self._message if sharding.replicas > 1 and self._message else flat.grad.dtype
-        for one in (self._sums[id(parameter)] for parameter, _ in flat.parameters):
+        for parameter, _ in flat.parameters:
+            one = self._sums[id(parameter)]
             if one.begins:  # the backward pass did not reach it
                 total[one.span].zero_()
                 one.begins = False

@@ -217,10 +217,14 @@ class ReduceRules(ABC, Generic[F]):
 
     def count(self, chunk: int, index: int) -> None:
         """Count one gradient of a flat parameter as added, and start the reductions that it completes."""
-        if chunk in self._missing:
-            missing = self._missing[chunk]
-            missing[index] -= 1
-            self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
+        if (missing := self._missing.get(chunk)) is None:
+            return
+        missing[index] -= 1
+        start = stop = self._num_sent.get(chunk, 0)
+        while stop < len(missing) and missing[stop] <= 0:
+            stop += 1
+        if stop > start:
+            self._send(chunk, stop)
 
     def reduce(self, chunk: int) -> None:
         """Reduce the rest of a chunk, including parameters without a gradient: other replicas wait for them."""

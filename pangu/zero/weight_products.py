@@ -26,7 +26,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> Non
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
     else:
         # convert to the dtype of the sum a few rows at a time, which stay in a cache
-        for rows, factors in zip(total.split(1024), left.split(1024), strict=True):
+        stops = tuple(range(1024, total.shape[0], 1024))
+        for rows, factors in zip(total.tensor_split(stops), left.tensor_split(stops), strict=True):
             (rows.copy_ if begins else rows.add_)(factors @ right)
 
 
@@ -37,7 +38,7 @@ class WeightProducts:
         """Add to `gradients` of the parameters of `model`."""
         self._gradients = gradients
         # with a tied head, the gradient of the lookup comes last
-        self._looked_up = set() if model.embedding is None else set(model.embedding.parameters())
+        self._looked_up = set() if model.embedding is None else {id(one) for one in model.embedding.parameters()}
 
     def add(
         self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Products | None = None, completes: bool = True
@@ -46,12 +47,12 @@ class WeightProducts:
         # Unless this `completes` the gradient of a micro-batch, the caller calls `complete` later.
         total, begins = self._gradients.sum_of(weight)
         (add_product if fp8 is None else fp8.add_product)(total, left, right, begins)
-        if completes:
-            self.complete(weight)
+        if completes and id(weight) not in self._looked_up:
+            self._gradients.complete(weight)
 
     def complete(self, weight: Tensor) -> None:
         """Count the gradient of a weight as added, unless a lookup still follows."""
-        if weight not in self._looked_up:
+        if id(weight) not in self._looked_up:
             self._gradients.complete(weight)
 
     def add_rows(self, bias: Tensor, grad: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,9 +15,11 @@ from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from pangu.layers import offload
+from pangu.layers import offload, recompute
 from pangu.layers.offload import Offload
-from pangu.layers.recompute import SavedTensors, address, checkpointed, recompute_ends_in
+from pangu.layers.recompute import SavedTensors, address, checkpointed
+from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
+from pangu.layers.weight_gradient_store import WeightGradientStore
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -112,6 +115,11 @@ class Pair(NamedTuple):
     other: Tensor | None
 
 
+def repeats() -> bool:
+    """Whether a forward pass is being repeated in this thread."""
+    return recompute._thread.num_left < math.inf
+
+
 def two_products(pair: Pair, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Two outputs, which share what the first factor saves."""
     inner = pair.hidden.sin()
@@ -142,11 +150,11 @@ def test_a_checkpoint_inside_another_is_repeated_by_both() -> None:
     x, weight, calls = numbers(0, 8, 8), numbers(1, 8, 8), list[tuple[str, bool]]()
 
     def inside(x: Tensor) -> Tensor:
-        calls.append(("inside", recompute_ends_in(9)))
+        calls.append(("inside", repeats()))
         return (x @ weight).sin().exp()
 
     def around(x: Tensor, on: bool) -> Tensor:
-        calls.append(("around", recompute_ends_in(9)))
+        calls.append(("around", repeats()))
         return checkpointed(inside, x.cos(), on=on).tanh() * x
 
     kept = torch.autograd.grad(around(x, False).sum(), (x, weight))
@@ -155,22 +163,35 @@ def test_a_checkpoint_inside_another_is_repeated_by_both() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
     # the last call is the inner one's own
     assert calls == [("around", False), ("inside", False), ("around", True), ("inside", True), ("inside", True)]
-    assert not recompute_ends_in(9)
+    assert not repeats()
+
+
+def test_a_frozen_matmul_does_not_end_a_recompute() -> None:
+    """It saves nothing, as it gets no gradient; the trained one saves the last two tensors."""
+    x, frozen, trained = numbers(0, 8, 8).detach(), numbers(1, 8, 8).detach(), numbers(2, 8, 8)
+
+    def compute(x: Tensor) -> Tensor:
+        for weight in (frozen, trained):
+            x = column_parallel_matmul(x, weight, None, ALONE, WeightGradientStore())
+        return x
+
+    kept, again = (torch.autograd.grad(checkpointed(compute, x, on=on).sum(), trained)[0] for on in (False, True))
+    assert torch.equal(kept, again)
 
 
 def test_an_error_of_a_recompute_is_that_of_the_backward_pass() -> None:
     x = numbers(0, 8, 8)
 
     def fails(x: Tensor) -> Tensor:
-        if recompute_ends_in(9):
+        if repeats():
             raise KeyError("of the recompute")
         return x.sin()
 
     with pytest.raises(KeyError, match="of the recompute"):
         checkpointed(fails, x).sum().backward()
-    assert not recompute_ends_in(9)
+    assert not repeats()
     with pytest.raises(RuntimeError, match="1 tensors less"):
-        checkpointed(lambda x: x if recompute_ends_in(9) else x.sin(), x).sum().backward()
+        checkpointed(lambda x: x if repeats() else x.sin(), x).sum().backward()
 
 
 def test_backward_passes_of_one_graph() -> None:
@@ -179,7 +200,7 @@ def test_backward_passes_of_one_graph() -> None:
     calls = []
 
     def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
-        calls.append(recompute_ends_in(9))
+        calls.append(repeats())
         return two_products(*arguments)
 
     def outputs(on: bool) -> list[Tensor]:
@@ -243,7 +264,7 @@ def test_a_backward_pass_in_another_thread_recomputes_there() -> None:
 
     def compute(x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as other:
-            flags.extend((recompute_ends_in(9), other.submit(recompute_ends_in, 9).result()))
+            flags.extend((repeats(), other.submit(repeats).result()))
         return x.sin()
 
     with ThreadPoolExecutor(1) as other:
