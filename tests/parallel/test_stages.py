@@ -141,7 +141,7 @@ def missing(stage: int) -> str:
     peer = 2 if stage == 3 else stage + 1
     micro = {0: 0, 1: 0, 3: 1}[stage]
     action = f"{message} of chunk {stage}, micro-batch {micro}, peer stage {peer}"
-    return f"rank {stage}, stage {stage}, step 2: {action}: did not"
+    return f"rank {stage}, stage {stage}, step 2: {action}: the peer did not respond"
 
 
 def alone(rank: int, world: int, pace: float) -> str:

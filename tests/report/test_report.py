@@ -266,7 +266,7 @@ def test_serving_to_this_machine_only(runs: list[Path]) -> None:
             file.write("\n" + to_json(replace(RECORD, step=36, tokens=36_000)) + "\n")
         assert "36 / 40" in get("/")
         (runs[0] / "summary.json").write_text("{")
-        assert "cannot be read" in get("/")
+        assert "is not JSON" in get("/")
         server.shutdown()
 
 
