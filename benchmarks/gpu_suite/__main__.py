@@ -4,7 +4,8 @@
 
 Parts that measure times run one after another, then the others side by side. Every part writes FOLDER/NAME.json as
 it goes, so that one that fails or takes too long leaves what it has measured and does not stop the next. summary.json
-says how each ended, and suite.tar.gz holds all of it. The exit status is 1 if any part did not succeed.
+says how each ended, and suite.tar.gz, made anew after each part, holds all of it. The exit status is 1 if any part did
+not succeed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ LIMIT_S = 530
 """Of the whole suite; what parts leave of their own limits is there for later ones."""
 LEAST_S = 10
 """A part is not begun with less."""
+PAUSE_S = 0.05
+"""Between two looks at the parts that run."""
 CORES = 3
 """Of the host, that a part keeps busy which compiles, or whose ranks wait for one another."""
 
@@ -99,46 +102,79 @@ def measure(options: argparse.Namespace) -> None:
     importlib.import_module(f"benchmarks.gpu_suite.{options.part}").measure(setting)
 
 
-def run_part(
-    part: Part, limit_s: float, options: argparse.Namespace, running: set[subprocess.Popen[bytes]]
-) -> dict[str, Any]:
-    """How a part ended: `status`, `seconds`, and the last of what it said if it did not succeed. Its process is in
-    `running` as long as it lives."""
-    words = [sys.executable, "-m", "benchmarks.gpu_suite", "--part", part.name, "--device", options.device]
-    log, began = options.output / f"{part.name}.log", time.monotonic()
-    with log.open("wb") as file:
-        # a session of its own: what the part has started ends with it
-        process = subprocess.Popen(
-            [*words, "--output", str(options.output)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        running.add(process)
-        try:
-            status = process.wait(limit_s)
-            ended = "succeeded" if status == 0 else f"failed with status {status}"
-        except subprocess.TimeoutExpired:
-            ended = f"was ended after its limit of {limit_s:.0f} s"
-        finally:
-            end(process)
-            process.wait()
-            running.discard(process)
-    result: dict[str, Any] = {"status": ended, "seconds": round(time.monotonic() - began, 1)}
-    failed = close_document(options.output / f"{part.name}.json", part.name, result)
-    if ended == "succeeded" and failed:
-        result["status"] = f"finished, with errors in {', '.join(failed)}"
-    if result["status"] != "succeeded":
-        result["said"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-    return result
+@dataclass
+class Running:
+    """A part whose process runs."""
+
+    part: Part
+    process: subprocess.Popen[bytes]
+    began: float
+    limit_s: float
+
+    @classmethod
+    def start(cls, part: Part, limit_s: float, options: argparse.Namespace) -> Running:
+        """Start a part in a session of its own: what it starts ends with it."""
+        words = [sys.executable, "-m", "benchmarks.gpu_suite", "--part", part.name, "--device", options.device]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with (options.output / f"{part.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*words, "--output", str(options.output)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(part, process, time.monotonic(), limit_s)
+
+    def status(self) -> str | None:
+        """How the part ended; None as long as it may go on."""
+        if (status := self.process.poll()) is not None:
+            return "succeeded" if status == 0 else f"failed with status {status}"
+        if time.monotonic() - self.began < self.limit_s:
+            return None
+        return f"was ended after its limit of {self.limit_s:.0f} s"
+
+    def end(self) -> None:
+        """Kill the part and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def result(self, status: str, output: Path) -> dict[str, Any]:
+        """`status`, `seconds`, and the last of what the part said if it did not succeed; its file gets them, too."""
+        result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - self.began, 1)}
+        failed = close_document(output / f"{self.part.name}.json", self.part.name, result)
+        if status == "succeeded" and failed:
+            result["status"] = f"finished, with errors in {', '.join(failed)}"
+        if result["status"] != "succeeded":
+            log = output / f"{self.part.name}.log"
+            result["said"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        return result
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part and all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def run_parts(
+    parts: Sequence[Part], jobs: int, ends: float, options: argparse.Namespace
+) -> Generator[tuple[str, dict[str, Any]]]:
+    """Yield the name and result of each part as soon as it has ended; `jobs` run at a time, none after `ends`."""
+    waiting, running = list(parts), list[Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                part, left = waiting.pop(0), ends - time.monotonic()
+                if left < LEAST_S:
+                    yield part.name, {"status": f"was left out: {options.limit:.0f} s are over", "seconds": 0.0}
+                else:
+                    running.append(Running.start(part, min(part.limit_s, left), options))
+            for one in list(running):
+                if (status := one.status()) is not None:
+                    one.end()
+                    running.remove(one)
+                    yield one.part.name, one.result(status, options.output)
+            time.sleep(PAUSE_S)
+    finally:
+        for one in running:
+            one.end()
 
 
 def close_document(path: Path, part: str, result: dict[str, Any]) -> list[str]:
@@ -164,38 +200,29 @@ def main(arguments: list[str] | None = None) -> int:
     device_named(options.device)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the part is ended too
     options.output.mkdir(parents=True, exist_ok=True)
-    began, summary = time.monotonic(), {}
+    began, summary = time.monotonic(), dict[str, Any]()
     parts = [part for part in PARTS if part.name in options.parts]
     for part in parts:
         (options.output / f"{part.name}.json").unlink(missing_ok=True)
-
-    running: set[subprocess.Popen[bytes]] = set()
-
-    def run(part: Part) -> tuple[str, dict[str, Any]]:
-        left = options.limit - (time.monotonic() - began)
-        if left < LEAST_S:
-            return part.name, {"status": f"was left out: {options.limit:.0f} s are over", "seconds": 0.0}
-        return part.name, run_part(part, min(part.limit_s, left), options, running)
-
-    for alone, jobs in ((True, 1), (False, max(1, (os.cpu_count() or 1) // CORES))):
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                for ended in as_completed([pool.submit(run, part) for part in parts if part.alone is alone]):
-                    name, result = ended.result()
-                    summary[name] = result
-                    write_atomically(options.output / "summary.json", to_json(summary), sync=False)
-                    print(f"{name:<10} {result['seconds']:6.1f} s  {result['status']}", flush=True)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(running):
-                    end(process)
-                raise
-    with tarfile.open(options.output / "suite.tar.gz", "w:gz") as archive:
-        for path in sorted(options.output.iterdir()):
-            if path.is_file() and path.name.endswith((".json", ".log", ".json.gz", ".yaml")):
-                archive.add(path, path.name)
+    timed, others = ([part for part in parts if part.alone is alone] for alone in (True, False))
+    ends, jobs = began + options.limit, max(1, (os.cpu_count() or 1) // CORES)
+    for group, at_a_time in ((timed, 1), (others, jobs)):
+        with closing(run_parts(group, at_a_time, ends, options)) as results:
+            for name, result in results:
+                summary[name] = result
+                write_atomically(options.output / "summary.json", to_json(summary), sync=False)
+                pack(options.output)
+                print(f"{name:<10} {result['seconds']:6.1f} s  {result['status']}", flush=True)
     print(f"{time.monotonic() - began:.0f} s; {options.output}")
     return int(any(one["status"] != "succeeded" for one in summary.values()))
+
+
+def pack(folder: Path) -> None:
+    """Put the results so far into suite.tar.gz."""
+    with tarfile.open(folder / "suite.tar.gz", "w:gz") as archive:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.name.endswith((".json", ".log", ".json.gz", ".yaml")):
+                archive.add(path, path.name)
 
 
 if __name__ == "__main__":

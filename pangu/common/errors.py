@@ -157,8 +157,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def allocating(where: Callable[[], str], works: str) -> Iterator[None]:
-    """Turn an out-of-memory error of torch in the block into a LocalError: `where()`, torch's sizes, and `works`."""
+def allocating(where: Callable[[], str], fix: str) -> Iterator[None]:
+    """Turn an out-of-memory error of torch in the block into a LocalError: `where()`, torch's sizes, and `fix`."""
     try:
         yield
     except RuntimeError as error:
@@ -166,7 +166,7 @@ def allocating(where: Callable[[], str], works: str) -> Iterator[None]:
             raise
         asked, free = re.search(_ASKED, str(error)), re.search(_FREE, str(error))
         sizes = (f", {asked[1]} asked for" if asked else "") + (f", {free[1]} free" if free else "")
-        raise LocalError(f"{where()}: out of memory{sizes}; {works}") from error
+        raise LocalError(f"{where()}: out of memory{sizes}; {fix}") from error
 
 
 # How long a process of a run waits, besides parallel.timeout_s, where another one may be gone or slow.

@@ -57,8 +57,7 @@ def hold_in_graph(layer: nn.Module) -> None:
     if not isinstance(layer, ParallelLinear) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
         return
     number = next(_NUMBERS)
-    by_rows = isinstance(layer, RowParallelLinear) and layer.region.size > 1
-    layer.in_graph = GraphProduct(torch.tensor(number), by_rows)
+    layer.in_graph = GraphProduct(torch.tensor(number), by_rows=_kind(layer) is RowParallelMatmul)
     _LAYERS[number] = layer
 
 
@@ -67,7 +66,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, row
     return _kind(layer).value(x, Use(layer.weight, layer.bias, layer.region, layer.store, layer.fp8))
 
 
-def _kind(layer: ParallelLinear) -> type[LocalMatmul]:
+def _kind(layer: ParallelLinear) -> Any:
     if layer.region.size == 1:
         return LocalMatmul
     return RowParallelMatmul if isinstance(layer, RowParallelLinear) else ColumnParallelMatmul

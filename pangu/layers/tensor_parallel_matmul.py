@@ -151,8 +151,8 @@ def _bias_gradient(use: Use, grad: Tensor) -> Tensor | None:
     return None
 
 
-class LocalMatmul(Function):
-    """Graph node of a matmul, on one rank."""
+class MatmulNode(Function):
+    """Graph node of a matmul; a subclass computes its value and gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: Use, value: Callable[..., Tensor], *parameters: Tensor | None) -> Tensor:
@@ -161,6 +161,10 @@ class LocalMatmul(Function):
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.use = use
         return value(x, use)
+
+
+class LocalMatmul(MatmulNode):
+    """Matmul on one rank."""
 
     @staticmethod
     def value(x: Tensor, use: Use) -> Tensor:
@@ -183,7 +187,7 @@ class LocalMatmul(Function):
         return grad_x, None, None, grad_weight, _bias_gradient(use, rows)
 
 
-class ColumnParallelMatmul(LocalMatmul):
+class ColumnParallelMatmul(MatmulNode):
     """Column-parallel matmul."""
 
     @staticmethod
@@ -194,7 +198,7 @@ class ColumnParallelMatmul(LocalMatmul):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """See `LocalMatmul.backward`."""
+        """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
         if use.store is not None and use.store.is_open:
@@ -207,7 +211,7 @@ class ColumnParallelMatmul(LocalMatmul):
         return _finish(sums), None, None, grad_weight, _bias_gradient(use, grad)
 
 
-class RowParallelMatmul(LocalMatmul):
+class RowParallelMatmul(MatmulNode):
     """Row-parallel matmul."""
 
     @staticmethod
@@ -218,7 +222,7 @@ class RowParallelMatmul(LocalMatmul):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """See `LocalMatmul.backward`."""
+        """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
         wholes, values = _gather_and_multiply(grad, _transposed(use.fp8, weight), use.region)
@@ -230,7 +234,7 @@ class RowParallelMatmul(LocalMatmul):
         return grad_x, None, None, grad_weight, _bias_gradient(use, grad)
 
 
-def _node(kind: type[LocalMatmul], x: Tensor, use: Use) -> Tensor:
+def _node(kind: Any, x: Tensor, use: Use) -> Tensor:
     x = x.contiguous()  # or both passes would copy it
     end_recompute(x, use.weight)
     parameters = () if leaves_no_gradient(x, use.store) else (use.weight, use.bias)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -85,15 +84,15 @@ def test_a_part_that_is_ended_or_comes_too_late_does_not_stop_the_next(
 def test_a_part_ends_with_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "PARTS", (suite.Part("memory", 60),))
     handler, started = signal.getsignal(signal.SIGTERM), []
-    wait = subprocess.Popen.wait
+    poll = subprocess.Popen.poll
 
-    def told_to_end(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+    def told_to_end(process: subprocess.Popen[bytes]) -> int | None:
         if process not in started:
             started.append(process)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return wait(process, timeout)
+            signal.raise_signal(signal.SIGTERM)
+        return poll(process)
 
-    monkeypatch.setattr(subprocess.Popen, "wait", told_to_end)
+    monkeypatch.setattr(subprocess.Popen, "poll", told_to_end)
     try:
         with pytest.raises(SystemExit, match="143"):
             suite.main(["--device", "cpu", "--output", str(tmp_path)])
