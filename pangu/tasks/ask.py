@@ -59,7 +59,7 @@ def read_questions(task: Task, folder: Path, setup: Setup) -> Questions:
     return Questions(task, setup, chosen(items, task, setup), pool)
 
 
-def _read(task: Task, folder: Path, patterns: tuple[str, ...]) -> Iterator[Item]:
+def _read(task: Task, folder: Path, patterns: Sequence[str]) -> Iterator[Item]:
     for path in find_files(folder, patterns):
         with published_format(path):
             yield from task.read(path)

@@ -1,4 +1,4 @@
-"""Catalogue of all tasks in one table, and readers of their files.
+"""Catalogue of all tasks, which tasks.yaml lists, and readers of their files.
 
 Templates, numbers of examples and decoding are those of the paper (PanGu-α, tables 7 and 8); ranked tasks without a
 template put the answer where it stood in the text. Where a text has several blanks, each is one question, and the
@@ -8,10 +8,12 @@ others are filled with the right words.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from pangu.common.errors import UserError
 from pangu.common.files import read_json
@@ -19,8 +21,9 @@ from pangu.evaluation.generation import Sampling
 from pangu.tasks.measures import begins_with, exact_match_and_f1, rouge
 from pangu.tasks.task import Item, Task, json_lines, read_text
 
-Reader = Callable[[Path], Iterator[Item]]
-Fields = dict[str, str]
+Reader = Callable[..., Iterator[Item]]
+_Entry = tuple[dict[str, str], tuple[str, ...], int]
+"""Fields of the template, answers, and the index of the right one."""
 
 
 def find_task(name: str) -> Task:
@@ -30,19 +33,17 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def _each_line(question: Callable[[Any], tuple[Fields, tuple[str, ...], int] | None], words: int = 0) -> Reader:
+def _each_line(question: Callable[..., _Entry | None]) -> Reader:
     """Return the reader of a JSON-lines file.
 
-    Args:
-        question: Function from a line's value to the template's fields, the answers, and the index of the right
-            one; None for a line without a question. Its ValueErrors are reported with file and line.
-        words: Words of each answer, if perplexity per word is reported.
+    `question`: function from a line's value to its entry, or None for a line without a question. Its ValueErrors are
+    reported with file and line. `words` of the reader: words of each answer, if perplexity per word is reported.
     """
 
-    def read(path: Path) -> Iterator[Item]:
+    def read(path: Path, words: int = 0, **options: Any) -> Iterator[Item]:
         for number, value in json_lines(path):
             try:
-                entry = question(value)
+                entry = question(value, **options)
             except ValueError as error:
                 raise UserError(f"{path}, line {number + 1}: {error}") from error
             if entry is not None:
@@ -51,35 +52,30 @@ def _each_line(question: Callable[[Any], tuple[Fields, tuple[str, ...], int] | N
     return read
 
 
-def _pairs(words: dict[str, str]) -> Reader:
-    """Return the reader of sentence pairs; `words`: word of each label; others (OCNLI's `-`) are skipped."""
-
-    def question(value: Any) -> tuple[Fields, tuple[str, ...], int] | None:
-        fields = {key: value[key] for key in ("sentence1", "sentence2")}
-        if value["label"] not in words:
-            return None
-        return fields, tuple(words.values()), list(words).index(value["label"])
-
-    return _each_line(question)
+@_each_line
+def _pairs(value: Any, words_of: Mapping[str, str]) -> _Entry | None:
+    """Read a pair of sentences; `words_of`: word of each label; others (OCNLI's `-`) are skipped."""
+    fields = {key: value[key] for key in ("sentence1", "sentence2")}
+    if value["label"] not in words_of:
+        return None
+    return fields, tuple(words_of.values()), list(words_of).index(value["label"])
 
 
-def _labelled(description: str, words: dict[str, str] | None = None) -> Reader:
-    """Return the reader of sentences with a label of `labels.json`, named by `description`; `words` for these names."""
-
-    def read(path: Path) -> Iterator[Item]:
-        labels = [label for _, label in json_lines(path.with_name("labels.json"))]
-        names = tuple(words[label[description]] if words else label[description] for label in labels)
-        numbers = {label["label"]: number for number, label in enumerate(labels)}
-        yield from _each_line(lambda value: ({"sentence": value["sentence"]}, names, numbers[value["label"]]))(path)
-
-    return read
+def _labelled(path: Path, description: str, words_of: Mapping[str, str] | None = None) -> Iterator[Item]:
+    """Read sentences with a label of labels.json, named by `description`; `words_of`: words for these names."""
+    labels = [label for _, label in json_lines(path.with_name("labels.json"))]
+    names = tuple(words_of[label[description]] if words_of else label[description] for label in labels)
+    numbers = {label["label"]: number for number, label in enumerate(labels)}
+    return _each_line(lambda value: ({"sentence": value["sentence"]}, names, numbers[value["label"]]))(path)
 
 
-def _keywords(value: Any) -> tuple[Fields, tuple[str, ...], int]:
+@_each_line
+def _keywords(value: Any) -> _Entry:
     return {"passage": value["abst"], "keywords": "、".join(value["keyword"])}, ("不是", "是"), int(value["label"])
 
 
-def _pronoun(value: Any) -> tuple[Fields, tuple[str, ...], int]:
+@_each_line
+def _pronoun(value: Any) -> _Entry:
     """Compare the text unchanged with the text whose pronoun is replaced by the noun."""
     target, text = value["target"], value["text"]
     start, pronoun = target["span2_index"], target["span2_text"]
@@ -89,7 +85,8 @@ def _pronoun(value: Any) -> tuple[Fields, tuple[str, ...], int]:
     return fields, (pronoun, target["span1_text"]), ("false", "true").index(value["label"])
 
 
-def _masked_word(value: Any) -> tuple[Fields, tuple[str, ...], int]:
+@_each_line
+def _masked_word(value: Any) -> _Entry:
     """Read WPLC: a text whose last sentence lacks its last word, `<mask>`."""
     before, mask, _ = value["masked_text"].partition("<mask>")
     if not mask:
@@ -97,7 +94,8 @@ def _masked_word(value: Any) -> tuple[Fields, tuple[str, ...], int]:
     return {"before": before}, (value["correct_word"],), 0
 
 
-def _last_word(value: Any) -> tuple[Fields, tuple[str, ...], int]:
+@_each_line
+def _last_word(value: Any) -> _Entry:
     """Read LAMBADA as OpenAI processed it: one text per line, whose last word is asked for."""
     before, space, word = value["text"].rpartition(" ")
     return {"before": before}, (space + word,), 0
@@ -210,92 +208,34 @@ def _joined(text: str) -> str:
     return re.sub(r"([(\[{$£€]) ", r"\1", text)
 
 
-_NEWS = {
-    "news_story": "故事",
-    "news_culture": "文化",
-    "news_entertainment": "娱乐",
-    "news_sports": "体育",
-    "news_finance": "财经",
-    "news_house": "房产",
-    "news_car": "汽车",
-    "news_edu": "教育",
-    "news_tech": "科技",
-    "news_military": "军事",
-    "news_travel": "旅游",
-    "news_world": "国际",
-    "news_stock": "股票",
-    "news_agriculture": "农业",
-    "news_game": "电竞",
+_READERS: Mapping[str, Reader] = {
+    "pairs": _pairs,
+    "labelled": _labelled,
+    "keywords": _keywords,
+    "pronoun": _pronoun,
+    "idioms": _idioms,
+    "sentences": _sentences,
+    "dialogues": _dialogues,
+    "squad": _squad,
+    "dureader": _dureader,
+    "webqa": _webqa,
+    "cloze": _cloze,
+    "masked_word": _masked_word,
+    "last_word": _last_word,
+    "articles": _articles,
 }
-"""Chinese names of TNEWS's classes."""
-_INFERENCE = {"entailment": "对", "neutral": "或许", "contradiction": "错"}
-_BLANK = "{before}{answer}{after}"
-_READING = "阅读文章：{document}\n问：{question}\n答：{answer}"
-_AS_MANY_AS_FIT = 64
-"""Number of examples larger than any window holds."""
-_SQUAD_DECODING = Sampling(max_tokens=64, top_p=0.8, temperature=0.8)
-_CLOZE_DECODING = Sampling(max_tokens=16, top_k=1, temperature=0.9)
+_MEASURES = {"begins_with": begins_with, "exact_match_and_f1": exact_match_and_f1, "rouge": rouge}
 
-_rank = partial(Task, method="rank", test=("dev.json",), train=("train.json",))
-_read = partial(Task, method="write", template=_READING, shortened="document", measure=exact_match_and_f1)
-_fill = partial(
-    Task, method="write", template="{document}{query}{answer}", few=3, shortened="document", measure=begins_with
-)
 
-_ALL = (
-    _rank("afqmc", _pairs({"0": "不同", "1": "相同"}), "下面两个句子语义{answer}：{sentence1}。{sentence2}", 4),
-    _rank("cmnli", _pairs(_INFERENCE), "{sentence1}？{answer}，{sentence2}", 6),
-    _rank("ocnli", _pairs(_INFERENCE), "{sentence1}？{answer}，{sentence2}", 3, train=("train.json", "train.50k.json")),
-    _rank("tnews", _labelled("label_desc", _NEWS), "这是关于{answer}的文章：{sentence}", 6, choices=4),
-    _rank("iflytek", _labelled("label_des"), "这是关于{answer}的应用程序：{sentence}", 3, choices=4),
-    _rank("csl", _each_line(_keywords), "摘要：{passage}，关键词：{keywords}{answer}真实关键词", 10),
-    _rank("cluewsc2020", _each_line(_pronoun), _BLANK, 14),
-    _rank("chid", _idioms, _BLANK, 3),
-    _rank("cmrc2019", _sentences, _BLANK, 2, test=("*dev.json",), train=("*train.json",)),
-    _rank(
-        "c3",
-        _dialogues,
-        "问: {question}\n答:{answer}\n该答案来自对话: {passage}",
-        3,
-        test=("*[dm]-test*.json", "*[dm]-dev.json"),
-        train=("*[dm]-train.json",),
-    ),
-    _read(
-        "cmrc2018", _squad, few=_AS_MANY_AS_FIT, test=("*dev*.json",), train=("*train*.json",), decoding=_SQUAD_DECODING
-    ),
-    _read(
-        "drcd", _squad, few=_AS_MANY_AS_FIT, test=("*test*.json",), train=("*train*.json",), decoding=_SQUAD_DECODING
-    ),
-    _read(
-        "dureader",
-        _dureader,
-        few=6,
-        test=("zhidao.dev.json",),
-        train=("zhidao.train.json",),
-        decoding=Sampling(max_tokens=128, top_p=0.9, temperature=0.7),
-        measure=rouge,
-    ),
-    _read(
-        "webqa",
-        _webqa,
-        template="问：{question}\n答：{answer}",
-        few=8,
-        test=("*test.ann.json", "*validation.ann.json"),
-        train=("*train.json",),
-        decoding=Sampling(max_tokens=32, top_k=5),
-        shortened="question",
-    ),
-    _fill("pd", _cloze, test=("pd.test*",), train=("pd.train*",), decoding=_CLOZE_DECODING),
-    _fill("cft", _cloze, test=("cft.test.human*",), train=("cft.test.auto*",), decoding=_CLOZE_DECODING),
-    _fill(
-        "cmrc2017",
-        _cloze,
-        test=("cloze.test.doc_query", "cloze.valid.doc_query"),
-        train=("*train*.doc_query",),
-        decoding=Sampling(max_tokens=16, top_p=0.9),
-    ),
-    Task("wplc", _each_line(_masked_word), "{before}{answer}", method="word", test=("*test*.json*", "*dev*.json*")),
-    Task("lambada", _each_line(_last_word, words=1), "{before}{answer}", method="word", test=("lambada_test*.jsonl",)),
-    Task("wikitext", _articles, "{answer}", method="text", test=("wiki.test.*", "wiki.valid.*")),
-)
-TASKS = {task.name: task for task in _ALL}
+def _load() -> Iterator[Task]:
+    entries = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text(encoding="utf-8"))
+    for name, entry in entries.items():
+        if not name.startswith("_"):
+            read = partial(_READERS[entry.pop("read")], **entry.pop("options", {}))
+            if "measure" in entry:
+                entry["measure"] = _MEASURES[entry["measure"]]
+                entry["decoding"] = Sampling(**entry["decoding"])
+            yield Task(name, read, **entry)
+
+
+TASKS = {task.name: task for task in _load()}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,9 +47,9 @@ class Task:
     method: Literal["rank", "write", "word", "text"] = "rank"
     """Method. `rank`: choose the answer with the lowest perplexity of the filled template; `write`: the model generates
     the slot; `word`: score the one answer after its context; `text`: score the full text, in windows."""
-    test: tuple[str, ...] = ()
+    test: Sequence[str] = ()
     """Patterns of test file names; all files that match the first successful pattern are used."""
-    train: tuple[str, ...] = ()
+    train: Sequence[str] = ()
     """Patterns of the files for examples; empty: the task has no examples."""
     choices: int | None = None
     """Number of ranked candidates, the wrong ones taken at random; None: all."""
@@ -59,6 +59,8 @@ class Task:
     """Measure of `write`."""
     shortened: str = ""
     """Field that is truncated where a prompt of `write` is longer than the model's window."""
+    published: Mapping[str, Sequence[Sequence[float] | None]] = field(default_factory=dict)
+    """Published figures by measure, see `results.PUBLISHED`."""
 
 
 def read_text(path: Path) -> str:
@@ -93,7 +95,7 @@ def published_format(path: Path) -> Iterator[None]:
         ) from error
 
 
-def find_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+def find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the files of `folder` that match the first successful pattern. Raises UserError if none does."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; put the files of the benchmark there")
