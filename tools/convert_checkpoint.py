@@ -25,7 +25,7 @@ from pangu.data.other_tokenizers import ENCODINGS
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
-from pangu.interop.formats.stored import Source
+from pangu.interop.formats.stored import WeightSource
 from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
@@ -68,7 +68,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def configure(source: Source, overrides: Sequence[str], output: Path) -> RunConfig:
+def configure(source: WeightSource, overrides: Sequence[str], output: Path) -> RunConfig:
     """The configuration that the files and the user tell between them.
 
     Raises:

@@ -164,7 +164,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             yield key >> 3, number
 
 
-class PanguTokenizer(SentencePieceTokenizer):
+class JiebaTokenizer(SentencePieceTokenizer):
     """PanGu-α's tokenizer: jieba, then SentencePiece, exactly as its corpus was made.
 
     Lossy: its model maps full-width punctuation to half-width, drops tabs and knows no character outside its pieces.
@@ -248,7 +248,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.kind == "sentencepiece":
         return SentencePieceTokenizer(config.path)
     if config.kind == "pangu":
-        return PanguTokenizer(config.path)
+        return JiebaTokenizer(config.path)
     if config.kind == "huggingface" and not Path(config.path).is_file():
         return HuggingFaceTokenizer(config.path)
     if config.kind == "bytes":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,15 @@ from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id, packing_with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.inference import LoadedModel
-from pangu.interop.formats.convert import fitting_tensors
+from pangu.interop.formats.convert import logical_tensors
 from pangu.interop.formats.fields import refuse
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
-from pangu.interop.formats.stored import take
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.formats import require_format
 from pangu.models.language_model import LanguageModel, Options, build_model
-from pangu.models.parameters import ModelPart, logical_shapes
+from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import cut
 from pangu.schedule.schedule import Schedule, forward_only, make_schedule
@@ -119,17 +117,13 @@ def _exported(path: Path) -> _Source:
     unknown = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
     model = ModelConfig(**{**unknown, "attention": "auto", **source.model_keys})
     refuse(path / "config.json", find_model_problems(model))
-    table, shapes = source.table(model), logical_shapes(model)
-    dtype = next(iter(fitting_tensors(source, table).values())).dtype
-    entries = {part: entry for entry in table for part in entry.parts}
-    read = lru_cache(maxsize=1)(source.read)  # parts of a fused tensor come one after the other
+    _, read = logical_tensors(source, model)
+    dtype = next(iter(source.tensors.values())).dtype
 
     def fill(weights: Iterable[tuple[str, Slice]]) -> None:
         for name, part in weights:
-            whole = take(entries[name], read(entries[name]), name, shapes)
-            part.tensor.copy_(
-                whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.tensor.shape, strict=True))]
-            )
+            places = zip(part.offsets, part.tensor.shape, strict=True)
+            part.tensor.copy_(read(name)[tuple(slice(start, start + size) for start, size in places)])
 
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
     packing = source.packing if tokenizer is None else put_tokenizer_end_first(source.packing, tokenizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pangu.interop.translation.expert_layers import layer_pattern, spread
+from pangu.interop.expert_layers import layer_pattern, spread
 from pangu.interop.translation.launch_script import read_command
 from pangu.models.size import num_parameters
 from tests.interop.test_translate_config import GPT, built, overrides, section, translate

@@ -20,7 +20,7 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.formats import huggingface, megatron_dist, megatron_names, megatron_ranks, mindspore, native
-from pangu.interop.formats.stored import UNTOLD, Job, Source, Stored, join, take
+from pangu.interop.formats.stored import UNTOLD, Job, Stored, WeightSource, join, take
 from pangu.models.parameters import logical_shapes
 
 
@@ -28,7 +28,7 @@ from pangu.models.parameters import logical_shapes
 class Format:
     """File format of another program, or pangu's own."""
 
-    open: Callable[[Path], Source]
+    open: Callable[[Path], WeightSource]
     """Function that opens files to read. Raises UserError."""
     table: Callable[[ModelConfig, int], list[Stored]]
     """Function that returns a model's tensors for a tensor-parallel size. Raises UserError for an inexpressible
@@ -44,11 +44,13 @@ FORMATS = {
     "megatron": Format(megatron_dist.open_folder, megatron_names.table, megatron_ranks.write, ranks=True),
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }
-TORCH_DIST = Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write)
-"""Megatron's distributed format, which is read like its format of ranks."""
-TORCH_GROUPED = Format(megatron_dist.open_folder, megatron_names.grouped_table, megatron_ranks.write, ranks=True)
-"""Megatron's format of ranks for experts that it computes together (`--moe-grouped-gemm`)."""
-MEGATRON = {"torch": FORMATS["megatron"], "torch_grouped": TORCH_GROUPED, "torch_dist": TORCH_DIST}
+MEGATRON = {
+    "torch": FORMATS["megatron"],
+    # for experts that Megatron computes together (`--moe-grouped-gemm`)
+    "torch_grouped": replace(FORMATS["megatron"], table=megatron_names.grouped_table),
+    "torch_dist": Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write),
+}
+"""Formats that Megatron writes and `open_folder` tells apart."""
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
     *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
@@ -59,7 +61,7 @@ _SHAPING = (
 """Keys of `ModelConfig` in which files and a given model must agree; for others, such as `activation`, the given value
 wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
 
-
+_Reader = Callable[[str], Tensor]
 MOST_LINES = 100
 """Largest number of differences between files and a model in a message."""
 
@@ -129,7 +131,7 @@ def _plain(model: ModelConfig) -> dict[str, Any]:
 
 
 def convert(
-    source: Source,
+    source: WeightSource,
     target: Format,
     config: RunConfig,
     tokenizer: TokenizerConfig | None,
@@ -144,35 +146,44 @@ def convert(
     the number of all tensors for each of them. Raises UserError, naming all differences between the files and the
     model; nothing is written then.
     """
-    model, shapes = config.model, logical_shapes(config.model)
+    model = config.model
     if source.balance is not None and source.balance.bias.any() and model.router.balance != "bias":
         rule = "the files choose experts with biases"
         raise ConfigError([Problem("model.router.balance", model.router.balance, rule, "use bias")])
     table = target.table(model, tensor)
-    stored = source.table(model)
-    tensors = fitting_tensors(source, stored)
-    where = {part: entry for entry in stored for part in entry.parts}
-    # parts of a fused tensor come one after the other
-    read = lru_cache(maxsize=1)(source.read)
+    described, read = logical_tensors(source, model)
 
     def contents() -> Iterator[Tensor]:
         for entry in table:
             tick(len(table))
-            yield join(entry, [take(where[part], read(where[part]), part, shapes) for part in entry.parts])
+            yield join(entry, map(read, entry.parts))
 
-    described = [
-        join(entry, [take(where[part], tensors[where[part].name], part, shapes) for part in entry.parts])
-        for entry in table
-    ]
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
             kept = (source.balance, source.generation, source.chat_template)
-            job = Job(config, tokenizer, output, tensor, table, described, contents(), *kept)
+            meta = [join(entry, map(described, entry.parts)) for entry in table]
+            job = Job(config, tokenizer, output, tensor, table, meta, contents(), *kept)
             target.write(partial, job)
 
 
-def fitting_tensors(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:
+def logical_tensors(source: WeightSource, model: ModelConfig) -> tuple[_Reader, _Reader]:
+    """Return functions from a logical tensor's name to its meta tensor and to its values, which are read then.
+
+    Raises UserError unless the files match the model.
+    """
+    table, shapes = source.table(model), logical_shapes(model)
+    where = {part: entry for entry in table for part in entry.parts}
+    tensors = fitting_tensors(source, table)
+    # parts of a fused tensor come one after the other
+    read = lru_cache(maxsize=1)(source.read)
+    return (
+        lambda part: take(where[part], tensors[where[part].name], part, shapes),
+        lambda part: take(where[part], read(where[part]), part, shapes),
+    )
+
+
+def fitting_tensors(source: WeightSource, table: list[Stored]) -> Mapping[str, Tensor]:
     """Return the tensors of the files on the meta device. Raises UserError unless they match the table."""
     problems: list[str] = []
     tensors = source.inspect(table, problems)

@@ -25,7 +25,7 @@ from pangu.data.chat import FINE_TUNED
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.interop.formats.huggingface_config import kind_in, kind_of, read_model, write_model
 from pangu.interop.formats.pickles import load_pickle
-from pangu.interop.formats.stored import PANGU_PADDING, Job, Source, Stored, make_table
+from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table
 from pangu.layers.rotary import rotary_frequencies
 
 _GENERATION = "generation_config.json"
@@ -36,10 +36,10 @@ SHARD_BYTES = 5 * 10**9
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the tensors of a model. Raises ConfigError if transformers has no such model."""
     # PanGu-α's files keep their padding; transformers would not load any other file with more rows than words
-    return make_table(model, kind_of(model).names, spare=PANGU_PADDING if model.kind == "pangu" else 0)
+    return make_table(model, kind_of(model).name, spare=PANGU_PADDING if model.kind == "pangu" else 0)
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(WeightSource):
     """Local folder with config.json and weights in safetensors files or, failing those, in pickles."""
 
     def __init__(self, path: Path) -> None:
@@ -54,12 +54,14 @@ class HuggingFaceSource(Source):
             raise UserError(
                 f"{path / 'adapter_config.json'}: transformers would add this adapter to the weights; merge it"
             )
-        self._trunk = kind_in(config, path).trunk
+        # the prefix of all names but the head's, which some files omit
+        trunk = kind_in(config, path).tensors["layer"].partition(".")[0] + "."
         self._places: dict[str, tuple[Path, str, Tensor]] = {}
         """File, name in it and meta tensor, by full name of the tensor."""
         for file in _weight_files(path):
             for name, tensor in _tensors_in(file).items():
-                if (full := self._full(name)) in self._places:
+                full = name if name.startswith((trunk, "lm_head.")) else trunk + name
+                if full in self._places:
                     raise UserError(f"{file}: {shown(name)} is in {self._places[full][0]} as well")
                 self._places[full] = (file, name, tensor)
         # the copy of a tied head, and what transformers computes and older versions stored all the same
@@ -80,9 +82,6 @@ class HuggingFaceSource(Source):
             require_inside(path, path / CHAT_TEMPLATE)
             text = read_text(path / CHAT_TEMPLATE)
             self.chat_template = text if text.startswith(FINE_TUNED) else None
-
-    def _full(self, name: str) -> str:
-        return name if name.startswith((self._trunk, "lm_head.")) else self._trunk + name
 
     def table(self, model: ModelConfig) -> list[Stored]:
         """Return the tensors of a model in this format."""

@@ -16,14 +16,11 @@ from pangu.interop.formats.stored import PANGU_VOCAB, require_expressible
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One `model_type` of transformers, as transformers_fields.yaml describes it."""
+class ModelType:
+    """One `model_type` of transformers, as model_types.yaml describes it."""
 
     name: str
-    names: str
-    """Entry of the type in tensor_names.yaml."""
-    trunk: str
-    """Prefix of all tensor names but the head's, which some files omit."""
+    tensors: Mapping[str, Any]
     keys: Mapping[str, str]
     """Names in config.json, by key of `ModelConfig`."""
     means: Mapping[str, Any]
@@ -34,22 +31,24 @@ class Kind:
     """Supported values of fields that change the function but are not read."""
     harmless: str
     """Fields that do not change the function, separated by spaces."""
-    derived: str
-    """Fields that are read several together, see `_DERIVE`."""
     activations: Mapping[str, str]
     writes: Mapping[str, Any]
     """Further fields of config.json."""
+    derived: str = ""
+    """Fields that are read several together, see `_DERIVE`."""
+    twins: Mapping[str, str] = field(default_factory=dict)
+    """Fields that must equal another one."""
     choices: Mapping[str, list[Any]] = field(default_factory=dict)
     """Values that the type can express, by key of `ModelConfig`."""
 
 
 @cache
-def kinds() -> dict[str, Kind]:
+def kinds() -> dict[str, ModelType]:
     """Return the supported types by name."""
-    return {name: Kind(name, **values) for name, values in load_table("transformers_fields")["kinds"].items()}
+    return {name: ModelType(name, **values) for name, values in load_table("model_types").items() if "keys" in values}
 
 
-def kind_of(model: ModelConfig) -> Kind:
+def kind_of(model: ModelConfig) -> ModelType:
     """Return the type of a model. Raises ConfigError if none can express it."""
     if model.kind == "pangu" or model.norm == "layernorm":
         name = "gpt_pangu" if model.kind == "pangu" else "gpt2"
@@ -67,7 +66,7 @@ def kind_of(model: ModelConfig) -> Kind:
     return kind
 
 
-def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
+def kind_in(config: Mapping[str, Any], path: Path) -> ModelType:
     """Return the type of a config.json. Raises UserError for an unknown one."""
     name = config.get("model_type", "")
     known = "gpt_pangu" if name == "pangu" else name
@@ -88,8 +87,12 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if activation not in list(kind.activations):
         problems.append(Problem(kind.keys["activation"], activation, f"is none of {', '.join(kind.activations)}"))
     refuse(path, problems)
-    harmless = (load_table("transformers_fields")["harmless"] + " " + kind.harmless).split()
-    check_fields(config, path, {*kind.keys.values(), *kind.derived.split()}, harmless, kind.only)
+    harmless = f"{load_table('model_types')['_harmless']} {kind.harmless}".split()
+    check_fields(config, path, {*kind.keys.values(), *kind.derived.split(), *kind.twins}, harmless, kind.only)
+    for twin, name in kind.twins.items():
+        value = next(keys[key] for key, field_ in kind.keys.items() if field_ == name)
+        if config.get(twin, value) != value:
+            raise wrong_field(path, twin, config[twin], f"must be {name} = {value}")
     for name, derive in _DERIVE.items():
         if name in kind.derived.split():
             derive(config, keys, path)
@@ -103,10 +106,11 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return model_keys | ({"router": RouterConfig(**router)} if router else {})
 
 
-def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    for key, name, twin in (("dropout", "resid_pdrop", "embd_pdrop"), ("sequence", "n_positions", "n_ctx")):
-        if config.get(twin, keys[key]) != keys[key]:
-            raise wrong_field(path, twin, config[twin], f"must be {name} = {keys[key]}")
+def _flag(config: Mapping[str, Any], key: str, path: Path) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise wrong_field(path, key, value, "must be true or false")
+    return value
 
 
 def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -153,10 +157,7 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
 
 
 def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    attention, mlp = (config.get(key, False) for key in ("attention_bias", "mlp_bias"))
-    for key, value in (("attention_bias", attention), ("mlp_bias", mlp)):
-        if not isinstance(value, bool):
-            raise wrong_field(path, key, value, "must be true or false")
+    attention, mlp = _flag(config, "attention_bias", path), _flag(config, "mlp_bias", path)
     if mlp and not attention:
         raise wrong_field(path, "mlp_bias", mlp, "is not supported without attention_bias", "use false")
     keys["biases"] = "attention" if attention and not mlp else attention
@@ -164,9 +165,7 @@ def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None
 
 def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """Read the sliding window, which here applies to all layers or none; Qwen's starts at layer `max_window_layers`."""
-    slides, first = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
-    if not isinstance(slides, bool):
-        raise wrong_field(path, "use_sliding_window", slides, "must be true or false")
+    slides, first = _flag(config, "use_sliding_window", path), config.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise wrong_field(path, "max_window_layers", first, "must be an integer")
     window, layers, kinds_ = keys["window"] if slides else None, keys["layers"], config.get("layer_types")
@@ -182,9 +181,7 @@ def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
 
 
 def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    keys["router.normalised"] = config.get("norm_topk_prob", False)
-    if not isinstance(keys["router.normalised"], bool):
-        raise wrong_field(path, "norm_topk_prob", keys["router.normalised"], "must be true or false")
+    keys["router.normalised"] = _flag(config, "norm_topk_prob", path)
 
 
 def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -201,7 +198,6 @@ def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -
 
 
 _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = {
-    "embd_pdrop": _gpt2_twins,
     "position_embedding_type": _pangu_positions,
     "rope_parameters": _rope,
     "use_sliding_window": _qwen_window,
@@ -226,7 +222,8 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.head_size,
     }
     fields = {name: keys[key] for key, name in kind.keys.items()}
-    derived = {key: value for key, value in _derived_fields(model).items() if key in kind.derived.split()}
+    written = {*kind.derived.split(), *kind.twins}
+    derived = {key: value for key, value in _derived_fields(model).items() if key in written}
     return {"model_type": kind.name, **fields, **derived, **kind.writes}
 
 

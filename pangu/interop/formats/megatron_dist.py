@@ -30,8 +30,8 @@ from pangu.interop.formats.megatron_names import TRACKER, begin_release, fused_n
 from pangu.interop.formats.megatron_options import ROWS, read_model, write_options
 from pangu.interop.formats.megatron_ranks import RankSource, options_of
 from pangu.interop.formats.pickles import load_pickle
-from pangu.interop.formats.stored import Job, Source, Stored
-from pangu.interop.formats.torch_dist import Block, Folder, write_folder
+from pangu.interop.formats.stored import Job, Stored, WeightSource
+from pangu.interop.formats.torch_dist import Folder, TensorBlock, write_folder
 
 _FACTS = {
     "sharded_backend": "torch_dist",
@@ -52,7 +52,7 @@ _TRAINING = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machi
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 
 
-class DistSource(Source):
+class DistSource(WeightSource):
     """Folder with a `.metadata` file."""
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class DistSource(Source):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def open_folder(path: Path) -> Source:
+def open_folder(path: Path) -> WeightSource:
     """Open a folder for `--load`, or one iteration in it. Raises UserError."""
     tracker = path / TRACKER
     if tracker.is_file():
@@ -152,7 +152,7 @@ def write(path: Path, job: Job) -> None:
         name, index, sizes = _place(stored.name, model, stacked)
         shape = tuple(tensor.shape)
         offsets = (*index, *(0 for _ in shape))
-        blocks.append(Block(name, (*sizes, *shape), offsets, (*(1 for _ in index), *shape), tensor.dtype))
+        blocks.append(TensorBlock(name, (*sizes, *shape), offsets, (*(1 for _ in index), *shape), tensor.dtype))
     objects = []
     norms = ("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()
     for layer, name in itertools.product(range(model.layers), (*_EXTRA, *norms, "pre_mlp_layernorm")):

@@ -15,7 +15,7 @@ from pangu.interop.formats.megatron_options import ROPE_SCALING, ROWS
 from pangu.interop.formats.stored import Stored, make_table, require_expressible
 
 EXPERT = "mlp.experts.local_experts.{}."
-"""Prefix of an expert's modules in tensor_names.yaml."""
+"""Prefix of an expert's modules in model_types.yaml."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest iteration of a folder for `--load`."""
 
@@ -30,7 +30,7 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
         choices = {"positions": ["learned", "rope"], "activation": [*choices["activation"], "swiglu"]}
         choices |= {"biases": [True, False, "qkv"], "router.balance": ["sequence", "global", "none"]}
     label = "Megatron's PanGu-α port" if pangu else "Megatron-Core"
-    require_expressible(model, label, load_table("tensor_names")[name]["means"], **choices)
+    require_expressible(model, label, load_table("model_types")[name]["means"], **choices)
     scaling = model.rope_scaling
     if scaling is not None and scaling != replace(ROPE_SCALING, factor=scaling.factor):
         rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
@@ -50,8 +50,9 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 
 def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """Return the tensors of a model with the experts of each layer in one module."""
-    return [replace(stored, name=grouped_name(stored.name)) for stored in table(model, tensor)]
+    """Return the tensors of a model with the experts of each layer in one module (`--moe-grouped-gemm`)."""
+    one = r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$"
+    return [replace(stored, name=re.sub(one, r"\2.\3\1", stored.name)) for stored in table(model, tensor)]
 
 
 def begin_release(path: Path) -> Path:
@@ -72,8 +73,3 @@ def fused_name(name: str, experts: bool) -> str:
     """Return the name of a layer's norm with Transformer Engine, which fuses no norm with experts."""
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     return name if experts else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-
-
-def grouped_name(name: str) -> str:
-    """Return the name of an expert's tensor in the module of all experts (`--moe-grouped-gemm`)."""
-    return re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"\2.\3\1", name)

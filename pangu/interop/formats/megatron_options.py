@@ -12,6 +12,7 @@ from typing import Any
 from pangu.common.errors import UserError
 from pangu.config.build import read_keys
 from pangu.config.model import ModelConfig, RopeScaling
+from pangu.interop.expert_layers import spread
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
 
@@ -37,6 +38,7 @@ _NUMBERS = {
 }
 """Keys of `ModelConfig` that a single option gives. Versions differ in the name of epsilon."""
 
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _Options = Mapping[str, Any]
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -67,7 +69,7 @@ def read_model(
         ) from error
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise UserError(f"{where}: the tensors have other shapes than those of a GPT or PanGu-α of Megatron") from error
-    layers = len({number[1] for name in shapes if (number := re.search(r"layers\.(\d+)\.", name))})
+    layers, pangu = len({number[1] for name in shapes if (number := _LAYER.search(name))}), TOP in shapes
     agree = dict(layout) | {
         "num_layers": [layers],
         "encoder_num_layers": [layers, None],
@@ -75,12 +77,12 @@ def read_model(
         "ffn_hidden_size": [keys["ffn"], None],
     }
     if heads := keys.get("heads"):
-        head = keys["head_dim"] if TOP not in shapes else keys["hidden"] / heads
+        head = keys["hidden"] / heads if pangu else keys["head_dim"]
         agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
-    if TOP not in shapes:
+    if not pangu:
         agree |= _core_agrees(options, keys, shapes)
     refuse(where, disagreements(options, agree, "does not match the tensors; use {}"))
-    return keys | {"layers": layers + (TOP in shapes)}
+    return keys | {"layers": layers + pangu}
 
 
 def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, 
     if not routers:
         return {"experts": None}
     has = _has_experts(shapes)
-    dense, every = _pattern(has) or (0, 1)
+    dense, every = spread(has) or (0, 1)
     pre_softmax = options.get("moe_router_pre_softmax", False)
     return {
         "experts": routers[min(routers)][0],
@@ -177,15 +179,6 @@ def _has_experts(shapes: _Shapes) -> list[int]:
     return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
 
 
-def _pattern(has: list[int]) -> tuple[int, int] | None:
-    """Return `dense_layers` and `expert_every` of layers, or None if they follow no such pattern."""
-    first = has.index(1)
-    for dense, every in ((dense, first - dense + 1) for dense in range(first + 1)):
-        if has == [int(i >= dense and (i - dense) % every == every - 1) for i in range(len(has))]:
-            return dense, every
-    return None
-
-
 def _rope_scaling(options: _Options) -> RopeScaling | None:
     """Return Llama 3.1's scaling with the factor of the options, or None. Raises UserError for an invalid factor."""
     if options.get("use_rope_scaling") is not True:
@@ -197,19 +190,12 @@ def _rope_scaling(options: _Options) -> RopeScaling | None:
 
 
 def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
-    gated, biases = keys["activation"] == "swiglu", keys["biases"]
-    agree: dict[str, Sequence[Any]] = {
-        "normalization": ["LayerNorm" if keys["norm"] == "layernorm" else "RMSNorm"],
-        "add_bias_linear": [biases is True],
-        "add_qkv_bias": [biases is not False, biases == "qkv"],
-        "swiglu": [gated],
-        "gated_linear_unit": [gated],
-        "position_embedding_type": ["learned_absolute" if keys["positions"] == "learned" else "rope"],
-        "untie_embeddings_and_output_weights": [not keys["tied_head"]],
-        "qk_layernorm": [keys["qk_norm"]],
-        "use_rope_scaling": [keys["rope_scaling"] is not None, False],
-        "num_experts": [keys["experts"]],
-        "num_moe_experts": [keys["experts"]],
+    agree: dict[str, Sequence[Any]] = {option: [value] for option, value in _implied(keys).items()}
+    agree |= {
+        "add_qkv_bias": [keys["biases"] is not False, keys["biases"] == "qkv"],
+        "gated_linear_unit": agree["swiglu"],
+        "use_rope_scaling": [*agree["use_rope_scaling"], False],
+        "num_moe_experts": agree["num_experts"],
     }
     if keys["experts"] is not None:
         agree |= _experts_agree(options, keys, shapes)
@@ -226,7 +212,7 @@ def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) ->
 def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
     """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
     has = _has_experts(shapes)
-    if _pattern(has) is None:
+    if spread(has) is None:
         rule = "is not supported; use some dense layers, then experts in every n-th layer counted from the n-th"
         raise wrong_field("args", "moe_layer_freq", options.get("moe_layer_freq", has), rule)
     frequency = options.get("moe_layer_freq", 1)
@@ -238,11 +224,27 @@ def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) 
     }
 
 
+def _implied(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the tensors imply, by keys of `ModelConfig`."""
+    return {
+        "normalization": "RMSNorm" if keys["norm"] == "rmsnorm" else "LayerNorm",
+        "add_bias_linear": keys["biases"] is True,
+        "add_qkv_bias": keys["biases"] == "qkv",
+        "swiglu": keys["activation"] == "swiglu",
+        "position_embedding_type": "rope" if keys["positions"] == "rope" else "learned_absolute",
+        "untie_embeddings_and_output_weights": not keys["tied_head"],
+        "qk_layernorm": keys["qk_norm"],
+        "use_rope_scaling": keys["rope_scaling"] is not None,
+        "num_experts": keys["experts"],
+    }
+
+
 def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = False) -> argparse.Namespace:
     """Return Megatron's options of a model; `rows` include padding, `grouped` puts a layer's experts in one module."""
     pangu, tanh = model.kind == "pangu", model.activation == "gelu_tanh"
     rope = model.positions == "rope"
-    values: dict[str, Any] = {option: getattr(model, key) for option, key in _NUMBERS.items()} | {
+    values: dict[str, Any] = {option: getattr(model, key) for option, key in _NUMBERS.items()}
+    values |= _implied(vars(model)) | {
         "num_layers": model.layers - pangu,
         "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn_size,
@@ -255,24 +257,15 @@ def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = Fal
         "pipeline_model_parallel_size": 1,
         "group_query_attention": model.kv_heads not in (None, model.heads),
         "num_query_groups": model.kv_heads or model.heads,
-        "add_bias_linear": model.biases is True,
-        "add_qkv_bias": model.biases == "qkv",
-        "qk_layernorm": model.qk_norm,
-        "use_rope_scaling": model.rope_scaling is not None,
         "rope_scaling_factor": (model.rope_scaling or ROPE_SCALING).factor,
-        "num_experts": model.experts,
         "moe_router_topk": model.num_chosen,
         # Megatron-Core knows the approximation by its fused kernel alone, the port by either
         "bias_gelu_fusion": tanh and not pangu,
         "openai_gelu": tanh and pangu,
-        "swiglu": model.activation == "swiglu",
-        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        "position_embedding_type": "rope" if rope else "learned_absolute",
         "add_position_embedding": not rope,
         "use_rotary_position_embeddings": rope,
         "rotary_base": model.rotary_base,
         "rotary_percent": 1.0,
-        "untie_embeddings_and_output_weights": not model.tied_head,
     }
     if model.experts is not None:
         has = [int(model.has_experts(layer)) for layer in range(model.layers)]

@@ -23,7 +23,7 @@ from pangu.config.model import ModelConfig
 from pangu.interop.formats.megatron_names import begin_release, plain_name, table
 from pangu.interop.formats.megatron_options import read_model, write_options
 from pangu.interop.formats.pickles import Record, load_pickle, tensors_of
-from pangu.interop.formats.stored import Job, Source, Stored
+from pangu.interop.formats.stored import Job, Stored, WeightSource
 
 
 def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
     return vars(options)
 
 
-class RankSource(Source):
+class RankSource(WeightSource):
     """Folder with mp_rank_XX or mp_rank_XX_YYY folders."""
 
     def __init__(self, path: Path) -> None:

@@ -26,7 +26,7 @@ from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.common.errors import UserError, reading
 from pangu.config.model import ModelConfig
 from pangu.interop.formats.fields import load_table
-from pangu.interop.formats.stored import PANGU_PADDING, Job, Source, Stored, make_table, require_expressible
+from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table, require_expressible
 
 CONTENT_BYTES = 512 * 2**20
 """Largest part of a tensor in one Value, bytes."""
@@ -48,7 +48,7 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the tensors of a model in one file. Raises ConfigError if it is not PanGu-α."""
     orders = ["before_query", "after_query"]  # the files do not tell; of builds with and without a pipeline
     gelu = ["gelu_tanh", "gelu", "fast_gelu"]
-    means = load_table("tensor_names")["mindspore"]["means"]
+    means = load_table("model_types")["mindspore"]["means"]
     require_expressible(model, "MindSpore's PanGu-α", means, final_norm=orders, activation=gelu)
     return make_table(model, "mindspore", spare=PANGU_PADDING)
 
@@ -116,7 +116,7 @@ class _Layout:
         return tuple(places)
 
 
-class MindSporeSource(Source):
+class MindSporeSource(WeightSource):
     """MindSpore checkpoint: a .ckpt file, or a folder with one, or with those of all ranks.
 
     Rank numbers end the names, or are those of folders rank_N; *strategy*.ckpt and .npy embedding tables may lie there.

@@ -29,14 +29,14 @@ from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
 from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
-from pangu.interop.formats.stored import Job, Source, Stored
+from pangu.interop.formats.stored import Job, Stored, WeightSource
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 
 
-class PanguSource(Source):
+class PanguSource(WeightSource):
     """Run folder, or one checkpoint in it. Raises UserError if there is none or it is damaged."""
 
     def __init__(self, path: Path) -> None:
@@ -48,8 +48,8 @@ class PanguSource(Source):
         config = trained_model(self._path, self._index)
         self.model_keys = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
-        kept = self._path.resolve().parent.parent / GENERATION
-        self.generation = read_json_object(kept) if kept.is_file() else {}
+        run = self._path.resolve().parent.parent
+        self.generation = read_json_object(run / GENERATION) if (run / GENERATION).is_file() else {}
         if config.model.experts is not None:
             self.balance = ExpertBalance(config.model)
             self.balance.restore(self._path, self._index.get("experts"))
@@ -60,7 +60,6 @@ class PanguSource(Source):
             for name, entry in self._index["tensors"].items()
             if name.startswith("weight/")
         }
-        run = self._path.resolve().parent.parent
         self.tokenizer = kept_tokenizer(run, config.data)
         self.chat_template = kept_template(run, config.data)
         if self.chat_template is not None and self.tokenizer is not None:

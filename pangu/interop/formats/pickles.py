@@ -63,7 +63,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
     """
     if zipped := zipfile.is_zipfile(path):
         with path.open("rb") as file:
-            plain_entries(file, path)
+            _require_stored(file, path)
     content = _load(path, path, mmap=zipped)
     if not isinstance(content, dict):
         raise UserError(f"{path}: has a {type(content).__name__} instead of a dictionary of tensors")
@@ -74,7 +74,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
 
 def load_item(content: bytes, where: str) -> Tensor:
     """Return the tensor in the bytes of a torch.save file. Raises UserError if they hold anything else."""
-    plain_entries(io.BytesIO(content), where)
+    _require_stored(io.BytesIO(content), where)
     tensor = _load(io.BytesIO(content), where, mmap=False)
     if not isinstance(tensor, Tensor):
         raise UserError(f"{where}: is not a tensor of torch.save")
@@ -133,11 +133,8 @@ def _only(allowed: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(previous)
 
 
-def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries of a zip file, keyed without the archive's name.
-
-    Raises UserError for a compressed entry: torch never writes one, and a small file could unpack to any size.
-    """
+def _require_stored(file: IO[bytes], where: object) -> None:
+    """Raise UserError for a compressed entry: torch never writes one, and a small file could unpack to any size."""
     # whatever damaged bytes bring about
     with reading(where, Exception, rule="is not a file of torch.save"), zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -150,7 +147,6 @@ def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
                 f"{where}: the entry {shown(entry.filename)} is compressed, and torch.save compresses nothing; zip the "
                 "files again without compression (zip -0)"
             )
-    return {entry.filename.partition("/")[2]: entry for entry in entries}
 
 
 def require_plain_tensor(tensor: Tensor, where: str) -> None:
@@ -166,7 +162,7 @@ def require_plain_tensor(tensor: Tensor, where: str) -> None:
         )
 
 
-class _Reader(pickle._Unpickler):
+class _RecordReader(pickle._Unpickler):
     """Unpickler of records and plain values only, in Python: the one in C allocates whatever a damaged file says."""
 
     def __init__(self, file: IO[bytes], where: object) -> None:
@@ -190,4 +186,4 @@ class _Reader(pickle._Unpickler):
 def read_records(content: bytes, where: object) -> Any:
     """Return the values in a plain pickle, other objects as `Record`; raises UserError for names not in `_INERT`."""
     with reading(where, Exception):  # whatever damaged bytes bring about
-        return _Reader(io.BytesIO(content), where).load()
+        return _RecordReader(io.BytesIO(content), where).load()

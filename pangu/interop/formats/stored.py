@@ -1,14 +1,14 @@
 """Tensor layouts of other programs' files, as data: names, orientation, fusion, cuts; and their readers.
 
 A *logical* tensor is pangu's (`layers.3.attention.query.weight`, [outputs, inputs]). A *stored* one is theirs: one or
-several stacked logical tensors, perhaps transposed. A format is a table of stored tensors for a model, a `Source` and a
-function that writes.
+several stacked logical tensors, perhaps transposed. A format is a table of stored tensors for a model, a `WeightSource`
+and a function that writes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -33,7 +33,7 @@ PANGU_VOCAB = {40064: 40000}
 PANGU_PADDING = 64
 """Largest number of padding rows in PanGu-α's files."""
 UNTOLD = object()
-"""Value of a key of `Source.model_keys` that the files do not tell and the user has to give."""
+"""Value of a key of `WeightSource.model_keys` that the files do not tell and the user has to give."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Stored:
     """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
 
 
-class Source(ABC):
+class WeightSource(ABC):
     """Opened files of one format."""
 
     model_keys: dict[str, Any]
@@ -111,18 +111,18 @@ class Job:
 
 
 def make_table(
-    model: ModelConfig, names: str, multiple: int = 1, spare: int = 0, groups: Mapping[str, int] | None = None
+    model: ModelConfig, kind: str, multiple: int = 1, spare: int = 0, groups: Mapping[str, int] | None = None
 ) -> list[Stored]:
     """Return the stored tensors of a model that the format can express.
 
     Args:
         model: The architecture.
-        names: The format's entry in tensor_names.yaml.
+        kind: The format's entry in model_types.yaml.
         multiple: Unit to which rows of token embedding and head are padded.
         spare: Largest number of padding rows in files.
         groups: Number of blocks of the parts of a module, see `Stored.groups`.
     """
-    shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
+    shapes, naming = logical_shapes(model), load_table("model_types")[kind]["tensors"]
     table = []
     for part, name in naming["outside"].items():
         if part in shapes:
@@ -136,11 +136,11 @@ def make_table(
         if layer == model.query_layer:
             prefix = naming.get("query_layer", prefix)
         for pattern, module, modules in _modules(naming["modules"], model.experts or 0):
-            for kind in ("weight", "bias"):
-                parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{kind}") in shapes)
+            for suffix in ("weight", "bias"):
+                parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{suffix}") in shapes)
                 if parts:
-                    matrix = kind == "weight"
-                    suffix = naming.get("norms", {}).get(kind, kind) if "norm" in parts[0] else kind
+                    matrix = suffix == "weight"
+                    own = naming.get("norms", {}).get(suffix, suffix) if "norm" in parts[0] else suffix
                     shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
                     transposed = matrix and pattern in naming.get("transposed", ())
                     cut = 0 if pattern in naming.get("columns", ()) else None
@@ -148,7 +148,7 @@ def make_table(
                         cut = 1
                     blocks = (groups or {}).get(pattern, 1)
                     shape = shape[::-1] if transposed else shape
-                    table.append(Stored(f"{prefix}{module}.{suffix}", parts, shape, transposed, blocks, cut))
+                    table.append(Stored(f"{prefix}{module}.{own}", parts, shape, transposed, blocks, cut))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return table
@@ -160,13 +160,14 @@ def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tupl
             yield pattern, pattern.format(number), [name.format(number) for name in ours]
 
 
-def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
+def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
     """Return the stored tensor made of logical ones; padding is 0."""
-    whole = parts[0]
+    whole, *others = parts
     # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
     # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
-    if len(parts) > 1:
-        whole = torch.cat([part.unflatten(0, (stored.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    if others:
+        parts = [part.unflatten(0, (stored.groups, -1)) for part in (whole, *others)]
+        whole = torch.cat(parts, dim=1).flatten(0, 1)
     if stored.transposed:
         whole = whole.t()
     missing = stored.shape[0] - whole.shape[0]

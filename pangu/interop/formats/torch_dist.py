@@ -26,8 +26,8 @@ _MODULE = "torch.distributed.checkpoint."
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Block of a tensor, and the item of a file that holds it."""
+class StoredChunk:
+    """TensorBlock of a tensor, and the item of a file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -37,12 +37,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """Tensor of a folder and the chunks that it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
 
 
 class Folder:
@@ -63,12 +63,13 @@ class Folder:
                 for name, record in metadata["state_dict_metadata"].items()
                 if is_weight(name) and _is(record, "metadata.TensorStorageMetadata")
             }
-        chunks = sorted((chunk for entry in self.entries.values() for chunk in entry.chunks), key=_place_of)
+        chunks = [chunk for entry in self.entries.values() for chunk in entry.chunks]
+        chunks.sort(key=lambda chunk: (chunk.file, chunk.start))
         for one, other in pairwise(chunks):
             if one.file == other.file and one.start + one.length > other.start:
                 raise UserError(f"{one.file}: two chunks of tensors share the bytes from {other.start} on")
 
-    def _entry(self, name: str, state: dict[str, Any], places: dict[Any, dict[str, Any]]) -> Entry:
+    def _entry(self, name: str, state: dict[str, Any], places: dict[Any, dict[str, Any]]) -> StoredTensor:
         dtype, shape = state["properties"].state[0], _whole_numbers(state["size"])
         if not isinstance(dtype, torch.dtype) or not 0 < len(shape) <= MOST_DIMS or not prod(shape):
             raise UserError(f"{self._path}: {shown(name)} of shape {list(shape)} is not a tensor of numbers")
@@ -80,11 +81,11 @@ class Folder:
             chunks.append(self._place(name, offsets, sizes, places[name, offsets], dtype))
         if not cover(list(shape), [{"offsets": list(c.offsets), "shape": list(c.sizes)} for c in chunks]):
             raise UserError(f"{self._path}: {shown(name)}: its chunks do not cover the tensor {list(shape)}")
-        return Entry(dtype, shape, chunks)
+        return StoredTensor(dtype, shape, chunks)
 
     def _place(
         self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: dict[str, Any], dtype: torch.dtype
-    ) -> Chunk:
+    ) -> StoredChunk:
         file, start, length = info["relative_path"], info["offset"], info["length"]
         if transforms := info.get("transform_descriptors"):
             raise UserError(f"{self._path}: {shown(name)} is stored by {shown(transforms)}, which is not supported")
@@ -96,7 +97,7 @@ class Folder:
         start, length = _whole_numbers((start, length))
         if start + length > path.stat().st_size or length < prod(sizes) * dtype.itemsize or not prod(sizes):
             raise UserError(f"{path}: is too short for {shown(name)}, as {self._path} describes it")
-        return Chunk(offsets, sizes, path, start, length)
+        return StoredChunk(offsets, sizes, path, start, length)
 
     def read(self, name: str, index: tuple[int, ...]) -> Tensor:
         """Return the part of a tensor at an index of its first dimensions. Raises UserError if a file is damaged."""
@@ -112,7 +113,7 @@ class Folder:
                 _block(whole, firsts, lasts, starts).copy_(_block(values, firsts, lasts, chunk.offsets))
         return whole[(0,) * len(index)]
 
-    def _chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    def _chunk(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         where = f"{chunk.file}: {shown(name)}"
         with chunk.file.open("rb") as file:
             file.seek(chunk.start)
@@ -124,10 +125,6 @@ class Folder:
 
 def _block(tensor: Tensor, firsts: Sequence[int], lasts: Sequence[int], origin: Sequence[int]) -> Tensor:
     return tensor[tuple(slice(a - o, b - o) for a, b, o in zip(firsts, lasts, origin, strict=True))]
-
-
-def _place_of(chunk: Chunk) -> tuple[Path, int]:
-    return chunk.file, chunk.start
 
 
 def _is(value: Any, name: str) -> bool:
@@ -148,8 +145,8 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Block of a tensor to be written: the tensor's name and shape, and the block's place in it."""
+class TensorBlock:
+    """TensorBlock of a tensor to be written: the tensor's name and shape, and the block's place in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -158,7 +155,9 @@ class Block:
     dtype: torch.dtype
 
 
-def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
+def write_folder(
+    path: Path, blocks: Sequence[TensorBlock], contents: Iterator[Tensor], objects: Sequence[str] = ()
+) -> None:
     """Write blocks with the values `contents` with torch.distributed.checkpoint, and `[None]` for each of `objects`."""
     # only this format writes with it, and it imports sympy
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save  # noqa: PLC0415

@@ -46,7 +46,7 @@ def check(source: Translation, configs: Path) -> Checked:
     stated = {
         key: value
         for key, (value, names) in source.overrides.items()
-        if key in groups or source.said(names) or not _equal(_at(usual, key), value)
+        if key in groups or source.said(names) or _at(usual, key) != value
     }
     sections = list(hints_of(RunConfig))
     order = sorted(stated, key=lambda key: (key not in groups, sections.index(key.partition(".")[0])))
@@ -73,10 +73,6 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
             return object()
         value = value[part]
     return value
-
-
-def _equal(value: Any, other: Any) -> bool:
-    return type(value) is not object and value == other
 
 
 def _renamed(problem: Problem, source: Translation) -> Problem:

@@ -20,8 +20,7 @@ def translate(source: Translation) -> None:
         parts = ["optimizer"]
     if parts:
         source.set("memory.offload", parts, *names)
-    if source.flag("wandb.enabled"):
-        source.set("metrics.wandb", "auto", "wandb.enabled")
+    source.switch("metrics.wandb", "auto", "wandb.enabled")
 
 
 def _batch(source: Translation) -> None:
@@ -47,9 +46,8 @@ def _precision(source: Translation) -> None:
             source.lacks("fp16.loss_scale", "value")
         power = min(source.integer("fp16.initial_scale_power") or 0, 127)
         source.set("precision.loss_scale.initial", 2.0**power, "fp16.initial_scale_power")
-        window = source.integer("fp16.loss_scale_window")
-        source.set("precision.loss_scale.growth_interval", window, "fp16.loss_scale_window")
-        source.set("precision.loss_scale.minimum", source.number("fp16.min_loss_scale"), "fp16.min_loss_scale")
+        source.copy("precision.loss_scale.growth_interval", source.integer, "fp16.loss_scale_window")
+        source.copy("precision.loss_scale.minimum", source.number, "fp16.min_loss_scale")
     elif source.given:
         source.set("precision", "fp32", "bf16.enabled", "fp16.enabled")
 
@@ -66,14 +64,11 @@ def _optimizer(source: Translation) -> None:
     if source.value("optimizer.params.adam_w_mode") is False:
         source.lacks("optimizer.params.adam_w_mode", "l2")
     for key in ("lr", "eps", "weight_decay"):
-        if (value := source.number(f"optimizer.params.{key}")) is not None:
-            source.set(f"optimizer.{key}", value, f"optimizer.params.{key}")
-    if (betas := source.value("optimizer.params.betas")) is not None:
-        source.set("optimizer.betas", betas, "optimizer.params.betas")
+        source.copy(f"optimizer.{key}", source.number, f"optimizer.params.{key}")
+    source.copy("optimizer.betas", source.value, "optimizer.params.betas")
     if kind in _LAMB:
-        source.set(
-            "optimizer.max_ratio", source.number("optimizer.params.max_coeff") or 10.0, "optimizer.params.max_coeff"
-        )
+        name = "optimizer.params.max_coeff"
+        source.set("optimizer.max_ratio", source.number(name) or 10.0, name)
 
 
 def _schedule(source: Translation) -> None:
@@ -81,15 +76,14 @@ def _schedule(source: Translation) -> None:
     if not source.said([name]):
         return
     source.choose("lr_schedule", name, shapes)
-    shape = source.overrides.get("lr_schedule", ("", ()))[0]
+    shape = source.get("lr_schedule")
     prefix = "scheduler.params."
     peak, end = source.number(f"{prefix}warmup_max_lr"), source.integer(f"{prefix}total_num_steps")
     if not shape:
         return
     if peak is not None:
         source.set("optimizer.lr", peak, f"{prefix}warmup_max_lr")
-    if (steps := source.integer(f"{prefix}warmup_num_steps")) is not None:
-        source.set("lr_schedule.warmup_steps", steps, f"{prefix}warmup_num_steps")
+    source.copy("lr_schedule.warmup_steps", source.integer, f"{prefix}warmup_num_steps")
     if source.value(f"{prefix}warmup_min_lr") not in (None, 0) or source.value(f"{prefix}warmup_min_ratio"):
         source.lacks(f"{prefix}warmup_min_lr", "value")
     if source.text(f"{prefix}warmup_type") == "log":
@@ -97,7 +91,7 @@ def _schedule(source: Translation) -> None:
     if shape != "constant" and end is not None:
         source.set("train.steps", end, f"{prefix}total_num_steps")
         source.set("lr_schedule.decay_steps", end, f"{prefix}total_num_steps")
-    rate = source.overrides.get("optimizer.lr", (None, ()))[0]
+    rate = source.get("optimizer.lr")
     if shape == "cosine" and isinstance(rate, float):
         ratio = source.number(f"{prefix}cos_min_ratio") or 0.0
         source.set("lr_schedule.min_lr", ratio * rate, f"{prefix}cos_min_ratio")

@@ -9,22 +9,21 @@ from typing import Any
 
 from pangu.config.model import RopeScaling, RouterConfig
 from pangu.interop.formats.fields import load_table as load_fields
-from pangu.interop.formats.huggingface_config import Kind, kind_in, read_model
+from pangu.interop.formats.huggingface_config import ModelType, kind_in, read_model
 from pangu.interop.translation.table import Table, Translation, load_table
 
 
-def table_of(kind: Kind) -> Table:
-    """Return the fields of one type of model."""
-    harmless = f"{load_fields('transformers_fields')['harmless']} {kind.harmless} model_type"
+def _table(kind: ModelType) -> Table:
+    harmless = f"{load_fields('model_types')['_harmless']} {kind.harmless} model_type"
     direct = {field: f"model.{key}" for key, field in kind.keys.items()}
-    same = f"{harmless} {' '.join(kind.only)} {kind.derived}"
+    same = f"{harmless} {' '.join((*kind.only, *kind.twins))} {kind.derived}"
     return replace(load_table("huggingface"), direct=direct, same=same)
 
 
 def translate(config: Mapping[str, Any], path: Path) -> Translation:
     """Return the overrides of a config.json. Raises UserError for an unsupported model."""
     kind = kind_in(config, path)
-    source = Translation(table_of(kind), config)
+    source = Translation(_table(kind), config)
     source.set("model", "pangu_2_6b" if kind.means["kind"] == "pangu" else "gpt2_124m", "model_type")
     known = {name: value for name, value in config.items() if name not in source.unknown}
     keys = read_model(known, path)

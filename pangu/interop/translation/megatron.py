@@ -7,7 +7,7 @@ import re
 from pathlib import PurePath
 
 from pangu.config.expert_layout import least_data
-from pangu.interop.translation.expert_layers import layer_pattern, spread
+from pangu.interop.expert_layers import layer_pattern
 from pangu.interop.translation.table import Translation
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm"}
@@ -57,8 +57,7 @@ def _model(source: Translation) -> None:
         source.set("model.ffn", width, "ffn-hidden-size", "swiglu")
     if plain:
         source.set("model.biases", "qkv" if source.flag("add-qkv-bias") else False, "disable-bias-linear")
-    if source.flag("untie-embeddings-and-output-weights"):
-        source.set("model.tied_head", False, "untie-embeddings-and-output-weights")
+    source.switch("model.tied_head", False, "untie-embeddings-and-output-weights")
     source.choose("model.norm", "normalization", _NORMS)
 
 
@@ -68,7 +67,7 @@ def _attention(source: Translation) -> None:
         source.set("model.positions", "rope", "use-rotary-position-embeddings")
     else:
         source.choose("model.positions", "position-embedding-type", kinds)
-    positions = source.overrides.get("model.positions", ("", ()))[0]
+    positions = source.get("model.positions")
     if positions == "learned" and source.flag("no-position-embedding"):
         source.lacks("no-position-embedding", "other_function")
     if positions == "rope":
@@ -80,11 +79,7 @@ def _attention(source: Translation) -> None:
         source.set("model.kv_heads", heads, "num-key-value-heads")
     elif source.flag("group-query-attention"):
         source.set("model.kv_heads", source.integer("num-query-groups") or 1, "num-query-groups")
-    width, heads, hidden = (
-        source.integer("kv-channels"),
-        source.integer("num-attention-heads"),
-        source.integer("hidden-size"),
-    )
+    width, heads, hidden = map(source.integer, ("kv-channels", "num-attention-heads", "hidden-size"))
     if width is not None and (heads is None or width * heads != hidden):
         source.set("model.head_dim", width, "kv-channels")
     if sides := [int(side) for word in source.words("window-size") for side in re.findall(r"-?\d{1,9}", word)]:
@@ -137,10 +132,9 @@ def _experts(source: Translation) -> None:
     if source.value("num-experts") is None:
         return
     source.set("model.experts_per_token", source.integer("moe-router-topk"), "moe-router-topk")
-    width = source.count("moe-ffn-hidden-size")
-    if width is not None:
-        source.set("model.expert_ffn", width, "moe-ffn-hidden-size")
-    shared, each = source.integer("moe-shared-expert-intermediate-size"), width or source.count("ffn-hidden-size")
+    source.copy("model.expert_ffn", source.count, "moe-ffn-hidden-size")
+    shared = source.integer("moe-shared-expert-intermediate-size")
+    each = source.count("moe-ffn-hidden-size") or source.count("ffn-hidden-size")
     if number := source.integer("n-shared-experts"):
         source.set("model.shared_experts", number, "n-shared-experts")
     elif shared:
@@ -155,8 +149,7 @@ def _experts(source: Translation) -> None:
     if capacity := source.number("moe-expert-capacity-factor"):
         source.set("model.expert_capacity", float(capacity), "moe-expert-capacity-factor")
     _router(source)
-    if (factor := source.number("moe-z-loss-coeff")) is not None:
-        source.set("model.router.z_loss", float(factor), "moe-z-loss-coeff")
+    source.copy("model.router.z_loss", source.real, "moe-z-loss-coeff")
     _balance(source)
 
 
@@ -165,8 +158,7 @@ def _router(source: Translation) -> None:
     source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
     if source.flag("moe-router-pre-softmax") and not source.flag("norm-topk-prob") and score == "softmax":
         source.set("model.router.normalised", False, "moe-router-pre-softmax")
-    if (scale := source.number("moe-router-topk-scaling-factor")) is not None:
-        source.set("model.router.scale", float(scale), "moe-router-topk-scaling-factor")
+    source.copy("model.router.scale", source.real, "moe-router-topk-scaling-factor")
     groups, chosen = source.integer("moe-router-num-groups"), source.count("moe-router-group-topk")
     if groups is not None and groups > 1:
         source.set("model.router.selection", "group_limited", "moe-router-num-groups")
@@ -189,9 +181,7 @@ def _balance(source: Translation) -> None:
         if not without:
             source.lacks(name, "value")
         source.set("model.router.balance", "bias", "moe-router-enable-expert-bias")
-        source.set(
-            "model.router.bias_rate", source.number("moe-router-bias-update-rate"), "moe-router-bias-update-rate"
-        )
+        source.copy("model.router.bias_rate", source.number, "moe-router-bias-update-rate")
     elif without:
         source.set("model.router.balance", "none", "moe-aux-loss-coeff")
     else:
@@ -210,12 +200,8 @@ def _expert_layers(source: Translation) -> None:
         return
     skipped = _skipped(source)
     pattern = layer_pattern(1 if frequency is None else frequency, layers, dense)
-    found = spread([value for layer, value in enumerate(pattern) if layer not in skipped])
-    if found is None:
-        source.lacks(name, "value")
-        return
-    source.set("model.dense_layers", found[0], name, "first-k-dense-replace")
-    source.set("model.expert_every", found[1], name)
+    kept = [value for layer, value in enumerate(pattern) if layer not in skipped]
+    source.set_expert_layers(kept, name, "first-k-dense-replace")
 
 
 def _skipped(source: Translation) -> set[int]:
@@ -260,8 +246,8 @@ def _layout(source: Translation) -> None:
     elif source.said(["data-parallel-sharding-strategy"]):
         stage = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
         source.choose("parallel.zero", "data-parallel-sharding-strategy", stage)
-    elif source.flag("use-distributed-optimizer"):
-        source.set("parallel.zero", 1, "use-distributed-optimizer")
+    else:
+        source.switch("parallel.zero", 1, "use-distributed-optimizer")
     if minutes := source.number("distributed-timeout-minutes"):
         source.set("parallel.timeout_s", 60 * minutes, "distributed-timeout-minutes")
 
@@ -307,8 +293,7 @@ def _precision(source: Translation) -> None:
             source.differs("reduce_fp32")
     else:
         source.set("precision", "bf16" if source.flag("bf16") else "fp32", "bf16")
-    if source.flag("grad-reduce-in-bf16"):
-        source.set("precision.reduce", "bf16", "grad-reduce-in-bf16")
+    source.switch("precision.reduce", "bf16", "grad-reduce-in-bf16")
 
 
 def _optimizer(source: Translation) -> None:
@@ -321,7 +306,7 @@ def _optimizer(source: Translation) -> None:
 def _schedule(source: Translation) -> None:
     samples, size = source.integer("train-samples"), source.count("global-batch-size")
     steps = source.integer("train-iters")
-    micro, replicas = source.count("micro-batch-size"), source.overrides.get("parallel.data", (None, ()))[0]
+    micro, replicas = source.count("micro-batch-size"), source.get("parallel.data")
     if size is None and micro is not None and isinstance(replicas, int):
         size = micro * replicas
         source.open.pop("batch.global_size", None)
@@ -334,7 +319,7 @@ def _schedule(source: Translation) -> None:
         source.set("train.steps", steps, "train-iters", "train-samples")
     shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"}
     source.choose("lr_schedule", "lr-decay-style", shapes)
-    shape = source.overrides.get("lr_schedule", ("constant", ()))[0]
+    shape = source.get("lr_schedule", "constant")
 
     def in_steps(name: str) -> int | None:
         count = source.integer(name)
@@ -393,7 +378,6 @@ def _data(source: Translation) -> None:
 def _packing(source: Translation) -> None:
     resets = {"reset-attention-mask": "reset_mask", "reset-position-ids": "reset_positions"}
     for name, key in resets.items():
-        if source.flag(name):
-            source.set(f"data.packing.{key}", True, name)
-    if any(map(source.flag, resets)) and source.overrides["data"][0] == "indexed":
+        source.switch(f"data.packing.{key}", True, name)
+    if any(map(source.flag, resets)) and source.get("data") == "indexed":
         source.needs("data.packing.eod", "the tokenizer's id that ends a document")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
-from pangu.interop.translation.expert_layers import layer_pattern, spread
-from pangu.interop.translation.table import Translation
+from pangu.interop.expert_layers import layer_pattern
+from pangu.interop.translation.table import LLAMA, Translation
 
 _MODEL = "model.model_config."
 _LOADER = "train_dataset.data_loader."
@@ -59,8 +60,7 @@ def _kind(source: Translation) -> str:
 
 def _llama(source: Translation, kind: str) -> None:
     """Set the keys that Llama and Qwen share, and those of their fields."""
-    llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
-    for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
+    for key, value in LLAMA.items():
         if f"model.{key}" not in source.overrides:
             source.set(f"model.{key}", value, _KIND)
     if kind.startswith("qwen3") and "model.qk_norm" not in source.overrides:
@@ -78,8 +78,7 @@ def _llama(source: Translation, kind: str) -> None:
         source.set("model.rope_base", float(base), f"{_MODEL}theta")
     extension, scaling = f"{_MODEL}extend_method", f"{_MODEL}scaling_factor."
     if (source.text(extension) or "None").lower() == "llama3":
-        names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
-        numbers = {key: source.number(f"{scaling}{name}") for key, name in names.items()}
+        numbers = {key: source.number(f"{scaling}{key}") for key in ("factor", "low_freq_factor", "high_freq_factor")}
         original = source.integer(f"{scaling}original_max_position_embeddings")
         source.set("model.rope_scaling", {**numbers, "original_sequence": original}, extension)
     elif (source.text(extension) or "None") != "None":
@@ -99,8 +98,7 @@ def _layers(source: Translation) -> None:
         width = ratio * hidden
     if width is not None:
         source.set("model.ffn", width, *names)
-    if (heads := source.integer(f"{_MODEL}n_kv_heads")) is not None:
-        source.set("model.kv_heads", heads, f"{_MODEL}n_kv_heads")
+    source.copy("model.kv_heads", source.integer, f"{_MODEL}n_kv_heads")
 
 
 _SHARED = "moe_config.moe_shared_expert_intermediate_size"
@@ -125,8 +123,7 @@ def _experts(source: Translation) -> None:
         return
     source.set("model.experts", source.integer("moe_config.expert_num"), "moe_config.expert_num")
     for name, key in _EXPERTS.items():
-        if (count := source.integer(f"moe_config.{name}")) is not None:
-            source.set(f"model.{key}", count, f"moe_config.{name}")
+        source.copy(f"model.{key}", source.integer, f"moe_config.{name}")
     for name, key in _ROUTER.items():
         value = source.number(f"moe_config.{name}")
         if value is not None and (value > 0 or name != "capacity_factor"):
@@ -156,11 +153,7 @@ def _expert_layers(source: Translation) -> None:
     frequency, dense = source.value(name), max(0, source.integer("moe_config.first_k_dense_replace") or 0)
     if frequency in (None, 1):
         return
-    if (found := spread(layer_pattern(frequency, layers, dense))) is None:
-        source.lacks(name, "value")
-    else:
-        source.set("model.dense_layers", found[0], name)
-        source.set("model.expert_every", found[1], name)
+    source.set_expert_layers(layer_pattern(frequency, layers, dense), name)
 
 
 def _balance(source: Translation) -> None:
@@ -173,28 +166,24 @@ def _balance(source: Translation) -> None:
     if source.flag("moe_config.balance_via_topk_bias"):
         source.overrides.pop("model.router.balance_weight", None)
         source.set("model.router.balance", "bias", "moe_config.balance_via_topk_bias")
-        if (rate := source.number("moe_config.topk_bias_update_rate")) is not None:
-            source.set("model.router.bias_rate", float(rate), "moe_config.topk_bias_update_rate")
+        source.copy("model.router.bias_rate", source.real, "moe_config.topk_bias_update_rate")
+
+
+_COUNTS = ("parallel_config.micro_batch_num", "runner_config.gradient_accumulation_steps", "micro_batch_interleave_num")
+"""Factors of the micro-batches in a step."""
 
 
 def _batch(source: Translation) -> None:
     """Set the batch; a replica computes so many micro-batches of `runner_config.batch_size` in a step."""
     micro, replicas = source.count("runner_config.batch_size"), source.count("parallel_config.data_parallel")
-    counts = (
-        "parallel_config.micro_batch_num",
-        "runner_config.gradient_accumulation_steps",
-        "micro_batch_interleave_num",
-    )
     if micro is None or replicas is None:
         source.needs("batch.global_size", "runner_config.batch_size x data_parallel x micro_batch_num")
         return
     stages = source.count("parallel_config.pipeline_stage") or 1
-    size = micro * replicas
-    for name in counts:
-        # without a pipeline there is one
-        if name != counts[0] or stages > 1:
-            size *= source.count(name) or 1
-    source.set("batch.global_size", size, "runner_config.batch_size", *counts)
+    # without a pipeline there is one micro-batch
+    used = _COUNTS if stages > 1 else _COUNTS[1:]
+    size = micro * replicas * prod(source.count(name) or 1 for name in used)
+    source.set("batch.global_size", size, "runner_config.batch_size", *_COUNTS)
 
 
 def _layout(source: Translation) -> None:
@@ -239,11 +228,9 @@ def _precision(source: Translation) -> None:
     elif source.given:
         source.set("precision", "fp16", name)
     scale = "runner_wrapper.scale_sense."
-    if source.overrides.get("precision", ("", ()))[0] == "fp16":
-        if (first := source.number(f"{scale}loss_scale_value")) is not None:
-            source.set("precision.loss_scale.initial", float(first), f"{scale}loss_scale_value")
-        if (window := source.integer(f"{scale}scale_window")) is not None:
-            source.set("precision.loss_scale.growth_interval", window, f"{scale}scale_window")
+    if source.get("precision") == "fp16":
+        source.copy("precision.loss_scale.initial", source.real, f"{scale}loss_scale_value")
+        source.copy("precision.loss_scale.growth_interval", source.integer, f"{scale}scale_window")
 
 
 def _optimizer(source: Translation) -> None:
@@ -254,14 +241,10 @@ def _optimizer(source: Translation) -> None:
     betas = source.value("optimizer.betas") or [source.number("optimizer.beta1"), source.number("optimizer.beta2")]
     source.set("optimizer.betas", betas, "optimizer.betas", "optimizer.beta1", "optimizer.beta2")
     clips = source.flag("runner_wrapper.use_clip_grad")
-    source.set(
-        "optimizer.clip",
-        source.number("runner_wrapper.max_grad_norm") if clips else None,
-        "runner_wrapper.use_clip_grad",
-    )
+    limit = source.number("runner_wrapper.max_grad_norm") if clips else None
+    source.set("optimizer.clip", limit, "runner_wrapper.use_clip_grad")
     name = "lr_schedule.learning_rate" if source.said(["lr_schedule.learning_rate"]) else "optimizer.learning_rate"
-    if (rate := source.number(name)) is not None:
-        source.set("optimizer.lr", rate, name)
+    source.copy("optimizer.lr", source.number, name)
 
 
 def _schedule(source: Translation) -> None:
@@ -278,7 +261,7 @@ def _schedule(source: Translation) -> None:
     }
     if source.said(["lr_schedule.type"]):
         source.choose("lr_schedule", "lr_schedule.type", shapes)
-    shape = source.overrides.get("lr_schedule", ("", ()))[0]
+    shape = source.get("lr_schedule")
     if not shape:
         return
     ratio, warm = source.number("lr_schedule.warmup_ratio"), source.integer("lr_schedule.warmup_steps") or 0
@@ -289,12 +272,11 @@ def _schedule(source: Translation) -> None:
         source.set("lr_schedule.warmup_steps", warm, "lr_schedule.warmup_steps", "lr_schedule.warmup_ratio")
     if shape != "constant":
         source.set("lr_schedule.min_lr", source.number("lr_schedule.lr_end") or 0.0, "lr_schedule.lr_end")
-        if (end := source.integer("lr_schedule.decay_steps")) is not None:
-            source.set("lr_schedule.decay_steps", end, "lr_schedule.decay_steps")
+        source.copy("lr_schedule.decay_steps", source.integer, "lr_schedule.decay_steps")
 
 
 def _data(source: Translation) -> None:
-    pangu = source.overrides["model"][0] == "pangu_2_6b"
+    pangu = source.get("model") == "pangu_2_6b"
     source.set("data", "indexed_pangu" if pangu else "indexed")
     source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
     if source.text(f"{_LOADER}type") == "BlendedMegatronDatasetDataLoader":

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pangu.common.errors import printable, shown
 from pangu.interop.formats.huggingface_config import kinds
 from pangu.interop.translation.checked import Checked
-from pangu.interop.translation.table import Table, Translation, load_table
+from pangu.interop.translation.table import Table, Text, Translation, load_table
 
 Language = Literal["en", "zh"]
 
 
-class Heads(NamedTuple):
-    """Languages of tables and lists."""
-
-    keys: str
-    absent: str
-    same: str
-    differs: str
-
-
-_HEADS = {
-    "en": Heads(
-        "| there | here | |",
-        "| no counterpart | why |",
-        "Nothing of what is computed depends on, or has to be said here:",
-        "Different in effect:",
-    ),
-    "zh": Heads("| 对方 | 这里 | |", "| 没有对应项 | 原因 |", "不影响计算结果，或这里无需给出：", "效果上的差别："),
-}
+_KEYS = Text("| there | here | |", "| 对方 | 这里 | |")
+_ABSENT = Text("| no counterpart | why |", "| 没有对应项 | 原因 |")
+_DIFFERS = Text("Different in effect:", "效果上的差别：")
+_SAME = Text("Nothing of what is computed depends on, or has to be said here:", "不影响计算结果，或这里无需给出：")
 
 
 def describe(source: Translation, checked: Checked) -> str:
@@ -41,20 +27,14 @@ def describe(source: Translation, checked: Checked) -> str:
         lines.append(f"# {checked.parameters:,} parameters; processes: {checked.processes}")
     else:
         lines.append(f"# processes: {checked.processes}")
-    absent = {name: text.en for name, text in source.absent.items()}
-    values = {source.shown(name): shown(value) for name, value in source.given.items()}
     lines += _section("to be given", source.open)
     not_told = {source.shown(name): shown(value) for name, value in source.unset.items() if name not in source.asked}
     lines += _section("not given there", not_told)
     lines += _section("not set there, treated as empty", dict.fromkeys(source.empty, "set it with NAME=VALUE"))
-    lines += _section(
-        "set under a condition there, the last value is used",
-        {name: shown(v) for name, v in source.conditional.items()},
-    )
-    lines += _section("no counterpart", {_named(source, name): why for name, why in absent.items()})
-    lines += _section(
-        "unknown, and left out", {source.shown(name): values[source.shown(name)] for name in source.unknown}
-    )
+    conditional = {name: shown(value) for name, value in source.conditional.items()}
+    lines += _section("set under a condition there, the last value is used", conditional)
+    lines += _section("no counterpart", {_named(source, name): text.en for name, text in source.absent.items()})
+    lines += _section("unknown, and left out", {source.shown(n): shown(source.given[n]) for n in source.unknown})
     if source.differences:
         lines.append("# different in effect:")
         lines += [f"#   {source.table.texts[name].en}" for name in source.differences]
@@ -87,35 +67,34 @@ def tables(language: Language) -> str:
 
 
 def _of_program(table: Table, language: Language) -> str:
-    heads = _HEADS[language]
     by_key: dict[str, list[str]] = {}
     for name, key in {**table.direct, **table.read}.items():
         by_key.setdefault(key, []).append(name)
-    lines = [f"## {table.title}", "", heads.keys, "|---|---|---|"]
+    lines = [f"## {table.title}", "", getattr(_KEYS, language), "|---|---|---|"]
     for key, names in by_key.items():
         texts = {(table.notes or {}).get(name) for name in names} - {None}
         remark = " ".join(getattr(table.texts[str(text)], language) for text in sorted(map(str, texts)))
         lines.append(f"| {_names(table, names)} | {_code(key.split(', '))} | {remark} |")
-    lines += ["", heads.absent, "|---|---|"]
+    lines += ["", getattr(_ABSENT, language), "|---|---|"]
     for text, absent in table.absent.items():
         lines.append(f"| {_names(table, absent.split())} | {getattr(table.texts[text], language)} |")
-    lines += ["", heads.differs, ""]
+    lines += ["", getattr(_DIFFERS, language), ""]
     listed = {*table.absent, *(table.notes or {}).values(), "value"}
     lines += [f"- {getattr(text, language)}" for name, text in table.texts.items() if name not in listed]
-    lines += ["", f"{heads.same} {_names(table, table.same.split())}", ""]
+    lines += ["", f"{getattr(_SAME, language)} {_names(table, table.same.split())}", ""]
     return "\n".join(lines)
 
 
 def _of_transformers(language: Language) -> str:
-    table, heads = load_table("huggingface"), _HEADS[language]
+    table = load_table("huggingface")
     by_key: dict[str, dict[str, None]] = {}
     for kind in kinds().values():
         for key, field in kind.keys.items():
             by_key.setdefault(f"model.{key}", {})[field] = None
     lines = [f"## {table.title}", "", f"`model_type`: {_code(list(kinds()))}", ""]
-    lines += [heads.keys, "|---|---|---|"]
+    lines += [getattr(_KEYS, language), "|---|---|---|"]
     lines += [f"| {_code(list(fields))} | `{key}` | |" for key, fields in by_key.items()]
-    lines += ["", heads.differs, ""]
+    lines += ["", getattr(_DIFFERS, language), ""]
     lines += [f"- {getattr(text, language)}" for text in table.texts.values()]
     return "\n".join([*lines, ""])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +15,13 @@ from typing import Any
 import yaml
 
 from pangu.common.errors import UserError, shown
+from pangu.interop.expert_layers import spread
 
+LLAMA: Mapping[str, Any] = {
+    **{"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False},
+    **{"dropout": 0.0, "attention_dropout": 0.0},
+}
+"""Keys of `ModelConfig` that every Llama has."""
 UNSAID = "???"
 """OmegaConf's mark of a value that has to be given."""
 _PLACEHOLDER = re.compile(
@@ -83,10 +89,6 @@ class Table:
         """Return the reason why a setting has no counterpart; None for others."""
         return next((text for text, names in self.absent.items() if _listed(name, names)), None)
 
-    def is_same(self, name: str) -> bool:
-        """Return whether a setting changes nothing."""
-        return _listed(name, self.same)
-
 
 def _listed(name: str, names: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in names.split())
@@ -144,7 +146,7 @@ class Translation:
         return [
             name
             for name, value in self.given.items()
-            if not (value is None or table.keys(name) or table.why_absent(name) or table.is_same(name))
+            if not (value is None or table.keys(name) or table.why_absent(name) or _listed(name, table.same))
         ]
 
     @property
@@ -180,6 +182,11 @@ class Translation:
             raise self.wrong(name, "must be a whole number")
         return None if value is None else int(value)
 
+    def real(self, name: str) -> float | None:
+        """Return a number as a float."""
+        value = self.number(name)
+        return None if value is None else float(value)
+
     def count(self, name: str) -> int | None:
         """Return an integer used as a divisor. Raises UserError if it is below 1."""
         value = self.integer(name)
@@ -214,6 +221,20 @@ class Translation:
         """Set a key to a value from settings `names`; without names it is the program's behavior."""
         self.overrides[key] = value, names
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value that a key has been set to."""
+        return self.overrides.get(key, (default, ()))[0]
+
+    def copy(self, key: str, read: Callable[[str], Any], name: str) -> None:
+        """Set a key to a setting as a method of this class reads it, if there is one."""
+        if (value := read(name)) is not None:
+            self.set(key, value, name)
+
+    def switch(self, key: str, value: Any, name: str) -> None:
+        """Set a key to a value if a setting is on."""
+        if self.flag(name):
+            self.set(key, value, name)
+
     def choose(self, key: str, name: str, values: Mapping[Any, Any], text: str = "value") -> None:
         """Set a key to the translation of a setting's value; one that is not in `values` has no counterpart."""
         value = self.value(name)
@@ -223,6 +244,14 @@ class Translation:
             self.lacks(name, text)
         else:
             self.set(key, values[value], name)
+
+    def set_expert_layers(self, pattern: Sequence[int], name: str, *dense: str) -> None:
+        """Set the keys of a pattern of expert layers (0 or 1) that setting `name`, perhaps with `dense`, describes."""
+        if (found := spread(pattern)) is None:
+            self.lacks(name, "value")
+        else:
+            self.set("model.dense_layers", found[0], name, *dense)
+            self.set("model.expert_every", found[1], name)
 
     def lacks(self, name: str, text: str) -> None:
         """Note that a setting, or its value, has no counterpart."""

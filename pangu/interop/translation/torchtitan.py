@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pangu.interop.translation.table import Translation
+from pangu.interop.translation.table import LLAMA, Translation
 
 _SCHEDULES = {
     "1f1b": "1f1b",
@@ -27,14 +27,11 @@ def translate(source: Translation) -> None:
     for rule in (_model, _batch, _layout, _precision, _memory, _schedule, _checkpoint, _data):
         rule(source)
     source.choose("optimizer", "optimizer.name", {"AdamW": "adam"})
-    source.set(
-        "optimizer.betas", [source.number("optimizer.beta1"), source.number("optimizer.beta2")], "optimizer.beta1"
-    )
+    betas = [source.number("optimizer.beta1"), source.number("optimizer.beta2")]
+    source.set("optimizer.betas", betas, "optimizer.beta1")
     source.set("optimizer.clip", source.number("training.max_norm") or None, "training.max_norm")
-    if source.flag("metrics.enable_wandb"):
-        source.set("metrics.wandb", "auto", "metrics.enable_wandb")
-    if source.flag("profiling.enable_profiling"):
-        source.set("profile", True, "profiling.enable_profiling")
+    source.switch("metrics.wandb", "auto", "metrics.enable_wandb")
+    source.switch("profile", True, "profiling.enable_profiling")
 
 
 def _model(source: Translation) -> None:
@@ -48,8 +45,7 @@ def _model(source: Translation) -> None:
         for key in ("layers", "hidden", "heads", "vocab"):
             source.needs(f"model.{key}", f"{name} is none of {', '.join(source.table.models or {})}")
         return
-    llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
-    for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
+    for key, value in LLAMA.items():
         source.set(f"model.{key}", value, "model.name")
     for key, value in keys.items():
         source.set(f"model.{key}", value, "model.flavor")
@@ -65,9 +61,8 @@ def _batch(source: Translation) -> None:
         source.set("batch.global_size", size, "training.global_batch_size")
     else:
         source.needs("batch.global_size", "training.local_batch_size x replicas")
-    name = "training.local_batch_size"
-    if stages is not None and stages > 1:
-        name = "parallelism.pipeline_parallel_microbatch_size"
+    staged = stages is not None and stages > 1
+    name = "parallelism.pipeline_parallel_microbatch_size" if staged else "training.local_batch_size"
     source.set("batch.micro_size", source.integer(name), name)
 
 
@@ -96,7 +91,7 @@ def _layout(source: Translation) -> None:
             source.lacks("parallelism.pipeline_parallel_schedule", "value")
         virtual = {"interleaved": 2, "breadth_first": 2, "zb_v": 2}.get(_SCHEDULES.get(schedule, ""), 1)
         per = source.count("parallelism.pipeline_parallel_layers_per_stage")
-        layers = source.overrides.get("model.layers", (None, ()))[0]
+        layers = source.get("model.layers")
         if per is not None and isinstance(layers, int):
             virtual = max(1, layers // stages // per)
         if virtual > 1:
@@ -119,13 +114,12 @@ def _precision(source: Translation) -> None:
             source.lacks("model.converters", "value")
     if source.text("training.mixed_precision_reduce") == "bfloat16":
         source.set("precision.reduce", "bf16", "training.mixed_precision_reduce")
-    if source.flag("compile.enable"):
-        source.set("compile", True, "compile.enable")
+    source.switch("compile", True, "compile.enable")
 
 
 def _memory(source: Translation) -> None:
     name, option = "activation_checkpoint.mode", source.text("activation_checkpoint.selective_ac_option")
-    layers = source.overrides.get("model.layers", (None, ()))[0]
+    layers = source.get("model.layers")
     if source.text(name) == "selective" and option is not None and option.isdecimal() and isinstance(layers, int):
         stages = source.count("parallelism.pipeline_parallel_degree") or 1
         source.set("memory.recompute", layers // stages // max(1, int(option)), name)
@@ -133,7 +127,7 @@ def _memory(source: Translation) -> None:
     else:
         source.choose("memory.recompute", name, {mode: mode for mode in ("none", "selective", "full")})
     if source.flag("training.enable_cpu_offload"):
-        parts = ["optimizer", "parameters"] if source.overrides["parallel.zero"][0] == 3 else ["optimizer"]
+        parts = ["optimizer", "parameters"] if source.get("parallel.zero") == 3 else ["optimizer"]
         source.set("memory.offload", parts, "training.enable_cpu_offload")
 
 

@@ -26,10 +26,10 @@ def layer_pattern(frequency: Any, layers: int, dense: int = 0) -> list[int]:
 
 def spread(pattern: Sequence[int]) -> tuple[int, int] | None:
     """Return `model.dense_layers` and `model.expert_every` of a pattern; None if it has none."""
-    for dense in range(len(pattern)):
-        for every in range(1, len(pattern) - dense + 1):
-            if list(pattern) == [int(n >= dense and (n - dense) % every == every - 1) for n in range(len(pattern))]:
-                return dense, every
+    first = next((n for n, has_experts in enumerate(pattern) if has_experts), -1)
+    for dense, every in ((dense, first - dense + 1) for dense in range(first + 1)):
+        if list(pattern) == [int(n >= dense and (n - dense) % every == every - 1) for n in range(len(pattern))]:
+            return dense, every
     return None
 
 
