@@ -43,7 +43,7 @@ def values_of(preset: str, *words: str) -> dict[str, Any]:
 
     rows = ROWS[preset]
     fixed = [f"+config={preset}", "data=synthetic", f"batch.global_size={MICRO * rows}", f"batch.micro_size={rows}"]
-    fixed += ["parallel.pipeline=1", "parallel.virtual=1", "parallel.schedule=1f1b", "parallel.data=1"]
+    fixed += ["parallel.pipeline=1", "parallel.virtual_stages=1", "parallel.schedule=1f1b", "parallel.data=1"]
     return composed(*fixed, *words, "dry_run=true")
 
 

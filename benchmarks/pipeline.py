@@ -120,7 +120,7 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         vocab,
         micro,
         f"parallel.pipeline={PROCESSES}",
-        f"parallel.virtual={len(layers) // PROCESSES}",
+        f"parallel.virtual_stages={len(layers) // PROCESSES}",
         f"parallel.schedule={schedule}",
         f"parallel.layers={list(layers)}",
         f"batch.micro_size={micro}",

@@ -28,7 +28,7 @@ LAYERS = 12
 """More than in the other benchmarks: two chunks on each of four stages."""
 
 
-def idle(schedule: str, virtual: int, arguments: argparse.Namespace) -> list[tuple[float, float]]:
+def idle(schedule: str, virtual_stages: int, arguments: argparse.Namespace) -> list[tuple[float, float]]:
     """Measured and simulated idle share of each step."""
     torch.set_num_threads(1)
     trainer = pangu_trainer(
@@ -36,7 +36,7 @@ def idle(schedule: str, virtual: int, arguments: argparse.Namespace) -> list[tup
         8192,
         f"model.layers={LAYERS}",
         f"parallel.pipeline={STAGES}",
-        f"parallel.virtual={virtual}",
+        f"parallel.virtual_stages={virtual_stages}",
         f"parallel.schedule={schedule}",
         "batch.micro_size=1",
         f"batch.global_size={arguments.micro_batches}",
@@ -61,9 +61,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for schedule in arguments.schedules:
-        virtual = len(OURS[schedule]) // 2
-        steps = fresh(STAGES, idle, schedule, virtual, arguments)[0]
-        formula = bubble_by_formula(schedule, STAGES, virtual, arguments.micro_batches)
+        virtual_stages = len(OURS[schedule]) // 2
+        steps = fresh(STAGES, idle, schedule, virtual_stages, arguments)[0]
+        formula = bubble_by_formula(schedule, STAGES, virtual_stages, arguments.micro_batches)
         rows.append(
             {
                 "schedule": schedule,

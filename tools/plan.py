@@ -1,9 +1,8 @@
-"""Tells what a configuration asks for before it is started: of a pipeline what each stage holds, does and sends; with
---sharding how every weight is cut over the tensor-parallel ranks and what those ranks send each other; with --dry-run
-what a step of the fullest device takes, sends and waits for, carried out without devices; with --search the fastest
-layouts of its model and batch on a cluster.
+"""Shows what a configuration needs before it is started, without its devices and data.
 
-Needs neither the devices of the run nor its data."""
+By default: the layout, and what each pipeline stage holds, computes and sends. --sharding: how each weight is split
+over tensor-parallel ranks, and their collectives. --dry-run: peak memory, communication and host syncs of a step,
+which is run without devices. --search: the fastest layouts of the model and batch on a cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.training.command import compose, given_keys
 from pangu.training.describe import describe
-from pangu.zero.states import fullest_states
+from pangu.zero.states import peak_states
 
 _EXAMPLE = """example:
   python tools/plan.py +config=pangu_13b
@@ -220,8 +219,8 @@ def plan(options: argparse.Namespace) -> None:
         print(json.dumps(dry_run_roles(values), indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    fullest = None if options.dry_run else fullest_states(config, layout, stages.of)
-    console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
+    peak = None if options.dry_run else peak_states(config, layout, stages.of)
+    console.print(describe(config, layout, peak), markup=False, highlight=False, soft_wrap=True)
     if config.cluster is not None:
         console.print(expected(config, layout, stages), markup=False, highlight=False, soft_wrap=True)
     if layout.pipeline > 1:

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 4, sequence": {"parallel.tensor": 4, "parallel.sequence": True},
     "pipeline 2, zero bubble, data 2": {"parallel.pipeline": 2, "parallel.schedule": "zb_h1"},
     "pipeline 2, zero-bubble V, tensor 2": {
-        **{"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "zb_v"},
+        **{"parallel.pipeline": 2, "parallel.virtual_stages": 2, "parallel.schedule": "zb_v"},
         **{"parallel.tensor": 2, "parallel.sequence": True},
     },
 }

@@ -275,11 +275,11 @@ def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
     counts_ends = bool(re.search("one layer fewer|counted as a layer", values["note"]))
     setups = []
     for size in [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]:
-        for virtual in virtuals:
-            schedule = named[1].lower() if named else "interleaved" if virtual > 1 else "1f1b"
-            chunks, by_cost = layout.pipeline * virtual, system is published.NANOTRON
+        for virtual_stages in virtuals:
+            schedule = named[1].lower() if named else "interleaved" if virtual_stages > 1 else "1f1b"
+            chunks, by_cost = layout.pipeline * virtual_stages, system is published.NANOTRON
             layers = cut_by_cost(shape, chunks) if by_cost else cut_evenly(shape.layers, chunks, counts_ends)
-            one, times = replace(layout, virtual=virtual), max(1, round(each / size))
+            one, times = replace(layout, virtual_stages=virtual_stages), max(1, round(each / size))
             setups.append(Setup(shape, system, one, recompute, size, times, schedule, layers))
     return tuple(setups)
 
@@ -287,9 +287,9 @@ def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
 def _virtuals(values: _Values, system: System, stages: int, layers: int) -> list[int]:
     """Return the chunks per stage that a row may mean: as told, or with Megatron any that divide the layers. Its papers
     of 2021 and 2022 say only that they interleave, which means the fewest; since then as many as are fastest."""
-    virtual = values.count("vpp", 0)
-    if virtual or stages == 1:
-        return [virtual or 1]
+    virtual_stages = values.count("vpp", 0)
+    if virtual_stages or stages == 1:
+        return [virtual_stages or 1]
     more = [count for count in range(2, layers // stages + 1) if layers % (stages * count) == 0]
     if system is published.MEGATRON_CORE:
         return [1, *more]

@@ -55,13 +55,15 @@ def describe(setup: Setup) -> Step:
     last = len(setup.layers) - 1
     modules = tuple(work(setup) for work in (embedding_work, layer_work, head_work))
     chunks = np.array([(chunk == 0, layers, chunk == last) for chunk, layers in enumerate(setup.layers)], float)
-    chunks = chunks.reshape(layout.virtual, layout.pipeline, len(modules))
+    chunks = chunks.reshape(layout.virtual_stages, layout.pipeline, len(modules))
     counts = chunks.sum(0)
     # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
     sent = 2 * setup.micro_size * shape.sequence / layout.context * shape.hidden / layout.tensor
     saved = (chunks @ [module.saved_bytes for module in modules]).T
     # More micro-batches than these change nothing.
-    held = in_flight(setup.schedule, layout.pipeline, layout.virtual, min(setup.micro_batches, 4 * layout.pipeline))
+    held = in_flight(
+        setup.schedule, layout.pipeline, layout.virtual_stages, min(setup.micro_batches, 4 * layout.pipeline)
+    )
     activations = np.array([(moments @ of_chunks).max() for moments, of_chunks in zip(held, saved, strict=True)])
     shared = modules[-1].parameters if shape.tied else 0
     parameters = counts @ [module.parameters for module in modules] - (shared if layout.pipeline == 1 else 0)
@@ -85,12 +87,12 @@ def describe(setup: Setup) -> Step:
 
 
 @lru_cache(maxsize=1000)
-def in_flight(schedule: str, stages: int, virtual: int, micro_batches: int) -> list[Any]:
+def in_flight(schedule: str, stages: int, virtual_stages: int, micro_batches: int) -> list[Any]:
     """Return, for each stage, an array [moments, chunks] of the micro-batches whose activations it holds."""
-    if virtual == 1:
+    if virtual_stages == 1:
         most = 2 if schedule == "zb-2p" else 1  # of the memory of 1F1B
         return [np.array([[min(micro_batches, most * (stages - stage))]]) for stage in range(stages)]
-    orders = SCHEDULES[schedule].order(stages, virtual, micro_batches)
+    orders = SCHEDULES[schedule].order(stages, virtual_stages, micro_batches)
     return [np.array([one.forwards for one in held_in(order, schedule)]) for order in orders]
 
 
@@ -125,7 +127,7 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - setup.system.hidden_messages)
     link += cluster.message_us * 1e-6
     total = makespan(seconds, setup, link)
-    waiting = min(2 * link * layout.virtual * m, total - m * float(seconds[longest].sum()))
+    waiting = min(2 * link * layout.virtual_stages * m, total - m * float(seconds[longest].sum()))
     backward = float(seconds[longest, 1:].sum())
     end = max(_end_seconds(work, groups, cluster, backward) for work in step.ends)
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
@@ -144,7 +146,7 @@ def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster:
 def makespan(seconds: Any, setup: Setup, link: float) -> float:
     """Return the seconds from the first to the last computation of a step, in closed form, where a micro-batch takes
     `seconds` [stages, passes] and a message between stages takes `link`."""
-    p, v, m = setup.layout.pipeline, setup.layout.virtual, setup.micro_batches
+    p, v, m = setup.layout.pipeline, setup.layout.virtual_stages, setup.micro_batches
     stages = seconds.sum(1)
     waiting = 2 * link * v if p > 1 else 0.0
     if setup.splits_backward:

@@ -17,8 +17,6 @@ MOST_DIGITS = 4300
 """Longest integer that Python parses by default, in digits."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlong = _SHORT.maxother = 60
-
-
 # control characters but for newline and tab, line separators, directions of writing, halves of surrogate pairs
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

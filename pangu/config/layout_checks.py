@@ -93,8 +93,8 @@ def _context(config: RunConfig) -> Iterator[Problem]:
 
 def _pipeline(config: RunConfig) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.layers
-    chunks = parallel.pipeline * parallel.virtual
-    key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
+    chunks = parallel.pipeline * parallel.virtual_stages
+    key = "parallel.pipeline" if parallel.virtual_stages == 1 else "parallel.pipeline x parallel.virtual_stages"
     if chunks > layers:
         yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"use 1 to {layers}")
     if "activations" in config.memory.offload and layers <= chunks:
@@ -176,7 +176,7 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
             micro = divisors_near(batch.global_size // data, batch.micro_size)
             fix += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
         yield Problem("batch.global_size", batch.global_size, rule, fix)
-    chunks, accumulation = config.parallel.pipeline * config.parallel.virtual, batch.global_size // unit
+    chunks, accumulation = config.parallel.pipeline * config.parallel.virtual_stages, batch.global_size // unit
     if accumulation * chunks > MOST_FORWARDS:
         through = f" through {chunks} chunks of layers" if chunks > 1 else ""
         rule = f"makes {accumulation:,} micro-batches{through} in a step, more than {MOST_FORWARDS // chunks:,}"

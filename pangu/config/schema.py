@@ -26,11 +26,11 @@ class ParallelConfig:
     """Tensor-parallel size: number of devices that split each matrix."""
     pipeline: Annotated[int, Bounds(least=1, most=256)]
     """Pipeline-parallel size: number of stages that the layers are divided into."""
-    virtual: Length
-    """Chunks of layers per stage (virtual stages), as many as `schedule` allows."""
+    virtual_stages: Length
+    """Chunks of layers per pipeline stage, as many as `schedule` allows."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v"]
-    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (with `virtual` chunks per stage), `zb_h1`
-    (weight gradients fill the bubble), `zb_v` (two chunks per stage in a V)."""
+    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (several chunks per stage), `zb_h1` (weight
+    gradients fill the bubble), `zb_v` (two chunks per stage in a V)."""
     layers: tuple[Count, ...] | None
     """Layers of each chunk, in model order; null: balanced so that all take equal time, the head included."""
     data: Length | None
@@ -195,28 +195,9 @@ class ValidationConfig:
     """Held-out sequences per validation, and per source of held-out data, if there are several."""
 
 
-TaskName = Literal[
-    "afqmc",
-    "cmnli",
-    "ocnli",
-    "tnews",
-    "iflytek",
-    "csl",
-    "cluewsc2020",
-    "chid",
-    "cmrc2019",
-    "c3",
-    "cmrc2018",
-    "drcd",
-    "dureader",
-    "webqa",
-    "pd",
-    "cft",
-    "cmrc2017",
-    "wplc",
-    "lambada",
-    "wikitext",
-]
+_Choice = Literal["afqmc", "cmnli", "ocnli", "tnews", "iflytek", "csl", "cluewsc2020", "chid", "cmrc2019", "c3"]
+_Text = Literal["cmrc2018", "drcd", "dureader", "webqa", "pd", "cft", "cmrc2017", "wplc", "lambada", "wikitext"]
+TaskName = Literal[_Choice, _Text]
 """Names of the tasks in `tasks.catalogue`."""
 
 

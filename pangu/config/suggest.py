@@ -36,8 +36,8 @@ WORDS = {
     "seq": "sequence",
     "sp": "parallel sequence",
     "tp": "parallel tensor",
-    "vp": "parallel virtual",
-    "vpp": "parallel virtual",
+    "vp": "parallel virtual_stages",
+    "vpp": "parallel virtual_stages",
 }
 """Words in other programs' settings, mapped to pangu's."""
 

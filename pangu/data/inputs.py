@@ -164,7 +164,6 @@ def _is_known(name: str) -> bool:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """Return the suffixes of the content and of the compression, each "" if missing."""
     path = PurePosixPath(name.partition("?")[0] if is_url(name) else name)
     packed = path.suffix if path.suffix in _PACKED else ""
     return PurePosixPath(path.name.removesuffix(packed)).suffix, packed

@@ -191,8 +191,8 @@ def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
     roles = list(run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")]))
     for role in roles:
         role |= _fit(config, role)
-    fullest = max(roles, key=lambda role: role["needed_bytes"])
-    return {**fullest, "seconds": time.perf_counter() - began, "compile": config.compile, "roles": roles}
+    peak = max(roles, key=lambda role: role["needed_bytes"])
+    return {**peak, "seconds": time.perf_counter() - began, "compile": config.compile, "roles": roles}
 
 
 def require_kernels(config: RunConfig) -> None:

@@ -208,7 +208,7 @@ def _values_of(config: RunConfig) -> str:
         # replaces a kernel that a dry run cannot carry out, and that keeps as much
         "model": {"attention": "auto" if model.attention == "flash_attn" else model.attention},
         "parallel": {
-            **{"pipeline": 1, "virtual": 1, "schedule": "1f1b", "layers": None},
+            **{"pipeline": 1, "virtual_stages": 1, "schedule": "1f1b", "layers": None},
             **{"data": data, "zero": zero, "zero_group": None, "bucket_mib": None, "overlap": True},
             **{"layouts": (), "auto": False, "timeout_s": 600.0},
         },

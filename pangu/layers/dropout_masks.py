@@ -59,7 +59,6 @@ def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _factors(columns: Tensor) -> Tensor:
-    """Return the factors (int32) of column numbers."""
     # from int64: a kernel that counts in int64 but calls it int32 would skip a conversion to int32
     return (columns.to(torch.int64) * GOLDEN).to(torch.int32)
 

@@ -103,14 +103,14 @@ class Pipeline:
             storage: `dtype`, `bucket_mib`, `offload`, `overlap` and `message` of `shard`.
         """
         stages, stage = mesh.layout.pipeline, mesh.at.pipeline
-        virtual, rest = divmod(len(chunks), stages)
-        if rest or not virtual:
+        virtual_stages, rest = divmod(len(chunks), stages)
+        if rest or not virtual_stages:
             raise UserError(f"{len(chunks)} chunks: must be a multiple of the {stages} stages")
         if any(isinstance(chunk, nn.Module) for chunk in chunks):
             raise UserError("chunks: must be functions that return modules, not modules; use e.g. `lambda: Stage()`")
         each = mesh.layout.zero >= 2 and mesh.layout.shards > 1
         try:
-            self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
+            self.schedule = make_schedule(schedule, stages, virtual_stages, micro_batches, each)
         except NumbersError as error:
             raise UserError(str(error)) from error
         _require_chunks(regions or {}, len(chunks))

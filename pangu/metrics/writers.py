@@ -41,10 +41,8 @@ class ConsoleWriter:
 
     def __init__(self, every: int, total_steps: int, console: Console | None = None) -> None:
         """Print to `console`, or to standard output."""
-        self._every = every
-        self._total_steps = total_steps
+        self._every, self._total_steps, self._first = every, total_steps, True
         self._recent_s: deque[float] = deque(maxlen=50)
-        self._first = True
         # rich omits colors when the output is a file or a pipe
         self._console = console or Console(highlight=False)
 

@@ -43,12 +43,11 @@ def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
     for prefix, candidate in candidates.items():
         wrong_here = layout_problems(candidate, world)
         chosen = None if wrong_here else _plan(candidate, world, wrong_here)
-        if chosen is not None and not problems:
+        if chosen is not None:
+            if problems:
+                raise ConfigError(problems)
             return chosen
         refused += [replace(one, key=prefix + one.key) for one in wrong_here]
-        if chosen is not None:
-            refused = []
-            break
     raise ConfigError(problems + refused)
 
 

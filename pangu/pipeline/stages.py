@@ -64,13 +64,14 @@ def shards_sums(layout: Layout) -> bool:
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     """Split the model into chunks of equal time, or as in `parallel.layers`, and make the schedule."""
     # Raises ConfigError, which names the keys, if the schedule does not allow these numbers or the layers do not fit.
-    parallel, chunks = config.parallel, layout.pipeline * layout.virtual
+    parallel, chunks = config.parallel, layout.pipeline * layout.virtual_stages
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []
     try:
-        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, shards_sums(layout))
+        numbers = layout.pipeline, layout.virtual_stages, micro_batches
+        schedule = make_schedule(parallel.schedule, *numbers, shards_sums(layout))
     except NumbersError as error:
-        key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
+        key = "virtual_stages" if parallel.schedule in SCHEDULES else "schedule"
         problems.append(Problem(f"parallel.{key}", getattr(parallel, key), error.rule))
     try:
         parts = cut(config.model, chunks, parallel.layers)

@@ -102,12 +102,12 @@ def choose_automatically(
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
         f"{'':<12} fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: expected step time "
-        f"{best.time.total:.3g} s, memory {best.fullest:.3g} of {room:g} GiB",
+        f"{best.time.total:.3g} s, memory {best.peak_gib:.3g} of {room:g} GiB",
     ]
     for other in outcome.result.best[1:]:
         changes = " ".join(overrides_of(other.plan, best.plan))
         slower = other.time.total / best.time.total - 1
-        lines.append(f"{'':<12} {slower:+.1%} time, {other.fullest:.3g} GiB: {changes}")
+        lines.append(f"{'':<12} {slower:+.1%} time, {other.peak_gib:.3g} GiB: {changes}")
     return with_plan(values, best.plan), lines
 
 

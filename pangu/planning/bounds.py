@@ -112,7 +112,7 @@ class LayoutBounds:
         times = [self._least(plan, part) for part in parts]
         places = {stage: place for place, part in enumerate(parts) for stage in part.stages}
         seen, forwards, backs, most = [0] * plan.pipeline, 0.0, 0.0, 0.0
-        for stage in chunk_stages(plan.schedule, plan.pipeline, plan.virtual):
+        for stage in chunk_stages(plan.schedule, plan.pipeline, plan.virtual_stages):
             place = places[stage]
             if not seen[stage]:
                 forward, back, weight, *_ = map(sum, zip(*times[place], strict=True))
@@ -182,7 +182,7 @@ class LayoutBounds:
 
     def gib(self, plan: Plan) -> float:
         """Return a lower bound of peak memory in GiB: states, plus activations in flight or accumulated gradients."""
-        most, held = 0.0, most_held(plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
+        most, held = 0.0, most_held(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
         for part in self._program.cut(plan):
             weights, chunks = self._weights(plan, part), self._least(plan, part)
             forwards = max(held[stage][0] for stage in part.stages)

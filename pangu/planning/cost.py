@@ -270,7 +270,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     compute, tensor, replicas, expert = (m * term for term in sums[longest])
     busy = m * sums[longest].total
     idle = max(0.0, whole - busy) if schedule.stages > 1 else 0.0  # one stage never waits
-    waiting = min(2 * link * schedule.virtual * m, idle)
+    waiting = min(2 * link * schedule.virtual_stages * m, idle)
     last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
     distinct = {id(stage): stage for stage in ledger.stages}
     data, update = max((_after(stage, groups, cluster, last) for stage in distinct.values()), key=sum)

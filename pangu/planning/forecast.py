@@ -55,8 +55,8 @@ class Forecast:
         space = space_of(config, cluster_in(config.cluster), {"expert": layout.expert}, note_progress)
         cluster, plan = space.cluster, plan_of(config, layout, stages)
         ledger = space.program.describe(plan)
-        fullest, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda stage: stage[1].total)
-        return cls(cluster.name, step_time(ledger, plan, cluster), memory, fullest, cluster.memory.gib)
+        stage, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda one: one[1].total)
+        return cls(cluster.name, step_time(ledger, plan, cluster), memory, stage, cluster.memory.gib)
 
     def line(self) -> str:
         """Return the forecast as a log line."""
@@ -90,7 +90,7 @@ class Forecast:
             log.warning("%s; a dry run of the stage with the highest peak needs %.3g GiB, which fits", expected, needed)
             return
         plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}, note_progress), top=3).best
-        fix = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.fullest:.3g} GiB)" for one in best)
+        fix = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.peak_gib:.3g} GiB)" for one in best)
         raise UserError(
             f"memory: the device with the highest peak needs {needed:.3g} GiB, and {self.cluster} has "
             f"{self.room_gib:g} GiB; {f'these layouts fit: {fix}' if fix else 'no layout of this many devices fits'}"

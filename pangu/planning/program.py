@@ -26,9 +26,8 @@ from pangu.zero.stage_parameters import StageParameters
 
 SKETCHED = (1, 2)
 """Sequences per micro-batch in the traces that the lower bounds are made of."""
-_ALONE = Layout()
-"""Layout of a single device."""
-_ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual": 1, "layers": (), "micro_batches": 1}
+_SINGLE = Layout()
+_ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual_stages": 1, "layers": (), "micro_batches": 1}
 Recompute = Literal["none", "selective", "full"]
 LAYOUT = tuple(field.name for field in fields(Layout))
 """Fields of a plan that are those of its layout."""
@@ -40,7 +39,7 @@ class Plan(NamedTuple):
 
     tensor: int
     pipeline: int
-    virtual: int
+    virtual_stages: int
     data: int
     context: int
     zero: int
@@ -116,9 +115,9 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
     )
 
 
-_PARALLEL = ("tensor", "pipeline", "virtual", "schedule", "data", "context", "context_kind", "expert", "expert_tensor")
+_PARALLEL = ("tensor", "pipeline", "virtual_stages", "schedule", "data", "context", "context_kind", "expert")
 KEYS = {
-    **{field: f"parallel.{field}" for field in (*_PARALLEL, "sequence", "zero", "zero_group")},
+    **{field: f"parallel.{field}" for field in (*_PARALLEL, "expert_tensor", "sequence", "zero", "zero_group")},
     "micro_size": "batch.micro_size",
     "recompute": "memory.recompute",
     "offload": "memory.offload",
@@ -152,7 +151,7 @@ class StepLedger:
     """Number of further micro-batches."""
 
     @property
-    def fullest(self) -> int:
+    def peak_stage(self) -> int:
         """Stage with the highest peak memory."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
 
@@ -218,7 +217,7 @@ class Program:
         if key not in self._cuts:
             model, last, bounds = self.config.model, len(plan.layers) - 1, [0, *accumulate(plan.layers)]
             held: list[dict[int, ModelPart]] = [{} for _ in range(plan.pipeline)]
-            for chunk, stage in enumerate(chunk_stages(plan.schedule, plan.pipeline, plan.virtual)):
+            for chunk, stage in enumerate(chunk_stages(plan.schedule, plan.pipeline, plan.virtual_stages)):
                 part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
                 held[stage][len(held[stage])] = part
 
@@ -267,7 +266,7 @@ class Program:
         if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
             return work
         offload = tuple(kind for kind in plan.offload if kind == "activations")
-        return work._replace(zero=_ALONE.zero, zero_group=_ALONE.zero_group, data=_ALONE.data, offload=offload)
+        return work._replace(zero=_SINGLE.zero, zero_group=_SINGLE.zero_group, data=_SINGLE.data, offload=offload)
 
     def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
         return self.module_plan(plan), splits_backward(plan.schedule), self._both_kinds(plan, part)[1]
@@ -287,7 +286,8 @@ class Program:
 
         Unless `every` stage is wanted, one that holds as many micro-batches represents others with the same modules.
         """
-        config, numbers = configured(self.config, plan), (plan.schedule, plan.pipeline, plan.virtual, shortest(plan))
+        config = configured(self.config, plan)
+        numbers = plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan)
         schedule, held = _schedule(*numbers, shards_sums(plan.layout)), most_held(*numbers)
         actions, extra = stage_actions(schedule), plan.micro_batches - schedule.micro_batches
         groups, ledgers = groups_of(plan.layout, 1), dict[int, StageLedger]()
@@ -321,7 +321,7 @@ def shortest(plan: Plan) -> int:
 
     More of them raise neither the micro-batches a stage holds nor the reductions in flight in the repeated round.
     """
-    numbers = plan.schedule, plan.pipeline, plan.virtual
+    numbers = plan.schedule, plan.pipeline, plan.virtual_stages
     least = max(4 * plan.pipeline, 2 * IN_FLIGHT + 1) + plan.micro_batches % plan.pipeline
     if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
         return least

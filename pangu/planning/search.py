@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
     """Peak memory in GiB over all stages, measured in a dry run; None if the layout was not dry-run."""
 
     @property
-    def fullest(self) -> float:
+    def peak_gib(self) -> float:
         """Peak memory in GiB of the stage that needs the most."""
         return max(stage.total for stage in self.memory) if self.measured is None else self.measured
 
@@ -166,7 +166,7 @@ def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str])
     while tried := [one for one in known[:CONFIRMED] if one.measured is None]:
         known = [one for one in known if one not in tried]
         for one in carried_out(space, tried):
-            if one.fullest <= space.cluster.memory.gib:
+            if one.peak_gib <= space.cluster.memory.gib:
                 known.append(one)
             else:
                 refused[TOO_LARGE] += 1
@@ -183,10 +183,10 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
     jobs, more = [], []
     for one in tried:
         ledger, plan = space.program.describe(one.plan), one.plan._replace(micro_batches=shortest(one.plan))
-        more.append(ledger.stages[ledger.fullest].peak - space.program.describe(plan).stages[ledger.fullest].peak)
+        more.append(ledger.stages[ledger.peak_stage].peak - space.program.describe(plan).stages[ledger.peak_stage].peak)
         values = asdict(configured(space.config, plan))
         values["parallel"] |= {"auto": False, "layouts": ()}
-        jobs.append((values, plan.layout.rank(Coordinates(ledger.fullest, 0, 0))))
+        jobs.append((values, plan.layout.rank(Coordinates(ledger.peak_stage, 0, 0))))
     measured = measured_gib(jobs, space.cluster.memory, space.program.note_progress)
     for one, needed, left in zip(tried, measured, more, strict=True):
         stages = memory_of(space.program.describe(one.plan), space.cluster)
@@ -235,7 +235,7 @@ def _candidate(space: Space, plan: Plan) -> Candidate | None:
 def _preference(one: Candidate) -> tuple[float, ...]:
     """Return a sort key: faster layouts first, then simpler ones."""
     plan = one.plan
-    simplicity = (plan.recompute == "full", plan.recomputed, plan.tensor, plan.pipeline, plan.virtual, plan.zero)
+    simplicity = (plan.recompute == "full", plan.recomputed, plan.tensor, plan.pipeline, plan.virtual_stages, plan.zero)
     return (one.time.total, *map(float, simplicity))
 
 
@@ -255,9 +255,9 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
         plan = plan._replace(micro_batches=space.config.batch.global_size // (micro_size * plan.data))
         schedules = orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)
         for schedule in space.options("schedule", schedules):
-            chunks = [virtual for virtual in (1, *VIRTUAL) if orders.allows(schedule, virtual)]
-            for virtual in space.options("virtual", chunks):
-                scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual=virtual))
+            chunks = [virtual_stages for virtual_stages in (1, *VIRTUAL) if orders.allows(schedule, virtual_stages)]
+            for virtual_stages in space.options("virtual_stages", chunks):
+                scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual_stages=virtual_stages))
                 if isinstance(scheduled, str):
                     refused[scheduled] += 1
                 else:
@@ -300,11 +300,11 @@ def with_layout(space: Space, plan: Plan) -> RunConfig:
 
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
     """Return the plan with its layers per chunk, or the reason why its schedule cannot use them."""
-    if not orders.allows(plan.schedule, plan.virtual):
-        return f"parallel.virtual: {plan.schedule} does not support this number of chunks"
-    if plan.pipeline * plan.virtual > space.config.model.layers:
-        return "parallel.pipeline x parallel.virtual: each chunk needs at least one layer"
-    return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual))
+    if not orders.allows(plan.schedule, plan.virtual_stages):
+        return f"parallel.virtual_stages: {plan.schedule} does not support this number of chunks"
+    if plan.pipeline * plan.virtual_stages > space.config.model.layers:
+        return "parallel.pipeline x parallel.virtual_stages: each chunk needs at least one layer"
+    return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual_stages))
 
 
 @lru_cache(maxsize=1000)

@@ -43,7 +43,7 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
     yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
     kinds = ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
     yield "each device", f"needs at most {size(report['peak'])} for tensors: {kinds}"
-    yield "fullest", f"rank {report['rank']} (stage {report['stage']}), at its peak in {report['peak_place']}"
+    yield "peak on", f"rank {report['rank']} (stage {report['stage']}), in {report['peak_place']}"
     for axis, kinds in report["collectives"].items():
         words = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
         exposed = sum(one["bytes"] - one.get("hidden_bytes", 0) for one in kinds.values())

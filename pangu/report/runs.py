@@ -15,6 +15,7 @@ import yaml
 
 from pangu.common.errors import UserError, reading, shown
 from pangu.common.files import open_regular, read_json, refuse_links
+from pangu.config.renamed import with_new_names
 from pangu.interop.flat import flatten
 from pangu.metrics.plots import Series, columns_of, smooth
 from pangu.metrics.record import read_records
@@ -95,7 +96,7 @@ class Run:
         values = {**self.config, "parallel.data": self.replicas or self.config.get("parallel.data")}
         degrees = [
             f"{name} {value}"
-            for name in ("tensor", "pipeline", "data", "context", "expert", "virtual")
+            for name in ("tensor", "pipeline", "data", "context", "expert", "virtual_stages")
             if isinstance(value := values.get(f"parallel.{name}"), int) and value > 1
         ]
         if self.config.get("parallel.pipeline") not in (None, 1):
@@ -220,14 +221,12 @@ def open_run(folder: Path, name: str) -> Run:
 
 
 def _replicas(path: Path) -> int:
-    """Return the number of replicas in nodes.json; 0 if unknown."""
     ranks = read_json(path, shared=True) if path.exists() else []
     places = [rank.get("data") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
     return 1 + max((place for place in places if isinstance(place, int)), default=-1)
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is no such file."""
     path = folder / f"{name}.json"
     if not path.exists():
         return {}
@@ -249,7 +248,7 @@ def _config(folder: Path) -> dict[str, Any]:
         values = yaml.safe_load(content)
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping of keys")
-        return flatten(values)
+        return flatten(with_new_names(values))
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -70,7 +70,7 @@ def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
     """Return the Pareto front of layouts ordered by time: those that need less memory than all faster ones."""
     front: list[Candidate] = []
     for one in costed:
-        if not front or one.fullest < front[-1].fullest:
+        if not front or one.peak_gib < front[-1].peak_gib:
             front.append(one)
     return front
 
@@ -91,14 +91,14 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
             "": f"{number + 1}{' =' if 0 < number < tied else ''}",
             "tensor / chunks": f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
             "pipeline": f"{plan.pipeline}",
-            "schedule": f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
+            "schedule": f"{plan.schedule}{f' x {plan.virtual_stages}' if plan.virtual_stages > 1 else ''}",
             "data x context": f"{plan.data}{_sharing(plan)}",
             "ZeRO": f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
             "micro": f"{plan.micro_size}",
             "recompute": saved + "".join(f", {part} offloaded" for part in plan.offload),
             "step": f"{one.time.total:.3f} s",
             " + ".join(terms): " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
-            "memory": f"{one.fullest:.1f} GiB{'?' * (one.measured is None)}",
+            "memory": f"{one.peak_gib:.1f} GiB{'?' * (one.measured is None)}",
             "tokens/s": f"{data['tokens_per_s']:,.0f}",
             "MFU": f"{data['mfu']:.1%}",
         }
@@ -174,7 +174,7 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     yield f"recompute {recompute}", {"recompute": recompute, "recomputed": 0}
     for schedule in orders.worth_trying() if plan.pipeline > 1 else ():
         if schedule != plan.schedule:
-            yield schedule, {"schedule": schedule, "virtual": orders.SCHEDULES[schedule].virtual[0]}
+            yield schedule, {"schedule": schedule, "virtual_stages": orders.SCHEDULES[schedule].virtual_stages[0]}
 
 
 def page(outcome: Outcome) -> str:
@@ -237,8 +237,8 @@ def _timeline(outcome: Outcome) -> str:
 def _front(front: Sequence[Candidate], room: float) -> str:
     slowest = max(one.time.total for one in front)
     shapes = [
-        f'<circle cx="{one.time.total / slowest * 880:.1f}" cy="{300 - one.fullest / room * 290:.1f}" r="5" '
-        f'fill="{COLOURS[0]}"><title>{one.time.total:.3f} s, {one.fullest:.1f} GiB: '
+        f'<circle cx="{one.time.total / slowest * 880:.1f}" cy="{300 - one.peak_gib / room * 290:.1f}" r="5" '
+        f'fill="{COLOURS[0]}"><title>{one.time.total:.3f} s, {one.peak_gib:.1f} GiB: '
         f"{html.escape(' '.join(overrides_of(one.plan)))}</title></circle>"
         for one in front
     ]

@@ -44,7 +44,8 @@ def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[Stage
         sends = {peer: count * message for peer, count in peers.items() if peer is not None}
         table = place_tensors(config.model, parts, rank)
         shared = {entry.name: wide * math.prod(entry.local_shape) for entry in table if entry.shared is not None}
-        views.append(StageView(tuple(map(_named, parts)), idle[stage], held[stage] / layout.virtual, sends, shared))
+        batches = held[stage] / layout.virtual_stages
+        views.append(StageView(tuple(map(_named, parts)), idle[stage], batches, sends, shared))
     return views
 
 

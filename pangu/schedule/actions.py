@@ -49,7 +49,7 @@ class Action(NamedTuple):
 
     kind: Kind
     chunk: int
-    """Chunk in model order, 0 .. stages * virtual - 1."""
+    """Chunk in model order, 0 .. stages * virtual_stages - 1."""
     micro: int | None = None
     peer: int | None = None
     """Stage at the other end of a message."""

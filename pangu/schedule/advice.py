@@ -33,7 +33,7 @@ class _Cost(NamedTuple):
 def _cost(schedule: Schedule, durations: Durations) -> _Cost:
     total, seconds = makespan(schedule, durations), durations.per_chunk(len(schedule.stage_of))
     busy = schedule.micro_batches * (sum(seconds[Kind.FORWARD]) + sum(seconds[Kind.BACKWARD]))
-    bubble, held = max(0.0, 1 - busy / (schedule.stages * total)), max(schedule.peak_live()) / schedule.virtual
+    bubble, held = max(0.0, 1 - busy / (schedule.stages * total)), max(schedule.peak_live()) / schedule.virtual_stages
     return _Cost(schedule, total, bubble, held)
 
 
@@ -56,19 +56,19 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size
                 f"micro-batches would make it {more.bubble:.1%}: use a {smaller}larger batch.global_size"
             )
     for other in _better_schedules(now, durations, num_layers):
-        virtual = f" parallel.virtual={other.schedule.virtual}" if other.schedule.virtual > 1 else ""
+        chunks = other.schedule.virtual_stages
+        split = f" parallel.virtual_stages={chunks}" if chunks != schedule.virtual_stages else ""
         faster = now.makespan / other.makespan - 1
         lines.append(
-            f"warning: parallel.schedule={other.schedule.name}{virtual} would be {faster:.1%} faster: "
-            f"{_described(other)}"
+            f"warning: parallel.schedule={other.schedule.name}{split} would be {faster:.1%} faster: {_described(other)}"
         )
     return lines
 
 
 def _described(cost: _Cost) -> str:
     schedule = cost.schedule
-    chunks = f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
-    held = [f"{live / schedule.virtual:.3g}" for live in schedule.peak_live()]
+    chunks = f" of {schedule.virtual_stages} chunks" if schedule.virtual_stages > 1 else ""
+    held = [f"{live / schedule.virtual_stages:.3g}" for live in schedule.peak_live()]
     per_stage = f"{held[0]} on each stage" if len(set(held)) == 1 else f"{', '.join(held)} by stage"
     batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
     return (
@@ -85,14 +85,14 @@ def _more_micro_batches(now: _Cost, durations: Durations) -> _Cost | None:
     if schedule.stages * len(schedule.stage_of) > MOST_COMPARED:
         return None
     if schedule.micro_batches < schedule.stages:
-        enough = make_schedule(schedule.name, schedule.stages, schedule.virtual, schedule.stages)
+        enough = make_schedule(schedule.name, schedule.stages, schedule.virtual_stages, schedule.stages)
         now = _cost(enough, durations)
     per_bubble = now.schedule.micro_batches * now.bubble / (1 - now.bubble)
     rounds = math.ceil(per_bubble * (1 - GOOD_BUBBLE) / GOOD_BUBBLE / schedule.stages - 1e-9)
     micro_batches = max(1, rounds) * schedule.stages
     if micro_batches * len(schedule.stage_of) > MOST_COMPARED:
         return None
-    more = make_schedule(schedule.name, schedule.stages, schedule.virtual, micro_batches)
+    more = make_schedule(schedule.name, schedule.stages, schedule.virtual_stages, micro_batches)
     return _cost(more, durations)
 
 
@@ -119,11 +119,11 @@ def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterat
         for stage, time in zip(schedule.stage_of, seconds[kind], strict=True):
             total[stage] += time
     for name, family in SCHEDULES.items():
-        least, most = family.virtual
-        virtual = least if most is not None else max(2, least)
-        if name != schedule.name and schedule.stages * virtual <= num_layers:
-            other = make_schedule(name, schedule.stages, virtual, schedule.micro_batches)
+        least, most = family.virtual_stages
+        virtual_stages = least if most is not None else max(2, least)
+        if name != schedule.name and schedule.stages * virtual_stages <= num_layers:
+            other = make_schedule(name, schedule.stages, virtual_stages, schedule.micro_batches)
             forward, to_input, to_weight = (
-                [total[stage] / virtual for stage in other.stage_of] for total in stage_seconds
+                [total[stage] / virtual_stages for stage in other.stage_of] for total in stage_seconds
             )
             yield other, Durations(forward, to_input, to_weight, durations.link)

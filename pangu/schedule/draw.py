@@ -96,8 +96,8 @@ def _scaled(timeline: Timeline, factor: float) -> Timeline:
 
 def _title(timeline: Timeline, says: str) -> str:
     schedule = timeline.schedule
-    chunks = f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
-    formula = bubble_by_formula(schedule.name, schedule.stages, schedule.virtual, schedule.micro_batches)
+    chunks = f" of {schedule.virtual_stages} chunks" if schedule.virtual_stages > 1 else ""
+    formula = bubble_by_formula(schedule.name, schedule.stages, schedule.virtual_stages, schedule.micro_batches)
     theory = "no formula" if formula is None else f"{formula:.1%} by formula for equal times"
     return (
         f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches, {says}\n"
@@ -173,7 +173,7 @@ def _write(axes: Axes, span: Event | Gap, inches: float, *labels: str, **look: A
 
 
 def _label(action: Action, schedule: Schedule) -> str:
-    if schedule.virtual == 1:
+    if schedule.virtual_stages == 1:
         return str(action.micro)
     nth, letters = schedule.stage_of[: action.chunk].count(schedule.stage_of[action.chunk]), ""
     while nth >= 0:  # a to z, aa to zz, ...
@@ -193,7 +193,8 @@ def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> Non
         for kind, (name, strength, hatch) in LOOKS.items()
         if kind in kinds
     ]
-    example = "3b: micro-batch 3, the stage's second chunk" if timeline.schedule.virtual > 1 else "3: micro-batch 3"
+    has_chunks = timeline.schedule.virtual_stages > 1
+    example = "3b: micro-batch 3, the stage's second chunk" if has_chunks else "3: micro-batch 3"
     computed.append(Patch(alpha=0, label=example))
     kinds_of_gaps = {_kind(gap) for gap in gaps}
     otherwise: list[Artist] = [

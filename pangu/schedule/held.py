@@ -41,9 +41,9 @@ class Held(NamedTuple):
 
 
 @lru_cache(maxsize=10_000)
-def most_held(name: str, stages: int, virtual: int, micro_batches: int) -> list[tuple[int, int]]:
+def most_held(name: str, stages: int, virtual_stages: int, micro_batches: int) -> list[tuple[int, int]]:
     """Return each stage's peak number of micro-batches with pending backward pass and with pending weight gradients."""
-    return [_most(order) for order in SCHEDULES[name].order(stages, virtual, micro_batches)]
+    return [_most(order) for order in SCHEDULES[name].order(stages, virtual_stages, micro_batches)]
 
 
 def _most(order: Order) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def held_in(order: Order, schedule: str, skipped: int = 0) -> list[Held]:
     """Return the states of a stage that no other dominates, from the order of its work; `skipped`: backward passes."""
     chunks = sorted({chunk for _, chunk, _ in order})
     sums = len(chunks) * (not reduces_each(schedule))
-    return _fullest(set(_moments(order, chunks, sums, skipped)), len(chunks))
+    return _maximal(set(_moments(order, chunks, sums, skipped)), len(chunks))
 
 
 def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Iterator[tuple[int, ...]]:
@@ -82,10 +82,10 @@ def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> It
             summed[slot] |= kind is not Kind.FORWARD
 
 
-def _fullest(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
+def _maximal(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
     """Return the states without another one of the same chunk and part that holds at least as much of everything."""
-    fullest: list[tuple[int, ...]] = []
+    maximal: list[tuple[int, ...]] = []
     for one in sorted(moments, key=sum, reverse=True):
-        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in fullest):
-            fullest.append(one)
-    return [Held(one[:chunks], one[chunks : 2 * chunks], one[2 * chunks : -2], *one[-2:]) for one in fullest]
+        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in maximal):
+            maximal.append(one)
+    return [Held(one[:chunks], one[chunks : 2 * chunks], one[2 * chunks : -2], *one[-2:]) for one in maximal]

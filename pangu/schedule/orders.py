@@ -36,8 +36,8 @@ class Family:
     """Schedule for any number of stages."""
 
     order: Callable[[int, int, int], list[Order]]
-    """Function (stages, virtual, micro_batches) -> order of each stage."""
-    virtual: tuple[int, int | None]
+    """Function (stages, virtual_stages, micro_batches) -> order of each stage."""
+    virtual_stages: tuple[int, int | None]
     """Minimum and maximum chunks per stage (None: no limit)."""
     v_shape: bool = False
     """True if chunks run down the stages and up again (stage 0 has first and last) rather than round and round."""
@@ -50,12 +50,12 @@ SCHEDULES: dict[str, Family] = {}
 
 
 def register(
-    name: str, virtual: tuple[int, int | None] = (1, 1), v_shape: bool = False, two_phases: bool = False
+    name: str, virtual_stages: tuple[int, int | None] = (1, 1), v_shape: bool = False, two_phases: bool = False
 ) -> Callable[[Callable[[int, int, int], list[Order]]], Callable[[int, int, int], list[Order]]]:
     """Return a decorator that registers an order function as schedule `name`; other arguments as in `Family`."""
 
     def add(order: Callable[[int, int, int], list[Order]]) -> Callable[[int, int, int], list[Order]]:
-        SCHEDULES[name] = Family(order, virtual, v_shape, two_phases)
+        SCHEDULES[name] = Family(order, virtual_stages, v_shape, two_phases)
         return order
 
     return add
@@ -70,17 +70,17 @@ def worth_trying() -> list[str]:
     return [name for name, family in SCHEDULES.items() if not family.two_phases]
 
 
-def allows(name: str, virtual: int) -> bool:
+def allows(name: str, virtual_stages: int) -> bool:
     """Return whether a schedule supports this number of chunks per stage."""
-    least, most = SCHEDULES[name].virtual
-    return least <= virtual and (most is None or virtual <= most)
+    least, most = SCHEDULES[name].virtual_stages
+    return least <= virtual_stages and (most is None or virtual_stages <= most)
 
 
 @cache
 def splits_backward(name: str) -> bool:
     """Return whether a schedule computes weight gradients apart from input gradients."""
     family = SCHEDULES[name]
-    return any(kind is W for kind, _, _ in family.order(1, family.virtual[0], 1)[0])
+    return any(kind is W for kind, _, _ in family.order(1, family.virtual_stages[0], 1)[0])
 
 
 def reduces_each(name: str) -> bool:
@@ -89,23 +89,23 @@ def reduces_each(name: str) -> bool:
     return not (SCHEDULES[name].two_phases or splits_backward(name))
 
 
-@register("breadth_first", virtual=(1, None), two_phases=True)
-def breadth_first(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+@register("breadth_first", virtual_stages=(1, None), two_phases=True)
+def breadth_first(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
     """Run all micro-batches through a chunk before the next chunk (Lamy-Poirier, arXiv 2211.05953)."""
     # Per step, a chunk's parameters are gathered twice and its gradients reduced once.
     micros = range(micro_batches)
     return [
-        [(F, loop * stages + stage, micro) for loop in range(virtual) for micro in micros]
-        + [(B, loop * stages + stage, micro) for loop in reversed(range(virtual)) for micro in micros]
+        [(F, loop * stages + stage, micro) for loop in range(virtual_stages) for micro in micros]
+        + [(B, loop * stages + stage, micro) for loop in reversed(range(virtual_stages)) for micro in micros]
         for stage in range(stages)
     ]
 
 
 @register("gpipe", two_phases=True)
-def gpipe(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+def gpipe(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
     """Run all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
     # Per step, a stage's parameters are gathered at most twice and its gradients reduced once.
-    return breadth_first(stages, virtual, micro_batches)
+    return breadth_first(stages, virtual_stages, micro_batches)
 
 
 def _alternate(warm_up: int, forwards: Order, backwards: Order) -> Order:
@@ -116,7 +116,7 @@ def _alternate(warm_up: int, forwards: Order, backwards: Order) -> Order:
 
 
 @register("1f1b")
-def one_f_one_b(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+def one_f_one_b(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
     """Alternate one forward, one backward (PipeDream-flush, Narayanan et al., arXiv 2006.09503)."""
     # Stage r never holds more than p - r micro-batches. 3 stages and 4 micro-batches: a backward pass frees the
     # activation that the next forward pass needs.
@@ -134,9 +134,9 @@ def one_f_one_b(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     ]
 
 
-@register("interleaved", virtual=(2, None))
-def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """Run 1F1B over `virtual` chunks per stage, in turns by group (Narayanan et al., arXiv 2104.04473, 2.2).
+@register("interleaved", virtual_stages=(2, None))
+def interleaved(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
+    """Run 1F1B over `virtual_stages` chunks per stage, in turns by group (Narayanan et al., arXiv 2104.04473, 2.2).
 
     There, a group is p micro-batches, so m must be a multiple of p. Here m is split into m // p groups as even as
     possible (one if m < p): with groups of at least p no stage waits for the previous chunk to come round, and the
@@ -150,10 +150,10 @@ def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     cuts = [micro_batches * group // num_groups for group in range(num_groups + 1)]
     groups = [range(start, stop) for start, stop in pairwise(cuts)]
     largest = max(len(group) for group in groups)
-    loops = range(virtual)
+    loops = range(virtual_stages)
     return [
         _alternate(
-            2 * (stages - stage - 1) + (virtual - 1) * largest,
+            2 * (stages - stage - 1) + (virtual_stages - 1) * largest,
             [(F, loop * stages + stage, micro) for group in groups for loop in loops for micro in group],
             [(B, loop * stages + stage, micro) for group in groups for loop in reversed(loops) for micro in group],
         )
@@ -162,7 +162,7 @@ def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 
 @register("zb_h1")
-def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+def zb_h1(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
     """Run 1F1B with a split backward pass (ZB-H1, Qi et al., arXiv 2401.10241, 2.1)."""
     # Stage r computes weight gradients r micro-batches late: the input gradient leaves at once, and weight gradients
     # fill the end. 3 stages and 4 micro-batches: the later a stage, the sooner its last I and the more W remain for the
@@ -171,7 +171,7 @@ def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     #    stage 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
     #    stage 2   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     orders = []
-    for stage, one_f_one_b_order in enumerate(one_f_one_b(stages, virtual, micro_batches)):
+    for stage, one_f_one_b_order in enumerate(one_f_one_b(stages, virtual_stages, micro_batches)):
         order: Order = []
         for kind, chunk, micro in one_f_one_b_order:
             order.append((F if kind is F else I, chunk, micro))
@@ -182,8 +182,8 @@ def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     return orders
 
 
-@register("zb_v", virtual=(2, 2), v_shape=True)
-def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+@register("zb_v", virtual_stages=(2, 2), v_shape=True)
+def zb_v(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
     """Run two chunks per stage in a V with a split backward pass (ZB-V, Qi et al., arXiv 2401.10241)."""
     # V-ZB of arXiv 2405.15362: at most 2p chunk activations on any stage, as on the first stage of 1F1B. F and I are in
     # the order of ZB-V; `_fill` places W. Fewer than 2p - 1 micro-batches are the first of 2p - 1.

@@ -17,7 +17,7 @@ class Schedule:
 
     name: str
     stages: int
-    virtual: int
+    virtual_stages: int
     micro_batches: int
     stage_of: tuple[int, ...]
     """Stage of each chunk, in model order."""
@@ -29,7 +29,7 @@ class Schedule:
 
     def __hash__(self) -> int:
         """Hash the identifying numbers: hashing all actions would be slow."""
-        return hash((self.name, self.stages, self.virtual, self.micro_batches))
+        return hash((self.name, self.stages, self.virtual_stages, self.micro_batches))
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -64,35 +64,37 @@ class Schedule:
         return tuple(max(accumulate(of_stage)) for of_stage in changes)
 
 
-def chunk_stages(name: str, stages: int, virtual: int) -> tuple[int, ...]:
+def chunk_stages(name: str, stages: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the stage of each chunk, in model order."""
     down = tuple(range(stages))
-    return down + down[::-1] if SCHEDULES[name].v_shape else down * virtual
+    return down + down[::-1] if SCHEDULES[name].v_shape else down * virtual_stages
 
 
-def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
-    """Return schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
+def make_schedule(
+    name: str, stages: int, virtual_stages: int, micro_batches: int, reduce_each: bool = False
+) -> Schedule:
+    """Return schedule `name` for `stages` stages of `virtual_stages` chunks each and `micro_batches` micro-batches.
 
     `reduce_each` applies if the schedule allows it (`orders.reduces_each`). Raise `NumbersError`, with values that
     work, if there is no such schedule or it does not allow these numbers.
     """
     if name not in SCHEDULES:
         raise NumbersError(f"schedule {name}", f"unknown schedule; use one of {', '.join(sorted(SCHEDULES))}")
-    for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
+    for what, value in (("stages", stages), ("virtual_stages", virtual_stages), ("micro_batches", micro_batches)):
         if value < 1:
             raise NumbersError(f"schedule {name} with {what} = {value}", "must be at least 1")
     family = SCHEDULES[name]
-    least, most = family.virtual
-    if virtual < least or (most is not None and virtual > most):
+    least, most = family.virtual_stages
+    if virtual_stages < least or (most is not None and virtual_stages > most):
         allowed = f"{'exactly' if most == least else 'at least'} {least} chunk{'s' if least > 1 else ''}"
         raise NumbersError(
-            f"schedule {name} with virtual = {virtual}", f"{name} needs {allowed} per stage; use {least}"
+            f"schedule {name} with virtual_stages = {virtual_stages}", f"{name} needs {allowed} per stage; use {least}"
         )
-    stage_of = chunk_stages(name, stages, virtual)
-    orders = family.order(stages, virtual, micro_batches)
+    stage_of = chunk_stages(name, stages, virtual_stages)
+    orders = family.order(stages, virtual_stages, micro_batches)
     each = reduce_each and reduces_each(name)
     actions = tuple(tuple(_complete(order, stage_of, family.two_phases, each)) for order in orders)
-    return Schedule(name, stages, virtual, micro_batches, stage_of, actions, family.two_phases, each)
+    return Schedule(name, stages, virtual_stages, micro_batches, stage_of, actions, family.two_phases, each)
 
 
 def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_each: bool) -> Iterator[Action]:

@@ -158,7 +158,7 @@ def _round(schedule: Schedule) -> tuple[int, int]:
 
 @lru_cache(maxsize=100)
 def _longer(schedule: Schedule, more: int) -> list[Computation]:
-    numbers = schedule.stages, schedule.virtual, schedule.micro_batches + more
+    numbers = schedule.stages, schedule.virtual_stages, schedule.micro_batches + more
     return _computations(make_schedule(schedule.name, *numbers, schedule.reduce_each))[1]
 
 
@@ -201,7 +201,7 @@ def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
 def bubble_by_formula(
     name: str,
     stages: int,
-    virtual: int,
+    virtual_stages: int,
     micro_batches: int,
     forward: float = 1.0,
     backward_input: float = 1.0,
@@ -219,7 +219,7 @@ def bubble_by_formula(
     With m < p each round over the chunks (gpipe to breadth_first) takes p, not m; the zero-bubble schedules are as long
     as the path of the first micro-batch, and the others behind it, allows.
     """
-    p, v, m = stages, virtual, micro_batches
+    p, v, m = stages, virtual_stages, micro_batches
     whole = forward + backward_input + backward_weight
     if name in ("gpipe", "1f1b", "interleaved", "breadth_first"):
         makespan = ((v - 1) * max(m, p) + m + p - 1) * whole

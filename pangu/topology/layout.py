@@ -33,7 +33,7 @@ class Layout:
     zero: int = 0
     sequence: bool = False
     """Sequence parallelism: tensor-parallel ranks also shard the hidden states between the matrices."""
-    virtual: int = 1
+    virtual_stages: int = 1
     """Virtual stages: model chunks per pipeline stage."""
     zero_group: int = 0
     """Number of replicas that ZeRO shards over; 0: all."""
@@ -46,7 +46,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Raise `UserError` if a degree is out of range."""
-        degrees = (self.tensor, self.pipeline, self.data, self.virtual, self.context, self.expert)
+        degrees = (self.tensor, self.pipeline, self.data, self.virtual_stages, self.context, self.expert)
         if min(degrees) < 1 or self.zero not in range(4):
             raise UserError(f"{self}: degrees must be at least 1, and zero 0, 1, 2 or 3")
         assert self.expert_tensor in (0, 1, self.tensor), self
@@ -60,7 +60,7 @@ class Layout:
             data,
             config.zero,
             config.sequence,
-            config.virtual,
+            config.virtual_stages,
             config.zero_group or 0,
             config.context,
             config.expert,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 import shlex
@@ -29,6 +30,8 @@ from pangu.config.suggest import close_names
 from pangu.topology.launch import is_first_process
 from pangu.training.interrupts import ENDED, ending_at_once
 
+log = logging.getLogger("pangu")
+
 _OF_LAUNCHER = ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "max-restarts")
 """Options of torchrun, which belong before pretrain.py."""
 
@@ -45,7 +48,7 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
     def task(composed: DictConfig) -> None:
-        _end(lambda: train(_plain(composed), given_keys(overrides)))
+        _end(lambda: train(_with_new_names(composed, overrides), given_keys(overrides)))
 
     _end(lambda: refuse_long_integers(overrides))
     if any(word.startswith("-") for word in overrides):
@@ -100,11 +103,23 @@ def refuse_long_integers(words: Sequence[str]) -> None:
 
 def given_keys(words: Iterable[str]) -> set[str]:
     """Return the keys that words of a command line set, also as groups: `memory={recompute: full}`."""
-    keys, settings = set(), [word for word in words if "=" in word and not word.startswith("-")]
+    return {RENAMED.get(key, key) for key in _keys_in_order(words)}
+
+
+def _keys_in_order(words: Iterable[str]) -> Iterator[str]:
+    settings = [word for word in words if "=" in word and not word.startswith("-")]
     for override in OverridesParser.create().parse_overrides(settings):
         value, key = override.value(), override.key_or_group
-        keys |= {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else {key}
-    return {RENAMED.get(key, key) for key in keys}
+        yield from (f"{key}.{name}" for name in value) if isinstance(value, Mapping) else (key,)
+
+
+def _with_new_names(composed: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a composed configuration with new names for renamed keys; warn of old names on the first rank."""
+    old_names = set[str]()
+    values = with_new_names(_plain(composed), list(_keys_in_order(overrides)), old_names.add)
+    for old in sorted(old_names) if is_first_process() else ():
+        log.warning("%s is deprecated; set %s instead", old, RENAMED[old])
+    return values
 
 
 def _show(values: Mapping[str, Any]) -> None:
@@ -138,7 +153,7 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         with hydra.initialize_config_dir(str(configs), version_base="1.3"):
             composed = hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides])
-            return dict(with_new_names(_plain(composed)))
+            return _with_new_names(composed, overrides)
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
         word = str(error.override)
@@ -170,11 +185,12 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
         name, _, value = word.partition("=")
         ways = [shlex.quote(f"{name}={one}") for one in (f"[{value}]", _text(value))]
         raise UserError(f"{shown(word)}: several values; use {ways[0]} for a list, {ways[1]} for one string")
-    if key in groups or "/" in key or override.package:
-        options = [override.value()] if not isinstance(override.value(), list) else override.value()
-        if not override.is_delete() and not all(isinstance(option, (str, dict)) for option in options):
+    value = override.value()
+    if not isinstance(value, dict) and (key in groups or "/" in key or override.package):
+        options = value if isinstance(value, list) else [value]
+        if not override.is_delete() and not all(isinstance(option, str) for option in options):
             fix = f"use one of {', '.join(groups.get(key, ()))}"
-            raise ConfigError([Problem(key, override.value(), "must be the name of an option", fix)])
+            raise ConfigError([Problem(key, value, "must be the name of an option", fix)])
         return word
     return word if override.is_delete() or key.startswith("hydra.") else f"++{word.lstrip('+')}"
 

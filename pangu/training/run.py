@@ -54,7 +54,7 @@ from pangu.training.step import Trainer
 from pangu.training.summary import draw_pictures, finish
 from pangu.training.validation import Benchmarks, Validation, in_training
 from pangu.training.watchdog import Watchdog, place_of
-from pangu.zero.states import fullest_states, held_bytes, plan_states
+from pangu.zero.states import held_bytes, peak_states, plan_states
 
 log = logging.getLogger("pangu")
 
@@ -120,7 +120,7 @@ def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
     frozen = count_frozen(config.model, config.train.frozen)
-    log.info(describe(config, layout, None if config.dry_run else fullest_states(config, layout, stages.of)))
+    log.info(describe(config, layout, None if config.dry_run else peak_states(config, layout, stages.of)))
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
     if layout.pipeline > 1:

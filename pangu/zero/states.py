@@ -105,7 +105,7 @@ def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, i
     return total
 
 
-def fullest_states(config: RunConfig, layout: Layout, parts_of: Callable[[int], Mapping[int, ModelPart]]) -> StatePlan:
+def peak_states(config: RunConfig, layout: Layout, parts_of: Callable[[int], Mapping[int, ModelPart]]) -> StatePlan:
     """Return the plan of the rank that keeps most, given the parts of each stage."""
     # This is the first rank of a stage: the others have more of the padding.
     firsts = [layout.rank(Coordinates(pipeline=stage, data=0, tensor=0)) for stage in range(layout.pipeline)]

@@ -94,7 +94,7 @@ def train(rank: int, world: int, layout: Layout, schedule: str, folder: Any) -> 
         put(*arguments)
 
     shared = mesh if layout.tensor > 1 else None
-    each = CHUNKS // (layout.pipeline * layout.virtual)
+    each = CHUNKS // (layout.pipeline * layout.virtual_stages)
     makers = [partial(several, range(first, first + each), shared) for first in range(0, CHUNKS, each)]
     pipeline = pangu.Pipeline(makers, mesh, MICRO * 2 // layout.data, schedule)
     sgd = torch.optim.SGD([{"params": pipeline.sharded.main_parameters()}], lr=0.1)
@@ -130,9 +130,9 @@ def several(numbers: range, mesh: Mesh | None) -> nn.Module:
     [
         (Layout(pipeline=1), "1f1b"),
         (Layout(pipeline=2), "zb_h1"),
-        (Layout(pipeline=2, virtual=2), "zb_v"),
+        (Layout(pipeline=2, virtual_stages=2), "zb_v"),
         (Layout(pipeline=2, data=2, zero=3), "zb_h1"),
-        (Layout(pipeline=2, virtual=2, data=2, zero=3), "interleaved"),
+        (Layout(pipeline=2, virtual_stages=2, data=2, zero=3), "interleaved"),
         (Layout(pipeline=2, data=2, zero=2), "gpipe"),
         (Layout(pipeline=2, tensor=2), "zb_h1"),
     ],
@@ -201,7 +201,7 @@ TWO = [torch.zeros(3, 2)] * 2
             partial(nn.Linear, 2, 2),
             TWO,
             "zb_v",
-            "with virtual = 1: zb_v needs exactly 2 chunks per stage; use 2",
+            "with virtual_stages = 1: zb_v needs exactly 2 chunks per stage; use 2",
         ),
         (partial(nn.Linear, 2, 2), TWO, "zb", "schedule zb: unknown schedule; use one of 1f1b, "),
         (partial(nn.Linear, 2, 2), TWO[:1], "1f1b", "1 inputs, 1 targets: the schedule has 2 micro-batches"),

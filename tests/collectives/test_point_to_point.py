@@ -28,15 +28,15 @@ def groups_of(rank: int, world: int, layout: Layout, channels: list[Channel]) ->
     [
         ("1f1b", Layout(pipeline=4)),
         ("1f1b", Layout(pipeline=3, data=2)),
-        ("interleaved", Layout(pipeline=2, virtual=2)),
-        ("interleaved", Layout(pipeline=3, virtual=2)),  # a ring that two rounds do not make
-        ("zb_v", Layout(pipeline=4, virtual=2)),
+        ("interleaved", Layout(pipeline=2, virtual_stages=2)),
+        ("interleaved", Layout(pipeline=3, virtual_stages=2)),  # a ring that two rounds do not make
+        ("zb_v", Layout(pipeline=4, virtual_stages=2)),
     ],
     ids=str,
 )
 def test_a_channel_is_a_group_of_two(ranks: Ranks, schedule: str, layout: Layout) -> None:
     """The same one on both sides, and no other channel's: not that of the other direction, nor of another pair."""
-    channels = make_schedule(schedule, layout.pipeline, layout.virtual, 2 * layout.pipeline).channels
+    channels = make_schedule(schedule, layout.pipeline, layout.virtual_stages, 2 * layout.pipeline).channels
     made = ranks.run(layout.world, groups_of, layout, channels)
     names: dict[str, tuple[Channel, int]] = {}
     for rank, groups in enumerate(made):

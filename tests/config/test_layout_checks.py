@@ -13,11 +13,13 @@ from tests.config.test_checks import problems
 from tests.configs import config
 
 CONTRADICTIONS = {
-    "parallel.virtual=0": "parallel.virtual = 0: must be at least 1",
-    "parallel.pipeline=2 parallel.virtual=9": "parallel.pipeline x parallel.virtual = 18: each chunk needs",
-    "parallel.pipeline=2 parallel.virtual=2 parallel.schedule=interleaved memory.offload=[activations]": (
+    "parallel.virtual_stages=0": "parallel.virtual_stages = 0: must be at least 1",
+    "parallel.pipeline=2 parallel.virtual_stages=9": (
+        "parallel.pipeline x parallel.virtual_stages = 18: each chunk needs"
+    ),
+    "parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=interleaved memory.offload=[activations]": (
         "memory.offload = [activations]: the last layer of a chunk is not offloaded, and no chunk of model.layers = 4 "
-        "has two; use [], or a smaller parallel.pipeline x parallel.virtual"
+        "has two; use [], or a smaller parallel.pipeline x parallel.virtual_stages"
     ),
     "parallel.zero_group=2": "parallel.zero_group = 2: parallel.zero = 0 shards nothing",
     "parallel.context=0": "parallel.context = 0: must be at least 1",

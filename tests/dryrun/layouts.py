@@ -42,11 +42,11 @@ LAYOUTS = (
     "parallel.context=2 parallel.context_kind=ring parallel.data=2 parallel.zero=3 batch.global_size=4 precision=bf16 "
     "model.attention=flash data.packing.reset_mask=true data.packing.eod=3",
     "parallel.pipeline=2 parallel.schedule=gpipe model.tied_head=true",
-    "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=interleaved",
-    "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=breadth_first parallel.data=2 "
+    "parallel.pipeline=2 parallel.virtual_stages=2 model.layers=4 parallel.schedule=interleaved",
+    "parallel.pipeline=2 parallel.virtual_stages=2 model.layers=4 parallel.schedule=breadth_first parallel.data=2 "
     "parallel.zero=3",
     "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
-    "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=zb_v model.positions=relative",
+    "parallel.pipeline=2 parallel.virtual_stages=2 model.layers=4 parallel.schedule=zb_v model.positions=relative",
     "batch.global_size=8 parallel.pipeline=2 parallel.data=2 parallel.zero=2 parallel.tensor=2",
     "optimizer=lamb parallel.data=2 parallel.zero=2",
     "batch.global_size=2 optimizer=lamb parallel.tensor=2 precision=fp16",

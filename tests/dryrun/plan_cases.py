@@ -40,7 +40,10 @@ def chosen_of(case: Case) -> tuple[dict[str, Any], Chosen]:
     words = [word for word in SIZES if case["experts"] != "null" or "expert" not in word]
     keys = [
         *("model=pangu_quickstart", "data=synthetic", *model, *words, *own),
-        *(f"parallel.{name}={getattr(layout, name)}" for name in ("tensor", "pipeline", "virtual", "data", "context")),
+        *(
+            f"parallel.{name}={getattr(layout, name)}"
+            for name in ("tensor", "pipeline", "virtual_stages", "data", "context")
+        ),
         f"parallel.zero={layout.zero}",
         f"parallel.zero_group={case['zero_group']}",
         f"parallel.sequence={case['sequence']}",

@@ -103,5 +103,5 @@ def test_what_a_layout_needs_is_confirmed_by_few_micro_batches_of_it(process: Sh
     chosen = configured(where.config, plan)
     report = process.report({**asdict(chosen), "dry_run": True}, 0)
     assert shortest(plan) < 12
-    assert found.fullest == pytest.approx(report["peak"] / 2**30 + cluster.memory.overhead_gib(report["groups"]), 1e-3)
-    assert found.fullest == pytest.approx(max(stage.total for stage in found.memory), 0.02)
+    assert found.peak_gib == pytest.approx(report["peak"] / 2**30 + cluster.memory.overhead_gib(report["groups"]), 1e-3)
+    assert found.peak_gib == pytest.approx(max(stage.total for stage in found.memory), 0.02)

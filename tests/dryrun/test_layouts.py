@@ -48,8 +48,8 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
         "parallel.data=2 parallel.zero=2 batch.global_size=10",
         "parallel.pipeline=2 batch.global_size=8 data.packing.reset_mask=true data.packing.eod=3",
         "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=16",
-        "parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 model.layers=4 parallel.data=2 parallel.zero=2 "
-        "batch.global_size=16",
+        "parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual_stages=2 model.layers=4 parallel.data=2 "
+        "parallel.zero=2 batch.global_size=16",
         # one reduction in a micro-batch: those of two are in flight before the next one is at its fullest
         "parallel.pipeline=2 model.layers=4 parallel.data=2 parallel.zero=2 batch.global_size=16 "
         "train.frozen=[embedding.*,layers.0.*] parallel.bucket_mib=1",

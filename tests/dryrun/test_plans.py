@@ -49,7 +49,7 @@ FROZEN = "train.frozen=[embedding.*,layers.0.*,layers.1.*]"
         "memory.offload=[activations] memory.recompute=full",
         "memory.offload=[activations] parallel.pipeline=2 parallel.schedule=zb_h1",
         "memory.offload=[activations] parallel.pipeline=3",
-        "memory.offload=[activations] parallel.pipeline=2 parallel.virtual=2 parallel.schedule=interleaved",
+        "memory.offload=[activations] parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=interleaved",
         "memory.offload=[activations] model.experts=4 model.kind=gpt",
         f"memory.offload=[activations] {FROZEN}",
         f"memory.offload=[activations] parallel.pipeline=2 {FROZEN}",
@@ -69,7 +69,7 @@ def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A stage of zb_v has both ends of the model; of the second cut only the chunk with the head is new."""
-    keys = "parallel.pipeline=2 parallel.virtual=2 parallel.schedule=zb_v model.layers=6 model.tied_head=true"
+    keys = "parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=zb_v model.layers=6 model.tied_head=true"
     chosen = choose_layout(values(keys), 1)
     cuts = [plan_of(*chosen)._replace(layers=layers) for layers in ((1, 2, 2, 1), (1, 1, 1, 3))]
     planned = []

@@ -47,7 +47,7 @@ def test_a_dry_run_prints_the_fullest_device() -> None:
     assert done.returncode == 0, done.stderr
     for words in (
         "not seen     compile=true: counted without compilation",
-        "fullest      rank 0",
+        "peak on      rank 0",
         "host waits",
         "races        0 races",
         "cluster=NAME",

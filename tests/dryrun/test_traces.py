@@ -37,7 +37,7 @@ def differences(configurations: list[dict[str, Any]]) -> list[list[str]]:
 def test_modules_do_the_same_at_every_zero_stage() -> None:
     """What is measured without sharding holds for all stages, replicas, sizes of buckets and schedules."""
     keys = "model.layers=6 batch.global_size=16 parallel.data=2 parallel.pipeline=2"
-    schedules = ("gpipe", "1f1b", "zb_h1", "interleaved parallel.virtual=2", "zb_v parallel.virtual=2")
+    schedules = ("gpipe", "1f1b", "zb_h1", "interleaved parallel.virtual_stages=2", "zb_v parallel.virtual_stages=2")
     layouts = [f"{keys} parallel.zero={zero} parallel.schedule=1f1b" for zero in (0, 1, 2, 3)]
     layouts += [f"{keys} parallel.zero=2 parallel.schedule={schedule}" for schedule in schedules]
     found = differences([values(layout) for layout in layouts])

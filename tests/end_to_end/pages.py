@@ -113,7 +113,7 @@ def _few(overrides: list[str], processes: int) -> tuple[str, ...]:
         parallel.expert, processes // (parallel.tensor * parallel.pipeline * parallel.context)
     )
     stages = min(parallel.pipeline, STAGES)
-    chunks = stages * parallel.virtual
+    chunks = stages * parallel.virtual_stages
     few = {
         "model.layers": chunks if chunks > 1 else LAYERS,
         "parallel.pipeline": stages,

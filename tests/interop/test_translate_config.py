@@ -157,7 +157,7 @@ def test_experts_pipeline_and_recompute_of_megatron() -> None:
     assert model.ffn == int(4 * 64 * 2 / 3 / 64) * 64
     assert model.rope_scaling is not None
     assert model.rope_scaling.factor == 8.0
-    assert (parallel.schedule, parallel.virtual, parallel.context_kind) == ("interleaved", 2, "ulysses")
+    assert (parallel.schedule, parallel.virtual_stages, parallel.context_kind) == ("interleaved", 2, "ulysses")
     assert (translated.memory.recompute, translated.optimizer.clip, translated.precision.reduce) == (3, None, "bf16")
     assert (translated.train.steps, schedule.shape, schedule.decay_steps, schedule.warmup_steps) == (100, "wsd", 20, 10)
 
@@ -181,7 +181,7 @@ def test_torchtitan() -> None:
     translated = built(done, "data.train=[/data/web]")
     parallel = translated.parallel
     assert (parallel.data, parallel.zero, parallel.zero_group, parallel.sequence) == (16, 2, 8, True)
-    assert (parallel.schedule, parallel.virtual, translated.batch.micro_size) == ("interleaved", 2, 1)
+    assert (parallel.schedule, parallel.virtual_stages, translated.batch.micro_size) == ("interleaved", 2, 1)
     assert (translated.precision.matmul, translated.memory.recompute) == ("fp8", 4)
     assert (translated.lr_schedule.shape, translated.lr_schedule.decay_steps) == ("wsd", 800)
     assert translated.lr_schedule.min_lr == pytest.approx(3e-5)

@@ -212,7 +212,7 @@ def layout_of(case: Case) -> Layout:
         data=int(case["data"]),
         zero=int(case["zero"]),
         sequence=case["sequence"] == "true",
-        virtual=CHUNKS[case["schedule"]],
+        virtual_stages=CHUNKS[case["schedule"]],
         zero_group=zero_group(case),
         context=int(case["context"]),
         expert=int(case["expert"]),
@@ -228,8 +228,8 @@ def sequences(*cases: Case) -> int:
 def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
     """What one process is told too, and what only the layout is told; the same model and global batch as `others`."""
     layouts = [layout_of(one) for one in (case, *others)]
-    chunks = layouts[0].pipeline * layouts[0].virtual
-    layers = max(3, *(layout.pipeline * layout.virtual + 1 for layout in layouts))
+    chunks = layouts[0].pipeline * layouts[0].virtual_stages
+    layers = max(3, *(layout.pipeline * layout.virtual_stages + 1 for layout in layouts))
     model = [
         *OVERRIDES,
         "model.hidden=48",

@@ -81,7 +81,7 @@ def parallel_keys(layout: Layout) -> tuple[str, ...]:
     return (
         f"parallel.tensor={layout.tensor}",
         f"parallel.pipeline={layout.pipeline}",
-        f"parallel.virtual={layout.virtual}",
+        f"parallel.virtual_stages={layout.virtual_stages}",
         f"parallel.data={layout.data}",
         f"parallel.context={layout.context}",
         f"parallel.sequence={sequence}",

@@ -222,18 +222,18 @@ def layouts() -> Iterator[Layout]:
         if tensor * pipeline * data * context > 4:
             continue
         replicas = data * context
-        for virtual in (1, 2) if pipeline == 2 else (1,):
+        for virtual_stages in (1, 2) if pipeline == 2 else (1,):
             for sequence in (False, True) if tensor > 1 else (False,):
                 for zero in range(4) if replicas > 1 else (0,):
                     for group in (0, 2) if replicas == 4 and zero else (0,):
-                        yield Layout(tensor, pipeline, data, zero, sequence, virtual, group, context)
+                        yield Layout(tensor, pipeline, data, zero, sequence, virtual_stages, group, context)
 
 
 LAYOUTS = tuple(layouts())
 
 
 def words(layout: Layout, optimizer: str) -> tuple[str, ...]:
-    schedule = "interleaved" if layout.virtual > 1 else "1f1b"
+    schedule = "interleaved" if layout.virtual_stages > 1 else "1f1b"
     more = (micro_size(layout), f"optimizer={optimizer}", f"parallel.schedule={schedule}")
     return (*MODEL, "precision=fp64", *more)
 

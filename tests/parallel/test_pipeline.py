@@ -20,7 +20,7 @@ def test_narrow_formats_follow_one_process(ranks: Ranks, precision: str, roundin
     """The same operations on the same numbers: bit for bit the first loss. Gradients of a table that two stages share
     are added in another order, which moves later losses by a few roundings of the weights."""
     overrides = (*MODEL, f"precision={precision}", "model.layers=5", "batch.global_size=4")
-    layout = Layout(pipeline=2, virtual=CHUNKS[schedule])
+    layout = Layout(pipeline=2, virtual_stages=CHUNKS[schedule])
     ours = ranks.run(2, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}")[0]["results"]
     one = one_process(3, *overrides)["results"]
     assert ours[0].loss == one[0].loss

@@ -30,7 +30,7 @@ def kept(rank: int, world: int, layout: Layout, *overrides: str) -> int:
         (Layout(), ("memory.recompute=full", "loss.chunk=5", "memory.offload=[activations]")),
         (Layout(tensor=2, sequence=True), ("memory.recompute=selective", "parallel.overlap_chunks=3")),
         (Layout(data=2, zero=3), ("optimizer=lamb", "memory.offload=[optimizer,parameters]")),
-        (Layout(pipeline=2, virtual=2), ("parallel.schedule=zb_v", "model.layers=5")),
+        (Layout(pipeline=2, virtual_stages=2), ("parallel.schedule=zb_v", "model.layers=5")),
     ],
     ids=str,
 )

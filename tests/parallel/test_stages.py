@@ -49,10 +49,10 @@ def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 5), (4, 3), (4, 6)])
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_a_stage_holds_what_the_formula_says(ranks: Ranks, schedule: str, stages: int, micro_batches: int) -> None:
-    virtual = CHUNKS[schedule]
+    virtual_stages = CHUNKS[schedule]
     overrides = (f"parallel.schedule={schedule}", f"batch.global_size={micro_batches}", "model.layers=8")
-    alive = ranks.run(stages, most_alive, Layout(pipeline=stages, virtual=virtual), *overrides)
-    assert tuple(alive) == peak_live(schedule, stages, virtual, micro_batches)
+    alive = ranks.run(stages, most_alive, Layout(pipeline=stages, virtual_stages=virtual_stages), *overrides)
+    assert tuple(alive) == peak_live(schedule, stages, virtual_stages, micro_batches)
 
 
 def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) -> list[bool]:
@@ -81,11 +81,11 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
 
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_what_is_sent_is_freed_before_its_backward(ranks: Ranks, schedule: str) -> None:
-    virtual = CHUNKS[schedule]
+    virtual_stages = CHUNKS[schedule]
     overrides = (f"parallel.schedule={schedule}", "batch.global_size=4", "model.layers=8", "model.residual_scores=true")
-    free = ranks.run(2, outputs_at_backward, Layout(pipeline=2, virtual=virtual), *overrides)
+    free = ranks.run(2, outputs_at_backward, Layout(pipeline=2, virtual_stages=virtual_stages), *overrides)
     # two tensors for each micro-batch and each chunk but the last, or the one that hands over within its stage
-    assert sum(map(len, free)) == 2 * 4 * (2 if schedule == "zb_v" else 2 * virtual - 1)
+    assert sum(map(len, free)) == 2 * 4 * (2 if schedule == "zb_v" else 2 * virtual_stages - 1)
     assert all(map(all, free))
 
 

@@ -31,9 +31,9 @@ CASES = [
     (Layout(data=2, zero=3), "1f1b", "fp32", "train.frozen=[layers.1.*]"),
     (Layout(data=4, zero=3, zero_group=2), "1f1b", "fp32", "parallel.overlap=false"),
     (Layout(tensor=2, data=2, zero=2, sequence=True), "1f1b", "fp32", "optimizer=lamb"),
-    *((Layout(pipeline=2, virtual=CHUNKS[name]), name, "fp32", "model.residual_scores=true") for name in CHUNKS),
-    (Layout(pipeline=2, tensor=2, virtual=2), "zb_v", "bf16", "loss.chunk=5"),
-    (Layout(pipeline=2, data=2, zero=3, virtual=2), "breadth_first", "bf16", "model.tied_head=false"),
+    *((Layout(pipeline=2, virtual_stages=CHUNKS[name]), name, "fp32", "model.residual_scores=true") for name in CHUNKS),
+    (Layout(pipeline=2, tensor=2, virtual_stages=2), "zb_v", "bf16", "loss.chunk=5"),
+    (Layout(pipeline=2, data=2, zero=3, virtual_stages=2), "breadth_first", "bf16", "model.tied_head=false"),
 ]
 
 

@@ -14,7 +14,7 @@ from pangu.pipeline.stages import plan_stages
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-from pangu.zero.states import StatePlan, fullest_states, held_bytes, plan_states
+from pangu.zero.states import StatePlan, held_bytes, peak_states, plan_states
 from pangu.zero.unshard import Unsharder
 from tests.collective_counter import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, counted
 from tests.configs import tiny
@@ -112,9 +112,9 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         (Layout(data=2, zero=3), ("train.frozen=[embedding.*,layers.0.*]",)),
         (Layout(pipeline=2, data=2, zero=3), ("parallel.schedule=1f1b",)),
         (Layout(pipeline=3, data=2, zero=3), ("parallel.schedule=1f1b", "model.layers=3")),  # one layer on each stage
-        (Layout(pipeline=2, virtual=2, data=2, zero=3), ("parallel.schedule=breadth_first", "model.layers=4")),
+        (Layout(pipeline=2, virtual_stages=2, data=2, zero=3), ("parallel.schedule=breadth_first", "model.layers=4")),
         (
-            Layout(pipeline=2, virtual=2, data=2, zero=3),
+            Layout(pipeline=2, virtual_stages=2, data=2, zero=3),
             ("parallel.schedule=interleaved", "model.layers=8", "model.positions=relative"),
         ),
         (Layout(pipeline=2, data=2, zero=2), ("parallel.layers=[1,2]", "train.frozen=[embedding.*,layers.0.*]")),
@@ -164,4 +164,4 @@ def test_the_fullest_stage_may_be_any_with_experts() -> None:
     layout = Layout(pipeline=8)
     each = [sum(plan_of(config, layout, rank).bytes.values()) for rank in range(8)]
     assert max(each) == each[1] == each[5] > each[6]
-    assert sum(fullest_states(config, layout, plan_stages(config, layout).of).bytes.values()) == max(each)
+    assert sum(peak_states(config, layout, plan_stages(config, layout).of).bytes.values()) == max(each)

@@ -42,7 +42,7 @@ def test_without_a_list_the_keys_are_the_layout() -> None:
 
 
 def test_a_schedule_that_does_not_go_with_the_stages_is_passed_over() -> None:
-    keys = ("parallel.layouts=[{pipeline:2,virtual:2},{pipeline:2}]", "model.layers=4")
+    keys = ("parallel.layouts=[{pipeline:2,virtual_stages:2},{pipeline:2}]", "model.layers=4")
     assert choose_layout(asdict(tiny(*keys)), 2).layout == Layout(pipeline=2)
 
 

@@ -160,6 +160,6 @@ def record(rank: int, world: int, layout: Layout, *overrides: str) -> None:
 )
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_the_table_is_what_is_done(ranks: Ranks, schedule: str, layout: Layout) -> None:
-    layout = replace(layout, virtual=CHUNKS[schedule])
+    layout = replace(layout, virtual_stages=CHUNKS[schedule])
     overrides = (f"parallel.schedule={schedule}", f"batch.global_size={3 * layout.data}", "model.layers=5")
     ranks.run(layout.world, record, layout, *overrides)

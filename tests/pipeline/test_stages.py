@@ -19,25 +19,25 @@ from tests.configs import tiny
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("parallel.virtual=2", ["parallel.virtual = 2: 1f1b needs exactly 1 chunk per stage; use 1"]),
+        ("parallel.virtual_stages=2", ["parallel.virtual_stages = 2: 1f1b needs exactly 1 chunk per stage; use 1"]),
         (
             "parallel.schedule=interleaved",
-            ["parallel.virtual = 1: interleaved needs at least 2 chunks per stage; use 2"],
+            ["parallel.virtual_stages = 1: interleaved needs at least 2 chunks per stage; use 2"],
         ),
-        ("parallel.schedule=zb_v", ["parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; use 2"]),
+        ("parallel.schedule=zb_v", ["parallel.virtual_stages = 1: zb_v needs exactly 2 chunks per stage; use 2"]),
         (
             "parallel.layers=[1,2]",
             ["parallel.layers = [1, 2]: must add up to the model's 5 layers, not 3; use null"],
         ),
         ("parallel.layers=[5]", ["parallel.layers = [5]: must be 2 numbers, one for each chunk; use null"]),
         (
-            "parallel.schedule=zb_v parallel.virtual=3 model.layers=6",
-            ["parallel.virtual = 3: zb_v needs exactly 2 chunks per stage; use 2"],
+            "parallel.schedule=zb_v parallel.virtual_stages=3 model.layers=6",
+            ["parallel.virtual_stages = 3: zb_v needs exactly 2 chunks per stage; use 2"],
         ),
         (
             "parallel.schedule=zb_v parallel.layers=[5]",
             [
-                "parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; use 2",
+                "parallel.virtual_stages = 1: zb_v needs exactly 2 chunks per stage; use 2",
                 "parallel.layers = [5]: must be 2 numbers, one for each chunk; use null",
             ],
         ),
@@ -47,7 +47,7 @@ def test_all_problems_at_once_in_the_words_of_the_keys(overrides: str, expected:
     config = tiny("model.layers=5", "parallel.pipeline=2", *overrides.split())
     check(config, world=2)
     with pytest.raises(ConfigError) as told:
-        plan_stages(config, Layout(pipeline=2, virtual=config.parallel.virtual))
+        plan_stages(config, Layout(pipeline=2, virtual_stages=config.parallel.virtual_stages))
     assert [str(problem) for problem in told.value.problems] == expected
 
 

@@ -97,7 +97,7 @@ def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, 
     ],
 )
 def test_chunks_that_are_not_told(values: dict[str, str], chunks: set[int], tmp_path: Path) -> None:
-    assert {setup.layout.virtual for setup in row(tmp_path, **values).setups} == chunks
+    assert {setup.layout.virtual_stages for setup in row(tmp_path, **values).setups} == chunks
 
 
 def test_stages_are_cut_by_what_they_compute() -> None:

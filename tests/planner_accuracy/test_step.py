@@ -37,7 +37,7 @@ def setup(
     schedule: str = "1f1b",
 ) -> Setup:
     """The model of 22B with an even number of layers in each chunk."""
-    chunks = layout.pipeline * layout.virtual
+    chunks = layout.pipeline * layout.virtual_stages
     return Setup(GPT_22B, system, layout, recompute, 4, micros, schedule, (48 // chunks,) * chunks)
 
 
@@ -108,13 +108,17 @@ def test_a_chunk_may_have_no_layer() -> None:
     assert middle == 0 < last < first
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 3)])
 @pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 8), (4, 16), (4, 1)])
-def test_closed_forms_are_what_the_simulator_finds(schedule: str, virtual: int, stages: int, micros: int) -> None:
-    one = setup(Layout(pipeline=stages, virtual=virtual), micros=micros, schedule=schedule)
-    exact = simulate(make_schedule(schedule, stages, virtual, micros), Durations())
-    assert makespan(np.full((stages, 4), [virtual, 0, virtual, virtual]), one, 0.0) == pytest.approx(exact.makespan)
-    held = in_flight(schedule, stages, virtual, micros)
+def test_closed_forms_are_what_the_simulator_finds(
+    schedule: str, virtual_stages: int, stages: int, micros: int
+) -> None:
+    one = setup(Layout(pipeline=stages, virtual_stages=virtual_stages), micros=micros, schedule=schedule)
+    exact = simulate(make_schedule(schedule, stages, virtual_stages, micros), Durations())
+    assert makespan(
+        np.full((stages, 4), [virtual_stages, 0, virtual_stages, virtual_stages]), one, 0.0
+    ) == pytest.approx(exact.makespan)
+    held = in_flight(schedule, stages, virtual_stages, micros)
     assert [moments.sum(1).max() for moments in held] == pytest.approx(exact.schedule.peak_live())
 
 

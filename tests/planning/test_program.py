@@ -22,9 +22,9 @@ CONFIG = config("+config=pangu_2_6b", "model.layers=8")
 
 def plan_of(schedule: str, zero: int, micro_batches: int) -> Plan:
     """A layout of four stages."""
-    virtual = SCHEDULES[schedule].virtual[0]
-    layers = (8 // (4 * virtual),) * (4 * virtual)
-    return Plan(1, 4, virtual, 2, 1, zero, False, "none", 1, micro_batches, schedule, layers)
+    virtual_stages = SCHEDULES[schedule].virtual_stages[0]
+    layers = (8 // (4 * virtual_stages),) * (4 * virtual_stages)
+    return Plan(1, 4, virtual_stages, 2, 1, zero, False, "none", 1, micro_batches, schedule, layers)
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

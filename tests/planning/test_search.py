@@ -179,7 +179,7 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
     for one in found.best:
         assert not layout_problems(with_layout(where, one.plan), 64)
         assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
-        assert one.fullest <= 79.2
+        assert one.peak_gib <= 79.2
         assert sum(one.plan.layers) == where.config.model.layers
 
 
@@ -232,13 +232,13 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     assert "http" not in written
 
 
-@pytest.mark.parametrize("given", ["memory.recompute=3", "memory.recompute=selective", "parallel.virtual=2"])
+@pytest.mark.parametrize("given", ["memory.recompute=3", "memory.recompute=selective", "parallel.virtual_stages=2"])
 def test_other_keys_that_are_given_stay_too(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, *PLAN, given, "--json", "--top", "2")
     assert status == 0
     for one in json.loads(out)["best"]:
         assert given in one["overrides"]
-        assert given != "parallel.virtual=2" or "parallel.schedule=1f1b" not in one["overrides"]
+        assert given != "parallel.virtual_stages=2" or "parallel.schedule=1f1b" not in one["overrides"]
 
 
 def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def test_stages_in_a_v_with_scores() -> None:
         "parallel.layers=[2,2,2,1]",
         "parallel.tensor=2",
     )
-    layout = Layout(tensor=2, pipeline=2, virtual=2)
+    layout = Layout(tensor=2, pipeline=2, virtual_stages=2)
     first, second = view_stages(config, layout, plan_stages(config, layout))
     assert first.chunks == ("embedding, layers 0-1", "layer 6, head")
     assert second.chunks == ("layers 2-3", "layers 4-5")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 
-def peak_live(name: str, stages: int, virtual: int, micro_batches: int) -> tuple[int, ...] | None:
+def peak_live(name: str, stages: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...] | None:
     """Most activations that each stage holds (of one chunk and one micro-batch); None if there is no formula.
 
     Counted from forward to backward, or to the weight gradient where the backward is split (Schedule.peak_live).
     """
-    p, v, m = stages, virtual, micro_batches
+    p, v, m = stages, virtual_stages, micro_batches
     match name:
         case "gpipe" | "breadth_first":
             return (v * m,) * p

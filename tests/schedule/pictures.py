@@ -19,7 +19,7 @@ STAGES, MICRO_BATCHES = 4, 8
 
 def draw_schedule(name: str, folder: Path) -> Path:
     """Draw a schedule, with two chunks if it takes several; forward and both parts of backward take equal times."""
-    least, most = SCHEDULES[name].virtual
+    least, most = SCHEDULES[name].virtual_stages
     schedule = make_schedule(name, STAGES, least if most is not None else 2, MICRO_BATCHES)
     draw(simulate(schedule, Durations()), folder / name, "simulated")
     (folder / f"{name}.png").unlink()

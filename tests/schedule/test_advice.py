@@ -15,7 +15,7 @@ def test_a_large_bubble_is_warned_of_with_numbers() -> None:
         f"pipeline     1f1b, 4 stages, 4 micro-batches: bubble 42.9%, {held}: 4, 3, 2, 1 by stage",
         "warning: the pipeline is idle 42.9% of the time; 28 micro-batches would make it 9.7%: use a "
         "smaller batch.micro_size or larger batch.global_size",
-        "warning: parallel.schedule=zb_v parallel.virtual=2 would be 55.6% faster: zb_v, 4 stages of 2 chunks, "
+        "warning: parallel.schedule=zb_v parallel.virtual_stages=2 would be 55.6% faster: zb_v, 4 stages of 2 chunks, "
         f"4 micro-batches: bubble 11.1%, {held}: 4 on each stage",
     ]
 
@@ -23,6 +23,11 @@ def test_a_large_bubble_is_warned_of_with_numbers() -> None:
 def test_too_few_layers_for_two_chunks() -> None:
     lines = advise(make_schedule("1f1b", 4, 1, 4), Durations(), num_layers=7, micro_size=2)
     assert [line.split()[1] for line in lines if "faster" in line] == ["parallel.schedule=zb_h1"]
+
+
+def test_a_faster_schedule_with_fewer_chunks_names_their_number() -> None:
+    lines = advise(make_schedule("interleaved", 4, 2, 8), Durations(), num_layers=7, micro_size=1)
+    assert "parallel.schedule=zb_h1 parallel.virtual_stages=1 would be" in lines[2]
 
 
 def test_fewer_micro_batches_than_stages() -> None:

@@ -27,10 +27,10 @@ def rows(name: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def step(name: str, row: Row, virtual: int = 1) -> Timeline:
+def step(name: str, row: Row, virtual_stages: int = 1) -> Timeline:
     """A step with the times of tables 5 and 6: milliseconds of a stage, T_B being the input's gradient alone."""
-    forward, to_input, to_weight = (float(row[key]) / virtual for key in ("T_F", "T_B", "T_W"))
-    schedule = make_schedule(name, int(row["stages"]), virtual, int(row["microbatches"]))
+    forward, to_input, to_weight = (float(row[key]) / virtual_stages for key in ("T_F", "T_B", "T_W"))
+    schedule = make_schedule(name, int(row["stages"]), virtual_stages, int(row["microbatches"]))
     return simulate(schedule, Durations(forward, to_input, to_weight, float(row["T_comm"])))
 
 
@@ -58,7 +58,7 @@ def test_interleaved_of_tables_5_and_6() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "name", "virtual"),
+    ("column", "name", "virtual_stages"),
     [
         ("gpipe_sim", "gpipe", 1),
         ("1f1b_sim", "1f1b", 1),
@@ -66,11 +66,11 @@ def test_interleaved_of_tables_5_and_6() -> None:
         ("zbh1_sim", "zb_h1", 1),
     ],
 )
-def test_formulas_and_simulations_with_equal_times(column: str, name: str, virtual: int) -> None:
+def test_formulas_and_simulations_with_equal_times(column: str, name: str, virtual_stages: int) -> None:
     """F = I = W."""
     for row in rows("bubble_formula_vs_sim.csv"):
         if row[column]:
-            timeline = simulate(make_schedule(name, int(row["K"]), virtual, int(row["M"])), Durations())
+            timeline = simulate(make_schedule(name, int(row["K"]), virtual_stages, int(row["M"])), Durations())
             assert round(timeline.bubble, 4) == float(row[column]), row
             if name in ("gpipe", "1f1b"):
                 assert round(timeline.bubble, 4) == float(row["formula"]), row

@@ -25,7 +25,7 @@ def computing(schedule: Schedule, stage: int) -> str:
 
 
 def virtuals(name: str) -> range:
-    least, most = SCHEDULES[name].virtual
+    least, most = SCHEDULES[name].virtual_stages
     return range(least, (most or 4) + 1)
 
 
@@ -64,7 +64,7 @@ def test_any_times_keep_the_order_and_lose_no_work(name: str, p: int, m: int, da
         for kind, chunk in needs(action.kind, action.chunk, len(schedule.stage_of)):
             link = durations.link if schedule.stage_of[chunk] != stage else 0.0
             assert start >= stop[kind, chunk, action.micro] + link
-    assert len(computing) == p * schedule.virtual * m * (3 if name in ("zb_h1", "zb_v") else 2)
+    assert len(computing) == p * schedule.virtual_stages * m * (3 if name in ("zb_h1", "zb_v") else 2)
     assert timeline.stage_bubbles == pytest.approx([1 - time / timeline.makespan for time in work], abs=1e-9)
 
 
@@ -141,7 +141,7 @@ def test_zb_h1_as_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual", "once", "each"),
+    ("name", "virtual_stages", "once", "each"),
     [
         ("breadth_first", 2, "UNSHARD0 F0 F0 RESHARD0 UNSHARD2 F2 F2 B2 B2+ RESHARD2 UNSHARD0 B0 B0+ RESHARD0", None),
         ("gpipe", 1, "UNSHARD0 F0 F0 B0 B0+ RESHARD0", None),
@@ -151,12 +151,12 @@ def test_zb_h1_as_written() -> None:
         ("zb_v", 2, "F0 F0 F3 I3 F3 I3 I0 W3 I0 W3+ W0 W0+", None),
     ],
 )
-def test_when_a_chunk_is_held_and_reduced(name: str, virtual: int, once: str, each: str | None) -> None:
+def test_when_a_chunk_is_held_and_reduced(name: str, virtual_stages: int, once: str, each: str | None) -> None:
     """Two phases hold a chunk twice. A chunk is reduced (+) once per step, or after each micro-batch, if its gradients
     are complete then and it is not to be left."""
 
     def listed(reduce_each: bool) -> str:
-        actions = make_schedule(name, 2, virtual, 2, reduce_each).actions[0]
+        actions = make_schedule(name, 2, virtual_stages, 2, reduce_each).actions[0]
         return " ".join(f"{a.kind}{a.chunk}" + "+" * a.reduce for a in actions if a.peer is None)
 
     assert listed(False) == once
@@ -192,11 +192,11 @@ def test_the_v_turns_without_messages() -> None:
 def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro-batch after the other: all stages but one are always idle."""
 
-    def one_by_one(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+    def one_by_one(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
         kinds = (Kind.FORWARD, Kind.BACKWARD)
         return [[(kind, stage, micro) for micro in range(micro_batches) for kind in kinds] for stage in range(stages)]
 
-    monkeypatch.setitem(SCHEDULES, "one_by_one", Family(one_by_one, virtual=(1, 1)))
+    monkeypatch.setitem(SCHEDULES, "one_by_one", Family(one_by_one, virtual_stages=(1, 1)))
     assert run("one_by_one", 4, 1, 3, Durations()).bubble == pytest.approx(3 / 4)
     assert bubble_by_formula("one_by_one", 4, 1, 3) is None
 
@@ -205,12 +205,12 @@ def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "message"),
     [
         (("2f2b", 2, 1, 4), "schedule 2f2b: unknown schedule; use one of 1f1b, breadth_first, gpipe, "),
-        (("1f1b", 2, 2, 4), "1f1b with virtual = 2: 1f1b needs exactly 1 chunk per stage; use 1"),
+        (("1f1b", 2, 2, 4), "1f1b with virtual_stages = 2: 1f1b needs exactly 1 chunk per stage; use 1"),
         (
             ("interleaved", 2, 1, 4),
-            "interleaved with virtual = 1: interleaved needs at least 2 chunks per stage; use 2",
+            "interleaved with virtual_stages = 1: interleaved needs at least 2 chunks per stage; use 2",
         ),
-        (("zb_v", 2, 3, 4), "zb_v with virtual = 3: zb_v needs exactly 2 chunks per stage; use 2"),
+        (("zb_v", 2, 3, 4), "zb_v with virtual_stages = 3: zb_v needs exactly 2 chunks per stage; use 2"),
         (("gpipe", 0, 1, 4), "gpipe with stages = 0: must be at least 1"),
         (("gpipe", 1, 1, 0), "gpipe with micro_batches = 0: must be at least 1"),
     ],

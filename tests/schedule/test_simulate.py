@@ -93,17 +93,19 @@ def test_a_makespan_is_that_of_the_time_line(name: str, p: int, m: int, data: st
 def test_a_makespan_of_more_micro_batches(name: str, p: int, m: int, more: int, data: st.DataObject) -> None:
     """It is that of the schedule of all, whether they fill whole rounds or not, and whether the schedule repeats."""
     schedule, durations = drawn(name, p, m, data)
-    longer = make_schedule(name, p, schedule.virtual, m + more)
+    longer = make_schedule(name, p, schedule.virtual_stages, m + more)
     assert makespan(schedule, durations, more) == pytest.approx(makespan(longer, durations), rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual", "seconds"),
+    ("name", "virtual_stages", "seconds"),
     [("1f1b", 1, 3 * (3e9 + 3)), ("interleaved", 2, 6 * 3e9 + 9), ("zb_h1", 1, 3 * 3e9 + 3), ("zb_v", 2, 6 * 3e9 + 3)],
 )
-def test_a_schedule_that_repeats_is_not_run_for_all_micro_batches(name: str, virtual: int, seconds: float) -> None:
+def test_a_schedule_that_repeats_is_not_run_for_all_micro_batches(
+    name: str, virtual_stages: int, seconds: float
+) -> None:
     """The formulas of `bubble_by_formula` for three billion micro-batches."""
-    schedule = make_schedule(name, 4, virtual, 16)
+    schedule = make_schedule(name, 4, virtual_stages, 16)
     assert makespan(schedule, Durations(), 3_000_000_000 - 16) == pytest.approx(seconds, rel=1e-14)
 
 
@@ -111,7 +113,7 @@ def test_a_schedule_that_repeats_is_not_run_for_all_micro_batches(name: str, vir
 def test_a_makespan_of_a_schedule_that_is_added(p: int, odd: int, times: list[float], link: float) -> None:
     """1F1B with one forward more ahead on each stage, as docs/extending.md adds one."""
 
-    def ahead(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+    def ahead(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
         def order(held: int) -> Iterator[tuple[Kind, int]]:
             for turn in range(micro_batches + held):
                 yield from [(F, turn)] * (turn < micro_batches) + [(B, turn - held)] * (turn >= held)
@@ -120,6 +122,6 @@ def test_a_makespan_of_a_schedule_that_is_added(p: int, odd: int, times: list[fl
 
     durations = Durations(times[:p], times[:p], times[-p:], link)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCHEDULES, "ahead", Family(ahead, virtual=(1, 1)))
+        patch.setitem(SCHEDULES, "ahead", Family(ahead, virtual_stages=(1, 1)))
         schedule, longer = (make_schedule("ahead", p, 1, m + odd) for m in (4 * p, 9 * p))
         assert makespan(schedule, durations, 5 * p) == pytest.approx(makespan(longer, durations), rel=1e-12)

@@ -155,7 +155,7 @@ def test_a_mistyped_key_is_told_with_all_other_problems() -> None:
         "  model.layer = 3: unknown key; did you mean model.layers?",
         "  train.step = 9: unknown key; did you mean train.steps?",
         "  model.heads = 7: must divide model.hidden = 96; nearest valid values: 4, 6, 8",
-        "  parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; use 2",
+        "  parallel.virtual_stages = 1: zb_v needs exactly 2 chunks per stage; use 2",
     ]
 
 

@@ -11,7 +11,7 @@ from pangu.pipeline.stages import plan_stages
 from pangu.schedule.advice import advise
 from pangu.topology.layout import Layout
 from pangu.training.describe import describe
-from pangu.zero.states import fullest_states, plan_states
+from pangu.zero.states import peak_states, plan_states
 from tests.configs import config, tiny
 
 GPT2 = ("+config=gpt2_124m", "model.vocab=50304")
@@ -20,7 +20,7 @@ GPT2 = ("+config=gpt2_124m", "model.vocab=50304")
 
 def per_parameter(layout: Layout, *overrides: str) -> float:
     chosen = config(*GPT2, f"parallel.zero={layout.zero}", *overrides)
-    plan = fullest_states(chosen, layout, plan_stages(chosen, layout).of)
+    plan = peak_states(chosen, layout, plan_stages(chosen, layout).of)
     return sum(plan.bytes.values()) / num_parameters(chosen.model)
 
 
@@ -42,7 +42,7 @@ def test_200b_on_the_reports_layout() -> None:
     chosen = config("+config=pangu_200b")
     layout = Layout(tensor=8, pipeline=16, data=16, zero=1)
     stages = plan_stages(chosen, layout)
-    fullest = fullest_states(chosen, layout, stages.of)
+    fullest = peak_states(chosen, layout, stages.of)
     text = describe(chosen, layout, fullest)
     assert "206,861,008,896 parameters" in text
     assert "= 2048 devices" in text
@@ -61,7 +61,7 @@ def test_200b_on_the_reports_layout() -> None:
 
 def test_formats_are_told_as_they_are() -> None:
     chosen = config(*GPT2, "precision=fp64")
-    text = describe(chosen, Layout(), fullest_states(chosen, Layout(), plan_stages(chosen, Layout()).of))
+    text = describe(chosen, Layout(), peak_states(chosen, Layout(), plan_stages(chosen, Layout()).of))
     assert "fp64, adam with fp64 moments, gradients reduced in fp64" in text
 
 
@@ -71,7 +71,7 @@ def test_a_plan_of_many_layers_stages_and_micro_batches_is_quick() -> None:
     overrides = ("model.layers=1000", "parallel.pipeline=64", "batch.global_size=512", "batch.micro_size=4")
     chosen = tiny(*overrides, kind="gpt")
     stages = plan_stages(chosen, Layout(pipeline=64))
-    fullest_states(chosen, Layout(pipeline=64), stages.of)
+    peak_states(chosen, Layout(pipeline=64), stages.of)
     advise(stages.schedule, stages.durations, 1000, 1)
     assert time.thread_time() - began < 5
 
@@ -80,5 +80,5 @@ def test_a_model_with_experts_says_what_is_active() -> None:
     """Mixtral 8x7B: 46.7 billion weights, of which a token passes 12.9 (Jiang et al. 2024, table 1)."""
     chosen = config("+config=mixtral_8x7b")
     layout = Layout(tensor=8, pipeline=4)
-    text = describe(chosen, layout, fullest_states(chosen, layout, plan_stages(chosen, layout).of))
+    text = describe(chosen, layout, peak_states(chosen, layout, plan_stages(chosen, layout).of))
     assert "46,702,792,704 parameters, 12,879,925,248 of them active for a token" in text

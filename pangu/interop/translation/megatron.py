@@ -218,7 +218,7 @@ def _layout(source: Translation) -> None:
     if layers is not None and (each := source.count(per)):
         virtual = max(1, layers // stages // each)
     if virtual is not None and virtual > 1 and stages > 1:
-        source.set("parallel.virtual", virtual, per)
+        source.set("parallel.virtual_stages", virtual, per)
         source.set("parallel.schedule", "interleaved", per)
     tensor, context = source.count("tensor-model-parallel-size") or 1, source.count("context-parallel-size") or 1
     share, one_copy = source.count("expert-tensor-parallel-size"), tensor * context * stages

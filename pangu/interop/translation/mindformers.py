@@ -198,7 +198,7 @@ def _layout(source: Translation) -> None:
         source.set("parallel.zero", 1, *shards)
     virtual, name = source.count(f"{_MODEL}pp_interleave_num"), f"{_MODEL}pp_interleave_num"
     if virtual is not None and virtual > 1 and stages is not None and stages > 1:
-        source.set("parallel.virtual", virtual, name)
+        source.set("parallel.virtual_stages", virtual, name)
         source.set("parallel.schedule", "interleaved", name)
     if (source.count("parallel_config.context_parallel") or 1) > 1:
         ways = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}

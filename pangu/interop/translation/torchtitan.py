@@ -95,7 +95,7 @@ def _layout(source: Translation) -> None:
         if per is not None and isinstance(layers, int):
             virtual = max(1, layers // stages // per)
         if virtual > 1:
-            source.set("parallel.virtual", virtual, "parallelism.pipeline_parallel_layers_per_stage")
+            source.set("parallel.virtual_stages", virtual, "parallelism.pipeline_parallel_layers_per_stage")
     if (source.count("parallelism.context_parallel_degree") or 1) > 1:
         ways = {"allgather": "gather", "alltoall": "ring"}
         source.choose("parallel.context_kind", "parallelism.context_parallel_rotate_method", ways)
