@@ -8,6 +8,7 @@ import argparse
 import itertools
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,7 +29,7 @@ from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
 from pangu.common.cores import available_cores
-from pangu.common.errors import UserError, writing
+from pangu.common.errors import UserError, allocating, writing
 from pangu.common.exit_status import exit_status
 from pangu.common.files import NewFile
 from pangu.config.build import build
@@ -432,7 +433,9 @@ def calibrate(options: argparse.Namespace) -> None:
     try:
         if launch.world > 1:
             dist.init_process_group(dist.get_default_backend_for_device(device))
-        cluster, notes = _measure(Clock(device, options.quick, launch.local_world), base, launch, options.quick)
+        where = f"rank {launch.rank} on {socket.gethostname()} ({device})"
+        with allocating(lambda: where, "end other programs that use this memory, then measure again"):
+            cluster, notes = _measure(Clock(device, options.quick, launch.local_world), base, launch, options.quick)
         if new is not None:
             _write(options.output, new, replace(cluster, name=options.output.stem), notes)
     finally:

@@ -58,7 +58,7 @@ class Mesh:
         """Join the other processes of the run and create the groups; `attempt` counts restarts by the launcher.
 
         Raise `LostError` if not all processes arrive within `timeout_s`, `LocalError` if two differ in layout or share
-        a device, `UserError` if the world size does not match.
+        a device, or the port is in use, `UserError` if the world size does not match.
         """
         end_with_launcher()
         if layout.world == 1:
@@ -189,8 +189,10 @@ def _open_store(timeout_s: float, attempt: int) -> tuple[dist.Store, int, int]:
     return store, rank, world
 
 
-def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> LostError:
+def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> LocalError:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in str(error):
+        return LocalError(f"{place} (MASTER_ADDR, MASTER_PORT): is in use; set another MASTER_PORT for all ranks")
     return LostError(
         f"rank {os.environ.get('RANK')} on {socket.gethostname()}: not all {world} processes of this run connected "
         f"to {place} within {timeout_s:g} s (parallel.timeout_s){missing}; read the output of the missing ones, then "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from pangu.common.exit_status import INTERRUPTED
+from pangu.common.exit_status import INTERRUPTED, USER_ERROR
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import matmul_seconds
 from pangu.planning.search import search, space_of
@@ -33,6 +34,19 @@ def test_one_process_measures_all_but_links(tmp_path: Path, capsys: pytest.Captu
     product = Matmul(int(rows), int(columns), int(depth))
     assert matmul_seconds(product, cluster) == pytest.approx(product.flops / (cluster.matmul.tflops * 1e12 * share))
     assert "Borrowed, not measured: " in path.read_text(encoding="utf-8")
+
+
+def test_a_device_without_memory_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. 1.00 GiB is free.")
+
+    monkeypatch.setattr(calibrate, "_measure", measure)
+    assert calibrate.main(["--output", str(tmp_path / "mine.yaml"), "--quick"]) == USER_ERROR
+    said = "(cpu): out of memory, 2.00 GiB asked for, 1.00 GiB free; end other programs that use this memory"
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("formulas")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.collectives.reduce import all_reduce
-from pangu.common.errors import LocalError
+from pangu.common.errors import LocalError, LostError
 from pangu.topology.backends import describe_environment, record_collectives
 from pangu.topology.launch import GROWING
 from pangu.topology.layout import Layout
@@ -38,6 +38,16 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     ) as raised:
         Mesh.connect(Layout(2), torch.device("cpu"), timeout_s=1.0)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_port_in_use_without_a_launcher_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "2"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LocalError, match=r"is in use; set another MASTER_PORT for all ranks$") as raised:
+            Mesh.connect(Layout(2), torch.device("cpu"), timeout_s=1.0)
+    assert not isinstance(raised.value, LostError)
 
 
 @at_some_pace
