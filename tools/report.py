@@ -14,8 +14,7 @@ from pathlib import Path
 from pangu.common.errors import UserError, writing
 from pangu.common.exit_status import exit_status
 from pangu.common.files import write_atomically
-from pangu.report.charts import escape
-from pangu.report.page import document, render
+from pangu.report.page import render, render_problem
 
 _EXAMPLE = """examples:
   python tools/report.py runs/quickstart
@@ -58,7 +57,7 @@ def make_server(runs: list[Path], port: int) -> ThreadingHTTPServer:
                 try:
                     page = render(runs, REFRESH_SECONDS)
                 except UserError as error:
-                    page = document(f"<p>{escape(error)}</p>", REFRESH_SECONDS)
+                    page = render_problem(error, REFRESH_SECONDS)
                 content = page.encode("utf-8", "replace")
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html; charset=utf-8")

@@ -1,15 +1,14 @@
-"""Line charts as self-contained SVG."""
+"""Line charts: geometry of axes, curves and marks, which page.html draws as SVG."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from pangu.common.errors import printable
 from pangu.metrics.plots import Series
 
 WIDTH, HEIGHT = 600, 270
@@ -43,11 +42,6 @@ class Chart:
     """Vertical lines: position, color and label."""
 
 
-def escape(text: object) -> str:
-    """Return text escaped for HTML, in attributes too; control characters as their escapes."""
-    return html.escape(printable(str(text)), quote=True)
-
-
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return at most `most` round numbers (1, 2 or 5 times a power of ten) within a range."""
     if not high > low:
@@ -69,44 +63,43 @@ def thin(line: Line) -> tuple[Series, Series]:
     return np.add.reduceat(x, edges) / counts, np.add.reduceat(y, edges) / counts
 
 
-def draw(chart: Chart, x_text: Callable[[float], str], x_title: str) -> str:
-    """Return the chart as an HTML figure; an empty text if no line has two points."""
+def draw(chart: Chart, x_text: Callable[[float], str], x_title: str) -> dict[str, Any] | None:
+    """Return what page.html draws, in pixels; None if no line has two points."""
     points = [(line, *thin(line)) for line in chart.lines]
     points = [(line, x, y) for line, x, y in points if len(x) > 1 or (len(x) and line.style == "dots")]
     if not any(len(x) > 1 for _, x, _ in points):
-        return ""
+        return None
     low, high = _range(np.concatenate([y for _, _, y in points]), chart.from_zero)
     every = np.concatenate([x for _, x, _ in points])
     start, stop = float(every.min()), float(every.max()) if every.max() > every.min() else float(every.min()) + 1
 
     def place(x: float) -> float:
-        return LEFT + (x - start) / (stop - start) * (WIDTH - LEFT - RIGHT)
+        return round(LEFT + (x - start) / (stop - start) * (WIDTH - LEFT - RIGHT), 1)
 
     def height(y: float) -> float:
-        return TOP + (high - min(max(y, low), high)) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        return round(TOP + (high - min(max(y, low), high)) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
 
-    shapes = [_tick(LEFT, height(y), chart.text(y), along_x=False) for y in ticks(low, high)]
-    shapes += [_tick(place(x), HEIGHT - BOTTOM, x_text(x), along_x=True) for x in ticks(start, stop)]
-    shapes += [
-        f'<line class="mark" x1="{place(x):.1f}" x2="{place(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
-        f'stroke="{escape(colour)}"><title>{escape(says)}</title></line>'
-        for x, colour, says in chart.marks
-        if start <= x <= stop
-    ]
+    curves = []
     for line, x, y in points:
-        shapes.append(_curve(line, [(place(a), height(b)) for a, b in zip(x.tolist(), y.tolist(), strict=True)]))
-        if line.style == "dots":
-            shapes += [
-                f'<circle cx="{place(a):.1f}" cy="{height(b):.1f}" r="2.6" fill="{escape(line.colour)}">'
-                f"<title>{escape(line.name)}: {escape(chart.text(b))} at {escape(x_text(a))}</title></circle>"
-                for a, b in zip(x.tolist(), y.tolist(), strict=True)
-            ]
-    shapes.append(f'<text class="axis" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_title)}</text>')
-    title = escape(chart.title)
-    return (
-        f'<figure><figcaption>{title}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">'
-        f"{''.join(shapes)}</svg></figure>"
-    )
+        pairs = list(zip(x.tolist(), y.tolist(), strict=True))
+        dots = [(place(a), height(b), f"{chart.text(b)} at {x_text(a)}") for a, b in pairs if line.style == "dots"]
+        curves.append((line, " ".join(f"{place(a)},{height(b)}" for a, b in pairs), dots))
+    return {
+        "title": chart.title,
+        "x_title": x_title,
+        **{
+            "width": WIDTH,
+            "height": HEIGHT,
+            "left": LEFT,
+            "right": WIDTH - RIGHT,
+            "top": TOP,
+            "bottom": HEIGHT - BOTTOM,
+        },
+        "y_ticks": [(height(y), chart.text(y)) for y in ticks(low, high)],
+        "x_ticks": [(place(x), x_text(x)) for x in ticks(start, stop)],
+        "marks": [(place(x), colour, says) for x, colour, says in chart.marks if start <= x <= stop],
+        "curves": curves,
+    }
 
 
 def _range(values: Series, from_zero: bool) -> tuple[float, float]:
@@ -119,19 +112,3 @@ def _range(values: Series, from_zero: bool) -> tuple[float, float]:
     low = min(0.0, low) if from_zero else low
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return (low if from_zero and low == 0 else low - room), high + room
-
-
-def _tick(x: float, y: float, says: str, along_x: bool) -> str:
-    text = escape(says)
-    if along_x:
-        return f'<text class="axis" x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{text}</text>'
-    grid = f'<line class="grid" x1="{x}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return f'{grid}<text class="axis" x="{x - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
-
-
-def _curve(line: Line, points: Sequence[tuple[float, float]]) -> str:
-    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    name, colour = escape(line.name), escape(line.colour)
-    return (
-        f'<polyline class="{escape(line.style)}" points="{joined}" stroke="{colour}"><title>{name}</title></polyline>'
-    )

@@ -119,7 +119,7 @@ class Run:
     @property
     def final_loss(self) -> float:
         """Training loss, smoothed over a fiftieth of the run."""
-        return last(smooth(self.columns["loss"])) if len(self.records) else math.nan
+        return last(smooth(self.columns["loss"]))
 
     def events(self) -> Iterator[tuple[int, str]]:
         """Yield the steps with faults or restarts, each with a description."""
