@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +23,27 @@ def length_statistics(lengths: NDArray[np.int32]) -> dict[str, Any]:
 
     The median and other quantiles are lengths of actual documents; `histogram` has 16 bins per doubling of the length.
     """
-    counts = np.zeros(32 * _BINS, dtype=np.int64)
-    shortest, longest, total = 2**31, 0, 0
-    for part in _parts(lengths):
-        counts += np.bincount(_bin(part), minlength=len(counts))
-        shortest, longest = min(shortest, int(part.min())), max(longest, int(part.max()))
-        total += int(part.sum(dtype=np.int64))
+    # Few entries: documents of n different lengths have at least n²/2 tokens
+    counter: Counter[int] = Counter()
+    for begin in range(0, len(lengths), _AT_ONCE):
+        values, times = np.unique(lengths[begin : begin + _AT_ONCE], return_counts=True)
+        counter.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
+    found = np.array(sorted(counter.items()) or [(0, 0)], dtype=np.int64)
+    each, reached, total = found[:, 0], np.cumsum(found[:, 1]), int(np.prod(found, axis=1).sum())
+    ranks = {name: -(-percent * len(lengths) // 100) for name, percent in _QUANTILES.items()}
+    bins = np.floor(_BINS * np.log2(np.maximum(each, 1))).astype(np.int64)
+    counts = np.bincount(bins, found[:, 1]).astype(np.int64).tolist()
     return {
         "documents": len(lengths),
         "tokens": total,
         "lengths": {
-            "shortest": shortest if len(lengths) else 0,
-            **_quantiles(lengths, counts),
-            "longest": longest,
+            "shortest": int(each[0]),
+            **{name: int(each[np.searchsorted(reached, rank)]) for name, rank in ranks.items()},
+            "longest": int(each[-1]),
             "mean": total / max(len(lengths), 1),
         },
-        "histogram": {str(_length(int(number))): int(counts[number]) for number in np.flatnonzero(counts)},
+        "histogram": {str(math.ceil(2 ** (n / _BINS))): count for n, count in enumerate(counts) if count},
     }
-
-
-def _parts(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-    for begin in range(0, len(lengths), _AT_ONCE):
-        yield np.asarray(lengths[begin : begin + _AT_ONCE])
-
-
-def _quantiles(lengths: NDArray[np.int32], counts: NDArray[np.int64]) -> dict[str, int]:
-    """Return for each quantile the smallest document length that this percentage of documents does not exceed."""
-    # a second pass counts only lengths in the bins that hold the quantiles, so that memory stays bounded
-    ranks = {name: -(-percent * len(lengths) // 100) for name, percent in _QUANTILES.items()}
-    below = np.concatenate([[0], np.cumsum(counts)])
-    bins = {name: int(np.searchsorted(below[1:], rank)) for name, rank in ranks.items()}
-    inside: dict[int, Counter[int]] = {number: Counter() for number in bins.values()}
-    for part in _parts(lengths):
-        numbers = _bin(part)
-        for number, counter in inside.items():
-            values, times = np.unique(part[numbers == number], return_counts=True)
-            counter.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
-    found = {}
-    for name, number in bins.items():
-        ordered = sorted(inside[number].items())
-        reached = below[number] + np.cumsum([times for _, times in ordered])
-        found[name] = ordered[int(np.searchsorted(reached, ranks[name]))][0] if ordered else 0
-    return found
-
-
-def _bin(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    return np.floor(_BINS * np.log2(np.maximum(lengths, 1))).astype(np.int64)
-
-
-def _length(number: int) -> int:
-    return int(np.ceil(2 ** (number / _BINS)))
 
 
 def plot_lengths(statistics: dict[str, Any], path: Path, title: str) -> None:
