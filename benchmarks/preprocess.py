@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
-from pangu.data.packed_source import PackedSource, Recipe
+from pangu.data.packed_source import PackedSource, StreamRecipe
 from pangu.data.tokenizers import SPACE, load_tokenizer
-from pangu.data.vocabulary import train_sentencepiece
+from pangu.prepare.vocabulary import train_sentencepiece
 from tools.preprocess_data import main as preprocess
 
 SMALL = 200_000
@@ -110,7 +110,9 @@ def streamed(workers: int) -> Callable[[str, str, str, str], None]:
         texts = {"train": (text,), "validation": (), "weights": None, "text_key": "text"}
         data = StreamData("stream", tokenizer=tokenizer, packing=packing, **texts, **sizes)  # type: ignore[arg-type]
         vocab = load_tokenizer(tokenizer).vocab_size
-        source = PackedSource(Recipe((text,), data, False, tokenizer, vocab, 9, 1024, 1, data.shuffle, (0,)))
+        source = PackedSource(
+            StreamRecipe((text,), data, False, tokenizer, vocab, 9, None, 1024, 1, data.shuffle, (0,))
+        )
         source.begin(None)
         while not source.epoch:
             source.take()

@@ -57,12 +57,16 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
     """
     # torch reads these variables while it is imported
     choose_memory_settings()
-    group = values.get("train")
+    group, data, preparation = values.get("train"), values.get("data"), None
     with ending_at_once():
         torch = load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
         # the trainer, and with it torch: help and `--cfg job` answer without
         from pangu.training.run import run  # noqa: PLC0415
 
+        if isinstance(data, Mapping) and data.get("kind") in ("stdlib", "instructions"):
+            from pangu.prepare import corpora  # noqa: PLC0415
+
+            preparation = corpora
     launch = Launch.from_environment()
     planned = asks_for_layout(values)
     if planned or torch.accelerator.is_available():
@@ -72,7 +76,7 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
         values = plan.values
         if launch.rank == 0:
             print(*plan.lines, sep="\n", flush=True)
-    if status := run(values, forecast, read_benchmarks):
+    if status := run(values, forecast, read_benchmarks, preparation):
         sys.exit(status)
     if values["dry_run"] and launch.rank == 0:
         planner().show_dry_run(values)

@@ -14,13 +14,13 @@ from pangu.common.errors import UserError, printable, writing
 from pangu.common.exit_status import exit_status
 from pangu.common.files import parse_json, write_atomically
 from pangu.data.boundaries import describe_ids
-from pangu.data.messages import read_prompt
-from pangu.data.prompts import ChatPrompts
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts, require_fitting, text_ids
 from pangu.evaluation.inference import LoadedModel
 from pangu.interop.loading import load_model
 from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
+from pangu.prepare.messages import read_prompt
+from pangu.prepare.prompts import ChatPrompts
 from pangu.tasks.arguments import add_model_arguments, connected, require_positive
 from pangu.topology.launch import Launch, is_first_process
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pangu.config.data import PackingConfig
-from pangu.data.stdlib import StdlibPaths, prepare_stdlib
+from pangu.data.stdlib import StdlibPaths
+from pangu.prepare.stdlib import prepare_stdlib
 
 PACKING = PackingConfig(eod=9, pad=6, reset_mask=True, reset_positions=True)
 VOCAB = 1024

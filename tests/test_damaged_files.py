@@ -33,15 +33,16 @@ from pangu.data.indexed import open_indexed
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import read_chunks
 from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
+from pangu.data.stdlib import StdlibPaths, is_prepared
 from pangu.data.stdlib import find_damage as damage_of_data
 from pangu.data.tokenizers import SentencePieceTokenizer
-from pangu.data.vocabulary import train_sentencepiece
 from pangu.interop.formats.mindspore import MindSporeSource
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter
 from pangu.models.parameters import logical_shapes
+from pangu.prepare.stdlib import prepare_stdlib
+from pangu.prepare.vocabulary import train_sentencepiece
 from pangu.training.faults import SpikeDetector
 from scripts.generate import read_prompts
 from tests.checkpoint.test_index import FACTS

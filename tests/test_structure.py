@@ -34,7 +34,7 @@ FLOORS = {
     "library": 10,
     "training": 11,
     "interop": 12,
-    "prepare": 12,
+    "prepare": 11,
     "dryrun": 12,
     "tasks": 13,
     "planning": 13,

@@ -17,8 +17,8 @@ from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
 from pangu.data.inputs import add_input_arguments, find_inputs
 from pangu.data.tokenizers import SentencePieceTokenizer
-from pangu.data.vocabulary import train_sentencepiece
 from pangu.metrics.progress import ProgressBar
+from pangu.prepare.vocabulary import train_sentencepiece
 
 _EXAMPLE = """example:
   printf 'A first document.\\n\\nA second one,\\nof two lines.\\n' > /tmp/text.txt

@@ -11,9 +11,8 @@ import yaml
 
 from pangu.common.errors import UserError, reading, writing
 from pangu.common.files import new_path, refuse_links, remove, write_atomically
-from pangu.config.data import DataConfig, InstructionsData, TokenizerConfig
+from pangu.config.data import DataConfig, TokenizerConfig
 from pangu.config.schema import RunConfig
-from pangu.data.prompts import portable_template
 from pangu.data.sources import tokenizer_of
 
 _TOKENIZER_FILE, _TOKENIZER_FOLDER = "tokenizer.model", "tokenizer"
@@ -106,28 +105,12 @@ def keep_generation(run: Path, checkpoint: Path) -> None:
             write_atomically(run / GENERATION, file.read_bytes())
 
 
-def keep_template(run: Path, data: DataConfig) -> None:
-    """Write the chat template of the data into a run folder, or remove that of earlier data. Raises UserError."""
-    text = None
-    if isinstance(data, InstructionsData):
-        text = portable_template(data)
+def keep_template(run: Path, text: str | None) -> None:
+    """Write the chat template of the data into a run folder; None removes that of earlier data. Raises UserError."""
     with writing(run):
         remove(run / CHAT_TEMPLATE)
         if text is not None:
             write_atomically(run / CHAT_TEMPLATE, text.encode())
-
-
-def kept_template(run: Path, data: DataConfig) -> str | None:
-    """Return the chat template of fine-tuning, from the run folder or, in older runs, its data; None without one."""
-    if (run / CHAT_TEMPLATE).exists():
-        refuse_links([run / CHAT_TEMPLATE])
-        return read_text(run / CHAT_TEMPLATE)
-    if not isinstance(data, InstructionsData):
-        return None
-    try:
-        return portable_template(replace(data, tokenizer=kept_tokenizer(run, data)))
-    except UserError as error:
-        raise UserError(f"{error}; or put the template into {run / CHAT_TEMPLATE}") from error
 
 
 def read_text(path: Path) -> str:

@@ -97,15 +97,6 @@ def begin_id(bos: int | Literal["auto"] | None, tokenizer: Tokenizer | None) -> 
     return bos
 
 
-def spelled_end(tokenizer: Tokenizer, eod: int | None) -> tuple[int | None, dict[int, int]]:
-    """Return the id whose piece a chat template writes for `eod`, and a map from written ids to replacements."""
-    # An ordinary piece that ends documents cannot be spelled: the tokenizer's own end is written in its place.
-    own = tokenizer.eod
-    if eod is None or own is None or eod in tokenizer.special.values():
-        return eod, {}
-    return own, {own: eod}
-
-
 def describe_ids(tokenizer: Tokenizer | None, eod: int | None, bos: int | None) -> str:
     """Return a text with the pieces and ids in use."""
     names = {token: piece for piece, token in tokenizer.special.items()} if tokenizer else {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pangu.common.errors import UserError, shown
 from pangu.common.files import parse_json
-from pangu.data.inputs import MOST_VALUES, Chunk, has_too_many_values, read_chunks
+from pangu.data.inputs import MOST_VALUES, TextChunk, has_too_many_values, read_chunks
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _NAMED = 100  # bad lines that `leave_out` warns about
@@ -56,7 +56,7 @@ def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[
     return count <= _NAMED
 
 
-def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
+def documents(chunk: TextChunk, text_key: str) -> Iterator[Document | BadLine]:
     """Yield the documents of a chunk, without blank ones, and its bad lines."""
     read = {"lines": _in_lines, "records": _in_records, "bad": _in_lines}.get(chunk.kind, _in_text)
     for line, text in read(chunk, text_key):
@@ -69,7 +69,7 @@ def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
                 yield BadLine(chunk.source, line, "its text has half of a surrogate pair, which is not a character")
 
 
-def _in_text(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
+def _in_text(chunk: TextChunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
     content: bytes = chunk.content
     try:
         texts = _paragraphs(content.decode("utf-8-sig" if chunk.first == 1 else "utf-8"), chunk.kind)
@@ -87,7 +87,7 @@ def _paragraphs(text: str, kind: str) -> list[str]:
     return [part.strip("\n") for part in parts]
 
 
-def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
+def _one_by_one(chunk: TextChunk) -> Iterator[tuple[int, str | BadLine]]:
     """Yield the documents of a text that is not UTF-8 throughout."""
     content: bytes = chunk.content
     begin, line = 0, chunk.first
@@ -104,7 +104,7 @@ def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
         begin, line = stop, line + part.count(b"\n")
 
 
-def json_lines(chunk: Chunk) -> Iterator[tuple[int, Any]]:
+def json_lines(chunk: TextChunk) -> Iterator[tuple[int, Any]]:
     """Yield number and value of each nonblank line of a chunk; the value is a BadLine where it is not JSON."""
     if chunk.kind == "bad":
         yield chunk.first, BadLine(chunk.source, chunk.first, chunk.content)
@@ -125,7 +125,7 @@ def _parsed(content: bytes, source: str, line: int) -> Any:
         return BadLine(source, line, f"is not JSON ({shown(str(error))})")
 
 
-def _in_lines(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
+def _in_lines(chunk: TextChunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
     for line, record in json_lines(chunk):
         yield line, record if isinstance(record, BadLine) else _text_of(record, key, chunk.source, line)
 
@@ -142,7 +142,7 @@ def _text_of(record: Any, key: str, source: str, line: int) -> str | BadLine:
     return BadLine(source, line, f"has no text under {key!r}; its keys are {has}: set --text-key or data.text_key")
 
 
-def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
+def _in_records(chunk: TextChunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
     for line, text in enumerate(_values(chunk.content), chunk.first):
         if isinstance(text, str):
             yield line, text

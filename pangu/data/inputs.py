@@ -48,7 +48,7 @@ _ENDS = {"lines": re.compile(rb"\n"), "text": re.compile(rb"\n[^\S\n]*\n"), "fil
 """Separators of lines and of documents; a whole file has none."""
 
 
-class Place(NamedTuple):
+class TextPosition(NamedTuple):
     """Position where the next chunk begins."""
 
     source: int
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Neighboring documents of one input."""
 
     source: str
@@ -71,7 +71,7 @@ class Chunk:
     document, for the reason in `content`."""
     first: int
     """Number of the first line or record, from 1."""
-    after: Place
+    after: TextPosition
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,19 +172,19 @@ def _suffixes(name: str) -> tuple[str, str]:
 def read_chunks(
     inputs: Sequence[str],
     text_key: str,
-    start: Place = Place(0, 0, 0),  # noqa: B008
+    start: TextPosition = TextPosition(0, 0, 0),  # noqa: B008
     *,
     whole_files: bool = False,
-) -> Iterator[Chunk]:
+) -> Iterator[TextChunk]:
     """Read chunks from a place on; `whole_files`: one document per text file. Raises UserError, naming a bad input."""
     for number, source in enumerate(inputs[start.source :], start.source):
-        place = start if number == start.source else Place(number, 0, 0)
+        place = start if number == start.source else TextPosition(number, 0, 0)
         # the libraries' readers raise many kinds of errors
         with reading(source, Exception, rule="cannot be read"):
             yield from _chunks(source, text_key, place, "file" if whole_files else "text")
 
 
-def _chunks(source: str, text_key: str, place: Place, of_text: Literal["file", "text"]) -> Iterator[Chunk]:
+def _chunks(source: str, text_key: str, place: TextPosition, of_text: Literal["file", "text"]) -> Iterator[TextChunk]:
     suffix, packed = ("", "") if is_dataset(source) else _suffixes(source)
     if suffix in (".parquet", ".arrow"):
         columns = parquet_columns if suffix == ".parquet" else arrow_columns
@@ -258,7 +258,9 @@ def has_too_many_values(content: bytes) -> bool:
     return re.sub(rb'"(?:[^"\\]|\\.)*+(?:"|\Z)', b"", content).count(b",") >= MOST_VALUES
 
 
-def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lines"], place: Place) -> Iterator[Chunk]:
+def _text_chunks(
+    source: str, file: BinaryIO, kind: Literal["text", "file", "lines"], place: TextPosition
+) -> Iterator[TextChunk]:
     """Yield chunks that end with a line or a document. One that is too long becomes a chunk without a document."""
     _, offset, line = place
     held = b""
@@ -271,17 +273,17 @@ def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lin
                 what = "the file does not end"
             reason = f"{what} within {LONGEST >> 20} MiB; split it into documents"
             offset, first, line = offset + size, line + 1, line + lines
-            yield Chunk(source, reason, "bad", first, Place(place.source, offset, line))
+            yield TextChunk(source, reason, "bad", first, TextPosition(place.source, offset, line))
             known = 0
         ends = {"file": lambda *_: 0, "lines": _end_of_lines, "text": _end_of_documents}
         stop = ends[kind](held, known)
         if stop:
             content, held = held[:stop], held[stop:]
             offset, first, line = offset + stop, line + 1, line + content.count(b"\n")
-            yield Chunk(source, content, kind, first, Place(place.source, offset, line))
+            yield TextChunk(source, content, kind, first, TextPosition(place.source, offset, line))
     if held:
-        after = Place(place.source, offset + len(held), line + held.count(b"\n"))
-        yield Chunk(source, held, kind, line + 1, after)
+        after = TextPosition(place.source, offset + len(held), line + held.count(b"\n"))
+        yield TextChunk(source, held, kind, line + 1, after)
 
 
 def _first_size(text: bytes, kind: str) -> int:
@@ -326,12 +328,12 @@ def _end_of_documents(text: bytes, known: int) -> int:
     return 0
 
 
-def _record_chunks(source: str, columns: Iterable[Sequence[object]], place: Place) -> Iterator[Chunk]:
+def _record_chunks(source: str, columns: Iterable[Sequence[object]], place: TextPosition) -> Iterator[TextChunk]:
     offset = place.offset
     for column in columns:
         offset += len(column)
-        after = Place(place.source, offset, offset)
-        yield Chunk(source, column, "records", offset - len(column) + 1, after)
+        after = TextPosition(place.source, offset, offset)
+        yield TextChunk(source, column, "records", offset - len(column) + 1, after)
 
 
 def _parts(texts: Iterable[object]) -> Iterator[list[object]]:

@@ -16,7 +16,7 @@ from pangu.common.errors import UserError
 from pangu.config.data import StreamData, TokenizerConfig
 from pangu.data.documents import BadLine, documents, leave_out
 from pangu.data.encoding import encode, held_out
-from pangu.data.inputs import Place, read_chunks
+from pangu.data.inputs import TextPosition, read_chunks
 from pangu.data.order import permuted
 from pangu.data.passing_shuffle import PassingShuffle, Turn
 from pangu.data.workers import parallel_map
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 16  # bytes of text encoded at once: few, so that no sample wait
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StreamRecipe:
     """Settings that determine the samples of a source."""
 
     inputs: tuple[str, ...]
@@ -55,7 +55,7 @@ class _Start(NamedTuple):
     """Reading position before a chunk of text."""
 
     epoch: int
-    place: Place
+    place: TextPosition
     bad: int  # bad lines of the epoch before the chunk
 
 
@@ -84,7 +84,7 @@ class _Chunk:
 class PackedSource:
     """Endless samples of a source. Raises UserError for text that is unreadable, too short or changed since a save."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: StreamRecipe) -> None:
         """Prepare the source; `begin` starts reading."""
         self._recipe = recipe
         self._ahead: Generator[_Encoded] | None = None
@@ -92,13 +92,13 @@ class PackedSource:
     def begin(self, position: dict[str, Any] | None) -> None:
         """Start reading at a position (None: the beginning). Raises KeyError, TypeError or ValueError if invalid."""
         self.close()
-        start = _Start(0, Place(0, 0, 0), 0)
+        start = _Start(0, TextPosition(0, 0, 0), 0)
         self._num_documents = self._num_tokens = self._left = 0
         self._expected: int | None = None  # digest of the first document to be read
         self._skipped: Turn | None = None  # turn of the document to resume in; those before it were used up
         if position is not None:
             source, offset, line = map(int, position["place"])
-            start = _Start(int(position["epoch"]), Place(source, offset, line), int(position["bad"]))
+            start = _Start(int(position["epoch"]), TextPosition(source, offset, line), int(position["bad"]))
             self._num_documents, self._num_tokens = int(position["documents"]), int(position["tokens"])
             self._expected, self._left = int(position["digest"]), int(position["left"])
             epoch, passed, number = map(int, position["turn"])
@@ -214,7 +214,7 @@ class PackedSource:
         return " ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _read(recipe: Recipe, start: _Start) -> Generator[_Encoded]:
+def _read(recipe: StreamRecipe, start: _Start) -> Generator[_Encoded]:
     """Yield the encoded documents from `start` on, and an empty group at the beginning of each later epoch."""
     encoding = partial(_encode, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
     yield from parallel_map(encoding, _texts(recipe, start), recipe.data.workers)
@@ -227,7 +227,7 @@ def _encode(tokenizer: TokenizerConfig, vocab: int, eod: int, bos: int | None, g
     return _Encoded(group.start, random_key(*group.texts[:1]), parts)
 
 
-def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
+def _texts(recipe: StreamRecipe, start: _Start) -> Iterator[_Texts]:
     key, most, whole = recipe.data.text_key, recipe.data.max_bad, recipe.data.whole_files
     while True:
         epoch, place, bad = start
@@ -247,11 +247,11 @@ def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
             if texts:
                 yield _Texts(start, texts)
             start = _Start(epoch, chunk.after, bad)
-        start = _Start(epoch + 1, Place(0, 0, 0), 0)
+        start = _Start(epoch + 1, TextPosition(0, 0, 0), 0)
         yield _Texts(start, [])
 
 
-def _in_order(recipe: Recipe, epoch: int) -> list[str]:
+def _in_order(recipe: StreamRecipe, epoch: int) -> list[str]:
     size = len(recipe.inputs)
     if not recipe.shuffle:
         return list(recipe.inputs)

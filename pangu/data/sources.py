@@ -19,11 +19,11 @@ from pangu.config.data import (
 )
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
+from pangu.data.conversations import open_split
 from pangu.data.encoding import cached_tokenizer
 from pangu.data.indexed import bin_path, idx_path, open_indexed
-from pangu.data.instructions import open_split, prepare_instructions
 from pangu.data.packing import PackedDocuments, packings, write_packing
-from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared, prepare_stdlib
+from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
 from pangu.data.text_stream import check_exist, open_held_out, open_text
 from pangu.data.tokenizers import fitting_tokenizer
@@ -44,22 +44,16 @@ class Sources:
     """Stream of each part of the validation split by name, if there are several parts."""
 
 
-def prepare(
-    data: DataConfig, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None] = lambda: None
-) -> None:
-    """Create the files that a data source needs, or check that they exist. May write files and be slow.
+def pack(data: DataConfig, model: ModelConfig, note_progress: Callable[[], None] = lambda: None) -> None:
+    """Check that the files of a data source exist, and write the index of packed documents if it needs one.
 
-    One process per file system calls this before any process calls `open_sources`. `note_progress` is called from the
-    calling thread on progress, and an error it raises ends the work. Raises UserError.
+    One process per file system calls this, or `prepare.corpora.prepare`, before any process calls `open_sources`.
+    `note_progress` is called from the calling thread on progress, and an error it raises ends the work. Raises
+    UserError.
     """
     data = with_ids(data)
-    if isinstance(data, StdlibData):
-        fraction = data.validation_fraction
-        prepare_stdlib(data.folder, model.vocab, fraction, data.packing, show_progress, note_progress)
-    elif isinstance(data, IndexedData):
+    if isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
-    elif isinstance(data, InstructionsData):
-        prepare_instructions(data, model, show_progress, note_progress)
     elif isinstance(data, StreamData):
         check_exist(data, note_progress)
     if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
@@ -79,7 +73,7 @@ def open_sources(
     """Open a prepared data source, on every process; writes nothing. Raises UserError.
 
     An epoch of streamed text must have `global_size` samples, and at most `num_validation` samples are held out. They
-    are read here; `note_progress` is called as in `prepare`.
+    are read here; `note_progress` is called as in `pack`.
     """
     data = with_ids(data)
     if isinstance(data, SyntheticData):

@@ -145,7 +145,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _WeightStage:
     first: int
     datasets: list[int]  # those with a positive weight
     blend: Blend
@@ -177,7 +177,7 @@ class SampleStream(Stream):
             one = Rows(packed[number], *keys) if packed else Windows(reader, sequence, vocab, *keys)
             check_ids(reader.prefix, reader.tokens[:_SCANNED], vocab)
             self._datasets.append(one)
-        self._stages: list[_Stage] = []
+        self._stages: list[_WeightStage] = []
         stages = ((0, [weight for _, weight in readers_and_weights]), *weight_schedule)
         for reader, row in zip(readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
             for weight, (_, weights) in zip(row, stages, strict=True):
@@ -229,7 +229,7 @@ class SampleStream(Stream):
             for dataset, count in zip(last.datasets, last.blend.counts(first - last.first), strict=True):
                 before[dataset] += count
         datasets = [dataset for dataset, weight in enumerate(weights) if weight]
-        self._stages.append(_Stage(first, datasets, Blend([weights[dataset] for dataset in datasets]), before))
+        self._stages.append(_WeightStage(first, datasets, Blend([weights[dataset] for dataset in datasets]), before))
 
 
 class SyntheticStream(Stream):

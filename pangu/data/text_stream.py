@@ -24,7 +24,7 @@ from pangu.config.model import ModelConfig
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import find_inputs, input_record
 from pangu.data.order import Blend
-from pangu.data.packed_source import PackedSource, Recipe
+from pangu.data.packed_source import PackedSource, StreamRecipe
 from pangu.data.remote import is_url
 from pangu.data.stream import RAREST, Stream
 from pangu.data.tables import is_dataset
@@ -36,7 +36,7 @@ class TextStream(Stream):
 
     num_samples = None
 
-    def __init__(self, recipes: Sequence[Recipe], weights: Sequence[float], facts: Mapping[str, Any]) -> None:
+    def __init__(self, recipes: Sequence[StreamRecipe], weights: Sequence[float], facts: Mapping[str, Any]) -> None:
         """Prepare the sources; JSON-compatible `facts` and seed and sequence length determine the samples."""
         self._sources = [PackedSource(recipe) for recipe in recipes]
         self._blend, self._facts = Blend(weights), facts
@@ -139,7 +139,7 @@ def open_text(
     seed: int,
     global_size: int,
     note_progress: Callable[[], None],
-) -> tuple[TextStream, list[Recipe]]:
+) -> tuple[TextStream, list[StreamRecipe]]:
     """Return the stream of training samples and the recipes of its sources.
 
     Args:
@@ -162,7 +162,7 @@ def open_text(
     _require_weights(entries, weights)
     files = [find_inputs(entry, "data.train") for entry in entries]
     recipes = [
-        Recipe(
+        StreamRecipe(
             inputs=tuple(inputs),
             data=data,
             held_out=False,
@@ -192,7 +192,7 @@ def open_text(
 
 
 def open_held_out(
-    data: StreamData, recipes: Sequence[Recipe], most: int, note_progress: Callable[[], None]
+    data: StreamData, recipes: Sequence[StreamRecipe], most: int, note_progress: Callable[[], None]
 ) -> tuple[HeldOut, dict[str, HeldOut]]:
     """Return the first samples of the validation split and, if it has several sources, of each source by name.
 
@@ -200,7 +200,7 @@ def open_held_out(
     each sample. Raises UserError if there is too little text for one sample.
     """
 
-    def first(recipes: Sequence[Recipe], weights: Sequence[float]) -> HeldOut:
+    def first(recipes: Sequence[StreamRecipe], weights: Sequence[float]) -> HeldOut:
         return HeldOut(TextStream(recipes, weights, {}).first(most, note_progress))
 
     names, weights = data.train if data.weights else (), data.weights or (1.0,)

@@ -12,7 +12,7 @@ import torch
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import load_weights, newest_checkpoint, trained_model
-from pangu.checkpoint.run_folder import kept_template, kept_tokenizer
+from pangu.checkpoint.run_folder import kept_tokenizer
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
 from pangu.common.errors import ConfigError, Problem, UserError
@@ -34,6 +34,7 @@ from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import cut
+from pangu.prepare.prompts import kept_template
 from pangu.schedule.schedule import Schedule, forward_only, make_schedule
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable

@@ -21,7 +21,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data.documents import BadLine, Document, documents, leave_out
 from pangu.data.encoding import encode, held_out
 from pangu.data.indexed import bin_path, idx_path
-from pangu.data.inputs import Chunk, Place, read_chunks
+from pangu.data.inputs import TextChunk, TextPosition, read_chunks
 from pangu.data.workers import parallel_map
 from pangu.prepare.journal import Journal
 from pangu.prepare.manifest import FORMAT, manifest_path
@@ -71,14 +71,14 @@ class Encoded:
     bands: NDArray[np.int64]
     """MinHash bands of each text, [documents, bands], if near duplicates are dropped."""
     bad: list[BadLine]
-    after: Place
+    after: TextPosition
 
 
 @dataclass
 class Progress:
     """Progress of a preprocessing run, apart from the tokens written."""
 
-    place: Sequence[int] = Place(0, 0, 0)
+    place: Sequence[int] = TextPosition(0, 0, 0)
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
     exact_duplicates: int = 0
@@ -87,7 +87,7 @@ class Progress:
     """True once all input is read; the files may already have their final names."""
 
 
-def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
+def encode_chunk(recipe: Recipe, chunk: TextChunk) -> Encoded:
     """Encode a chunk, in a worker process."""
     texts: list[Document] = []
     bad: list[BadLine] = []
@@ -180,7 +180,7 @@ class Preprocessing:
             return
         sources = [source for source, *_ in self.recipe.inputs]
         chunks = read_chunks(
-            sources, self.recipe.text_key, Place(*self.progress.place), whole_files=self.recipe.whole_files
+            sources, self.recipe.text_key, TextPosition(*self.progress.place), whole_files=self.recipe.whole_files
         )
         committed = time.monotonic()
         for encoded in parallel_map(partial(encode_chunk, self.recipe), chunks, workers):

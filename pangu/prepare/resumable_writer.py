@@ -17,7 +17,7 @@ from pangu.prepare.manifest import BLOCK, file_checksums
 
 
 @dataclass(frozen=True)
-class Written:
+class WriterState:
     """State of a writer's files on disk."""
 
     num_documents: int = 0
@@ -34,7 +34,7 @@ class ResumableWriter:
     def __init__(self, prefix: str, folder: Path, vocab: int, committed: dict[str, Any]) -> None:
         """Open the files; `committed` is the result of the last `commit`, {} to start over."""
         self.prefix = prefix
-        state = Written(**committed)
+        state = WriterState(**committed)
         self._format = token_format(vocab)
         self._folder = folder
         self._tokens, self._lengths = (folder / f"{Path(prefix).name}.{kind}" for kind in ("tokens", "lengths"))
@@ -61,7 +61,7 @@ class ResumableWriter:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        return asdict(Written(self.num_documents, self.num_tokens, self.num_bytes, self._checksums.finished))
+        return asdict(WriterState(self.num_documents, self.num_tokens, self.num_bytes, self._checksums.finished))
 
     def lengths(self) -> NDArray[np.int32]:
         """Return the number of tokens of each document, memory-mapped."""

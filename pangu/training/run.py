@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +23,11 @@ from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.common.console import outlive_console
 from pangu.common.errors import PrintableFormatter, UserError, allocating
+from pangu.config.data import DataConfig, InstructionsData
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
-from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
+from pangu.data.sources import Sources, open_sources, pack, tokenizer_of, with_ids
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.layers.fp8 import require_fp8
 from pangu.layers.kernel_choice import attention_kernels
@@ -66,11 +68,29 @@ ReadBenchmarks = Callable[[RunConfig], Benchmarks]
 """Function that reads the benchmarks of a run. Raises UserError if their files are missing or wrong."""
 
 
-def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks: ReadBenchmarks | None = None) -> int:
+class Corpora(Protocol):
+    """Module that makes the files of data=stdlib and data=instructions: `pangu.prepare.corpora`."""
+
+    def prepare(
+        self, data: DataConfig, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None]
+    ) -> None:
+        """Create the files unless they exist."""
+
+    def portable_template(self, data: InstructionsData) -> str:
+        """Return the chat template of conversations, for any program."""
+
+
+def run(
+    values: Mapping[str, Any],
+    expect: Expect | None = None,
+    read_benchmarks: ReadBenchmarks | None = None,
+    corpora: Corpora | None = None,
+) -> int:
     """Check the configuration, composed as plain dictionaries, then train, and return the exit status.
 
-    `expect` makes the forecast if the cluster is known, and `read_benchmarks` reads the benchmarks in `evaluate.tasks`.
-    Raises UserError for all errors that the user can fix.
+    `expect` makes the forecast if the cluster is known, `read_benchmarks` reads the benchmarks in `evaluate.tasks`, and
+    `corpora` prepares data=stdlib and data=instructions; without it they must be prepared. Raises UserError for all
+    errors that the user can fix.
     """
     began = time.perf_counter()
     launch = Launch.from_environment()
@@ -115,7 +135,7 @@ def run(values: Mapping[str, Any], expect: Expect | None = None, read_benchmarks
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
         signals = StopSignals(began, config.train.stop_after_s)
-        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks)
+        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora)
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -165,9 +185,10 @@ def _train(
     forecast: ForecastWriter | None,
     watchdog: Watchdog | None,
     read_benchmarks: ReadBenchmarks | None,
+    corpora: Corpora | None,
 ) -> int:
     output = Path(config.train.output)
-    sources = _sources(config, mesh, launch, watchdog)
+    sources = _sources(config, mesh, launch, watchdog, corpora)
     # from here on, and in config.yaml, ids stand in place of what follows the tokenizer
     config = replace(config, data=with_ids(config.data))
     packing = config.data.packing
@@ -190,7 +211,7 @@ def _train(
     index = _begin(config, trainer, checkpoint)
     ranks = gather_objects(describe_rank(mesh, launch.local_rank), mesh.group("world"))
     # only now: a run that is refused must not overwrite what another one left
-    agree(mesh, lambda: _describe_folder(output, config, choices, ranks), runs_here=mesh.is_first)
+    agree(mesh, lambda: _describe_folder(output, config, choices, ranks, corpora), runs_here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
         if trainer.step >= config.train.steps:
@@ -227,7 +248,9 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
     log.info(f"{'memory':<12} {planned.words()}; measured {size(held)}")
 
 
-def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]]) -> None:
+def _describe_folder(
+    output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]], corpora: Corpora | None
+) -> None:
     """Write configuration, tokenizer, chat template, choices and ranks, so that the run folder is self-contained."""
     save_config(output, config)
     save_choices(output, choices)
@@ -236,10 +259,15 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: S
         keep_tokenizer(output, tokenizer)
     if config.checkpoint.init_from is not None:
         keep_generation(output, Path(config.checkpoint.init_from))
-    keep_template(output, config.data)
+    if corpora is not None and isinstance(config.data, InstructionsData):
+        keep_template(output, corpora.portable_template(config.data))
+    else:
+        keep_template(output, None)
 
 
-def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None) -> Sources:
+def _sources(
+    config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None, corpora: Corpora | None
+) -> Sources:
     """Prepare the data once per file system, then open it; this may be slow, but must report progress.
 
     The first node goes first, so that the others find a shared file system ready.
@@ -248,7 +276,10 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog |
     opened: list[Sources] = []
 
     def make(note_progress: Callable[[], None]) -> None:
-        prepare(config.data, config.model, mesh.is_first, note_progress)
+        if corpora is None:
+            pack(config.data, config.model, note_progress)
+        else:
+            corpora.prepare(config.data, config.model, mesh.is_first, note_progress)
 
     def open_all(note_progress: Callable[[], None]) -> None:
         sizes = config.batch.global_size, num_validation

@@ -15,10 +15,10 @@ from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
 from pangu.data.boundaries import describe_ids
 from pangu.data.encoding import encode
 from pangu.data.indexed import open_indexed
-from pangu.data.instructions import Encoder, Recipe
 from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.sources import with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
+from pangu.prepare.instructions import ConversationRecipe, Encoder
 from tests.configs import tiny
 from tools import inspect_data, preprocess_data
 
@@ -241,7 +241,7 @@ def test_a_conversation_begins_with_it_once(tmp_path: Path, template: str) -> No
     name = str(tmp_path / "t.jinja") if template == "file" else template
     tokenizer = TokenizerConfig("huggingface", str(folder))
     keys = ("messages", "prompt", "response", "truncate", 100)
-    encoder = Encoder(Recipe(tokenizer, "", name, "", *keys, eod=1, bos=0))
+    encoder = Encoder(ConversationRecipe(tokenizer, "", name, "", *keys, eod=1, bos=0))
     ids = encoder.encode({"prompt": "a", "response": "b"}).ids.tolist()
     assert ids[0] == 0
     assert ids.count(0) == 1

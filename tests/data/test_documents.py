@@ -138,7 +138,7 @@ def test_reading_goes_on_at_any_place(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [text for chunk in chunks for _, text in texts_of(chunk)] == DOCUMENTS * 2
 
 
-def texts_of(chunk: inputs.Chunk) -> list[tuple[int, str]]:
+def texts_of(chunk: inputs.TextChunk) -> list[tuple[int, str]]:
     """Bytes and text of each document."""
     found = list(documents(chunk, "text"))
     assert not any(isinstance(document, BadLine) for document in found)

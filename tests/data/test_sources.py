@@ -14,8 +14,9 @@ from pangu.common.errors import UserError
 from pangu.config.data import IndexedData, PackingConfig, StdlibData, SyntheticData, TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import IndexedTokens
-from pangu.data.sources import open_sources, prepare, tokenizer_of
+from pangu.data.sources import open_sources, tokenizer_of
 from pangu.data.stdlib import StdlibPaths
+from pangu.prepare.corpora import prepare
 from tests.configs import tiny
 from tests.library import FRACTION, PACKING, VOCAB
 

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from pangu.common.errors import UserError
 from pangu.config.data import PackingConfig, TokenizerConfig
-from pangu.data import stdlib
+from pangu.data import stdlib as prepared_stdlib
 from pangu.data.indexed import open_indexed
-from pangu.data.stdlib import Source, StdlibPaths, is_prepared, prepare_stdlib, validation_split
+from pangu.data.stdlib import StdlibPaths, is_prepared
 from pangu.data.tokenizers import load_tokenizer
+from pangu.prepare import stdlib
+from pangu.prepare.stdlib import SourceFile, prepare_stdlib, validation_split
 from tests.data.conftest import library_files
 from tests.documents import document_lengths
 from tests.library import FRACTION, PACKING, VOCAB
@@ -100,7 +102,7 @@ def test_small_library(small_library: Path, tmp_path: Path) -> None:
 
 @given(names=st.sets(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=50), fraction=st.floats(0, 1))
 def test_held_out_is_a_matter_of_the_name(names: set[str], fraction: float) -> None:
-    sources = [Source(name, ("text",)) for name in sorted(names)]
+    sources = [SourceFile(name, ("text",)) for name in sorted(names)]
     chosen = validation_split(sources, fraction)
     assert chosen < names
     assert chosen
@@ -120,7 +122,7 @@ def test_a_stale_folder_is_built_anew(
 ) -> None:
     paths = prepare(tmp_path / "data")
     if change == "format":
-        monkeypatch.setattr(stdlib, "_FORMAT", 99)
+        monkeypatch.setattr(prepared_stdlib, "_FORMAT", 99)
     vocab, fraction = (500 if change == "vocab" else SMALL_VOCAB), (0.5 if change == "fraction" else 0.3)
     assert not is_prepared(paths, vocab, fraction)
     prepare(tmp_path / "data", vocab, fraction)
@@ -210,10 +212,10 @@ def test_a_real_kill_is_mended(small_library: Path, tmp_path: Path) -> None:
     program = (
         "import os, sysconfig, sys\n"
         "from pangu.config.data import PackingConfig\n"
-        "from pangu.data import stdlib\n"
+        "from pangu.prepare import stdlib\n"
         "library, folder = sys.argv[1:]\n"
         "sysconfig.get_paths = lambda: {'stdlib': library}\n"
-        "stdlib._record = lambda path: os._exit(77)\n"
+        "stdlib.file_record = lambda path: os._exit(77)\n"
         f"stdlib.prepare_stdlib(folder, {SMALL_VOCAB}, 0.3, PackingConfig(9, 6, True, True))\n"
     )
     folder = tmp_path / "data"

@@ -26,8 +26,9 @@ from pangu.data import inputs, packed_source, tables
 from pangu.data import loader as loader_module
 from pangu.data.encoding import held_out
 from pangu.data.loader import Loader
-from pangu.data.sources import Sources, open_sources, prepare
+from pangu.data.sources import Sources, open_sources
 from pangu.data.text_stream import TextStream
+from pangu.prepare.corpora import prepare
 from tests.configs import tiny
 
 EOD, SEQUENCE = 256, 16

@@ -12,9 +12,9 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from pangu.config.data import TokenizerConfig
-from pangu.data.instructions import Encoder, Recipe
 from pangu.data.token_spans import APART, encode_parts
 from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
+from pangu.prepare.instructions import ConversationRecipe, Encoder
 
 LINES = [f"[INST] database hello base data [/INST] ok hello\n\n{n}" for n in range(300)]
 PARTS = ["</s>", "[INST] hello  é [/INST]\n\n", " ok", "</s>", "[INST] data", "base", "", "\n"]
@@ -104,7 +104,7 @@ def test_each_unknown_run_beside_a_special_piece_is_unknown(tmp_path: Path) -> N
 @pytest.mark.parametrize("template", ["plain", "chatml", "alpaca", "llama3", "qwen3"])
 def test_files_of_gpt2_work_with_every_template(tmp_path: Path, template: str) -> None:
     tokenizer = config(tmp_path, "gpt2")
-    recipe = Recipe(tokenizer, "", template, "", "messages", "prompt", "response", "truncate", 512)
+    recipe = ConversationRecipe(tokenizer, "", template, "", "messages", "prompt", "response", "truncate", 512)
     found = Encoder(recipe).encode({"prompt": "hello", "response": "data </s>"})
     response = load_tokenizer(tokenizer).decode([int(i) for i in found.ids[found.counted > 0]])
     assert "data </s>" in response

@@ -18,7 +18,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data.segmentation import Segmenter
 from pangu.data.stdlib import StdlibPaths
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-from pangu.data.vocabulary import train_sentencepiece
+from pangu.prepare.vocabulary import train_sentencepiece
 from tests.data.conftest import library_files
 from tests.spawn import repository
 

@@ -18,10 +18,10 @@ from pangu.config.data import TokenizerConfig
 from pangu.data import inputs, tables
 from pangu.data.indexed import open_indexed
 from pangu.data.tokenizers import load_tokenizer
-from pangu.data.vocabulary import train_sentencepiece
 from pangu.prepare import preprocessing
 from pangu.prepare.journal import Journal
 from pangu.prepare.manifest import find_damage, read_manifest
+from pangu.prepare.vocabulary import train_sentencepiece
 from tests.documents import document_lengths
 from tests.end_to_end.commands import call, called, kill_all, wait_until, workers
 from tests.spawn import fork_server, repository

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.sources import prepare
+from pangu.prepare.corpora import prepare
 from tests.configs import config
 from tests.prepare.test_preprocess_data import DOCUMENTS, folder, preprocess, tool  # noqa: F401
 

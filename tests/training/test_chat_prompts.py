@@ -13,14 +13,15 @@ import torch
 from pangu.checkpoint.run_folder import CHAT_TEMPLATE
 from pangu.common.errors import UserError, printable
 from pangu.config.data import TokenizerConfig
-from pangu.data.chat import ChatTemplate
-from pangu.data.instructions import Encoder, Recipe
-from pangu.data.messages import Dialog, read_prompt
-from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling
 from pangu.interop.formats.huggingface import _write_template, _write_tokenizer
 from pangu.interop.loading import load_model
+from pangu.prepare import corpora
+from pangu.prepare.chat import ChatTemplate
+from pangu.prepare.instructions import ConversationRecipe, Encoder
+from pangu.prepare.messages import Dialog, read_prompt
+from pangu.prepare.prompts import ChatPrompts
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.run import run
@@ -63,7 +64,7 @@ def fine_tune(folder: Path, published: str, template: str) -> Path:
         f"data.folder={folder}/d",
     )
     kind = f"data.tokenizer={{kind: huggingface, path: {tokenizer}}}"
-    run(composed(*MODEL, *STEPS, *data, kind, f"train.output={folder}/run"))
+    run(composed(*MODEL, *STEPS, *data, kind, f"train.output={folder}/run"), corpora=corpora)
     return folder / "run"
 
 
@@ -87,7 +88,7 @@ def test_an_export_and_generate_ask_as_the_training_did(published: str, template
     tokenizer = load_tokenizer(TokenizerConfig("huggingface", str(tmp_path / "tokenizer")))
     ids = {"eod": tokenizer.eod, "bos": tokenizer.bos}
     source = TokenizerConfig("huggingface", str(tmp_path / "tokenizer"))
-    recipe = Recipe(source, "", str(name), "", "messages", "prompt", "response", "refuse", 400, **ids)
+    recipe = ConversationRecipe(source, "", str(name), "", "messages", "prompt", "response", "refuse", 400, **ids)
     conversation = [*TALK, {"role": "assistant", "content": "4"}]
     trained = Encoder(recipe).encode({"messages": conversation})
     counted = trained.counted.tolist()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pangu.data.indexed_writer import IndexedWriter
+from pangu.prepare import corpora
 from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics, on_ranks
@@ -51,7 +52,7 @@ def words_of(trained: Path, output: Path, steps: int, *others: str) -> tuple[str
 
 
 def train(trained: Path, output: Path, steps: int, *others: str) -> list[dict[str, Any]]:
-    run(composed(*words_of(trained, output, steps, *others)))
+    run(composed(*words_of(trained, output, steps, *others)), corpora=corpora)
     return metrics(output)
 
 

@@ -16,6 +16,7 @@ from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths
+from pangu.prepare import corpora
 from pangu.pretrain import forecast, read_benchmarks
 from pangu.topology.layout import Layout
 from pangu.training.run import run
@@ -157,7 +158,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
     for number, overrides in enumerate(runs):
-        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"), forecast, read_benchmarks)
+        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"), forecast, read_benchmarks, corpora)
     (tmp_path / "chat.jsonl").write_text('{"p": "one", "r": "two"}\nx\n', encoding="utf-8")
     words = (f"data.train=[{tmp_path}/chat.jsonl]", f"data.validation=[{tmp_path}/chat.jsonl]", "data.weights=[1]")
     keys = (
@@ -167,7 +168,10 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         "data.template=plain",
         "data.max_bad=1",
     )
-    run(composed(*SMALL, "data=instructions", *words, *keys, *quiet, f"train.output={tmp_path}/instructions"))
+    run(
+        composed(*SMALL, "data=instructions", *words, *keys, *quiet, f"train.output={tmp_path}/instructions"),
+        corpora=corpora,
+    )
     dense = f"checkpoint.init_from={tmp_path}/4/checkpoints/step-00000002"
     words = ("data=synthetic", *quiet, dense, "model.experts=2", "checkpoint.upcycle=true")
     run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))

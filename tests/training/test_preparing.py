@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pangu.collectives import long_work
 from pangu.common.errors import UserError
-from pangu.data import instructions
+from pangu.prepare import instructions
 from pangu.pretrain import pretrain
 
 RANK = os.environ["RANK"]

@@ -21,12 +21,12 @@ from pangu.common.files import read_json_object
 from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id
-from pangu.data.chat import FINE_TUNED
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.interop.formats.huggingface_config import kind_in, kind_of, read_model, write_model
 from pangu.interop.formats.pickles import load_pickle
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table
 from pangu.layers.rotary import rotary_frequencies
+from pangu.prepare.chat import FINE_TUNED
 
 _GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9

@@ -18,7 +18,6 @@ from pangu.checkpoint.run_folder import (
     GENERATION,
     identity,
     keep_tokenizer,
-    kept_template,
     kept_tokenizer,
     save_config,
 )
@@ -27,12 +26,12 @@ from pangu.common.files import read_json_object
 from pangu.config.data import IndexedData
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
-from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.stored import Job, Stored, WeightSource
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
+from pangu.prepare.prompts import ChatPrompts, kept_template
 from pangu.topology.layout import Layout
 
 

@@ -22,10 +22,11 @@ from pangu.common.errors import UserError
 from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, Row, batch_of
-from pangu.data.instructions import Encoder
 from pangu.data.loader import Loader
-from pangu.data.sources import Sources, open_sources, prepare
+from pangu.data.sources import Sources, open_sources
 from pangu.data.stream import Stream
+from pangu.prepare.corpora import prepare
+from pangu.prepare.instructions import Encoder
 from pangu.topology.layout import Layout
 from tests.configs import tiny
 from tests.parallel.harness import small_trainer, whole

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.common.errors import UserError
-from pangu.data.vocabulary import sampled, train_sentencepiece, training_sentences
+from pangu.prepare.vocabulary import sampled, train_sentencepiece, training_sentences
 from tests.data.conftest import library_files
 from tests.spawn import repository
 
@@ -36,8 +36,8 @@ def test_special_ids_and_size(kind: Literal["bpe", "unigram"], jieba: bool) -> N
 def test_the_same_texts_give_the_same_model_in_every_process() -> None:
     program = (
         "import hashlib\n"
-        "from pangu.data.vocabulary import train_sentencepiece\n"
-        "from tests.data.test_vocabulary import TEXTS\n"
+        "from pangu.prepare.vocabulary import train_sentencepiece\n"
+        "from tests.prepare.test_vocabulary import TEXTS\n"
         "print(hashlib.sha256(train_sentencepiece(TEXTS, 500, 'bpe', max_sentences=50)).hexdigest())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=repository(), capture_output=True, text=True, check=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+from pangu.checkpoint.run_folder import CHAT_TEMPLATE, kept_tokenizer, read_text
 from pangu.common.errors import UserError
-from pangu.config.data import InstructionsData
-from pangu.data.boundaries import spelled_end
-from pangu.data.chat import ChatTemplate
+from pangu.common.files import refuse_links
+from pangu.config.data import DataConfig, InstructionsData
 from pangu.data.encoding import cached_tokenizer
-from pangu.data.messages import Dialog
-from pangu.data.sandbox import Allowance
 from pangu.data.sources import with_ids
 from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer
+from pangu.prepare.chat import ChatTemplate, spelled_end
+from pangu.prepare.messages import Dialog
+from pangu.prepare.sandbox import Allowance
 
 
 class ChatPrompts:
@@ -58,3 +61,16 @@ def portable_template(data: InstructionsData) -> str:
     tokenizer = cached_tokenizer(data.tokenizer)
     spelled, _ = spelled_end(tokenizer, packing.eod)
     return ChatTemplate(data.template, tokenizer.special, spelled, packing.bos).portable
+
+
+def kept_template(run: Path, data: DataConfig) -> str | None:
+    """Return the chat template of fine-tuning, from the run folder or, in older runs, its data; None without one."""
+    if (run / CHAT_TEMPLATE).exists():
+        refuse_links([run / CHAT_TEMPLATE])
+        return read_text(run / CHAT_TEMPLATE)
+    if not isinstance(data, InstructionsData):
+        return None
+    try:
+        return portable_template(replace(data, tokenizer=kept_tokenizer(run, data)))
+    except UserError as error:
+        raise UserError(f"{error}; or put the template into {run / CHAT_TEMPLATE}") from error

@@ -15,10 +15,11 @@ from jinja2.exceptions import TemplateError
 
 from pangu.common.errors import UserError, reading, shown
 from pangu.common.files import read_json_object
-from pangu.data.messages import BEGIN, END, Dialog, Message, map_text, unwritten
-from pangu.data.sandbox import Allowance, template_environment
-from pangu.data.templates import TEMPLATES
 from pangu.data.token_spans import APART
+from pangu.data.tokenizers import Tokenizer
+from pangu.prepare.messages import BEGIN, END, Dialog, Message, map_text, unwritten
+from pangu.prepare.sandbox import Allowance, template_environment
+from pangu.prepare.templates import TEMPLATES
 
 FINE_TUNED = "{# Chat template of the conversations that this model was fine-tuned on #}\n"
 """First line of `ChatTemplate.portable`. Jinja removes it together with its newline."""
@@ -171,6 +172,15 @@ class ChatTemplate:
             if piece in text:
                 text = text.replace(piece, piece[0] + APART + piece[1:])
         return text
+
+
+def spelled_end(tokenizer: Tokenizer, eod: int | None) -> tuple[int | None, dict[int, int]]:
+    """Return the id whose piece a chat template writes for `eod`, and a map from written ids to replacements."""
+    # An ordinary piece that ends documents cannot be spelled: the tokenizer's own end is written in its place.
+    own = tokenizer.eod
+    if eod is None or own is None or eod in tokenizer.special.values():
+        return eod, {}
+    return own, {own: eod}
 
 
 def _mark_end(message: Message) -> Message:

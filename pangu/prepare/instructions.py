@@ -15,37 +15,35 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.common.errors import UserError, reading, writing
+from pangu.common.errors import UserError, writing
 from pangu.common.files import new_path, read_json_object, remove
-from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
+from pangu.config.data import InstructionsData, TokenizerConfig
 from pangu.config.model import ModelConfig
-from pangu.data import sandbox
-from pangu.data.boundaries import spelled_end
-from pangu.data.chat import ChatTemplate, read_template
+from pangu.data.conversations import PREPARED, conversation_packing, counted_path
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
-from pangu.data.messages import read_dialog
-from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.sandbox import Allowance
-from pangu.data.stream import SampleStream
-from pangu.data.templates import TEMPLATES
+from pangu.data.inputs import TextChunk, find_inputs, input_record, read_chunks
+from pangu.data.packing import write_packing
 from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
 from pangu.data.workers import parallel_map
 from pangu.metrics.progress import ProgressBar, noted
+from pangu.prepare import sandbox
+from pangu.prepare.chat import ChatTemplate, read_template, spelled_end
+from pangu.prepare.messages import read_dialog
+from pangu.prepare.sandbox import Allowance
+from pangu.prepare.templates import TEMPLATES
 
 log = logging.getLogger("pangu")
 
 _FORMAT = 2  # version of the recipe; raise it when the files it writes change
-_FOLDER = "instructions"
 _SECONDS_PER_LINE = 2e-3  # minimum time that a template has for each line of a chunk
 _LINES = re.compile(r"\.jsonl(\.(gz|zst|xz|bz2))?$")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ConversationRecipe:
     """Settings that determine the tokens of a conversation."""
 
     tokenizer: TokenizerConfig
@@ -85,7 +83,7 @@ class Counts:
 
 
 class Conversation(NamedTuple):
-    """Encoded conversation that fits into a sample."""
+    """EncodedChunk conversation that fits into a sample."""
 
     ids: NDArray[np.int32]
     counted: NDArray[np.uint8]
@@ -94,8 +92,8 @@ class Conversation(NamedTuple):
 
 
 @dataclass
-class Encoded:
-    """Encoded conversations of a chunk, returned by a worker."""
+class EncodedChunk:
+    """EncodedChunk conversations of a chunk, returned by a worker."""
 
     conversations: list[Conversation] = field(default_factory=list)
     too_long: int = 0
@@ -109,7 +107,7 @@ class TooLongError(ValueError):
 class Encoder:
     """Encoder of conversations as tokens."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: ConversationRecipe) -> None:
         """Load the tokenizer and the template. Raises UserError if one cannot be read."""
         self._recipe = recipe
         self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
@@ -153,9 +151,9 @@ class Encoder:
 _encoder = cache(Encoder)  # one per process
 
 
-def encode_chunk(recipe: Recipe, max_bad: int, chunk: Chunk) -> Encoded:
+def encode_chunk(recipe: ConversationRecipe, max_bad: int, chunk: TextChunk) -> EncodedChunk:
     """Encode a chunk, up to one bad line over `max_bad`. Raises UserError for one too long if that is refused."""
-    encoder, encoded = _encoder(recipe), Encoded()
+    encoder, encoded = _encoder(recipe), EncodedChunk()
     lines = list(json_lines(chunk))
     with Allowance(max(sandbox.SECONDS, _SECONDS_PER_LINE * len(lines))) as allowance:
         for line, record in lines:
@@ -187,7 +185,7 @@ def prepare_instructions(
     """
     recipe, inputs = _recipe(data, model), _inputs(data, note_progress)
     wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
-    folder = Path(data.folder) / _FOLDER
+    folder = Path(data.folder) / PREPARED
     manifest = _manifest(folder)
     if manifest is None or manifest["recipe"] != wanted or [*manifest["counts"]] != [*inputs]:
         fitting_tokenizer(recipe.tokenizer, model.vocab)
@@ -201,14 +199,14 @@ def prepare_instructions(
     for pattern, counts in zip((*data.train, *data.validation), manifest["counts"].values(), strict=True):
         log.info("%-12s %s: %s", "data", pattern, Counts(**counts))
     for prefix in manifest["counts"]:
-        write_packing(_packing(data, model, prefix), note_progress)
+        write_packing(conversation_packing(data, model, prefix), note_progress)
 
 
-def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
+def _recipe(data: InstructionsData, model: ModelConfig) -> ConversationRecipe:
     assert data.tokenizer is not None
     assert data.packing.bos != "auto"
     template = json.dumps(read_template(data.template))
-    return Recipe(
+    return ConversationRecipe(
         tokenizer=data.tokenizer,
         tokenizer_digest=tokenizer_digest(data.tokenizer.path),
         template=data.template,
@@ -236,6 +234,14 @@ def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[s
     return inputs
 
 
+def read_prepared(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder of prepared conversations. Raises UserError if it is missing or incomplete."""
+    manifest = _manifest(folder)
+    if manifest is None:
+        raise UserError(f"{folder}: has no prepared conversations, or not all of them; the next run prepares them")
+    return manifest
+
+
 def _manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of the folder; None if it is incomplete."""
     try:
@@ -250,7 +256,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 def _write_all(
     folder: Path,
     data: InstructionsData,
-    recipe: Recipe,
+    recipe: ConversationRecipe,
     inputs: Mapping[str, Sequence[tuple[str, int, int]]],
     vocab: int,
     progress: ProgressBar,
@@ -265,7 +271,7 @@ def _write_all(
 def _write(
     prefix: Path,
     data: InstructionsData,
-    recipe: Recipe,
+    recipe: ConversationRecipe,
     sources: Sequence[str],
     vocab: int,
     note_progress: Callable[[], None],
@@ -288,43 +294,3 @@ def _write(
         if not counts.conversations:
             raise UserError(f"{', '.join(sources)}: no conversations left ({counts}); set data.messages_key")
     return counts
-
-
-def counted_path(prefix: str | Path) -> Path:
-    """Return the loss mask of a prefix, a file with a byte for each token."""
-    return Path(f"{prefix}.counted")
-
-
-def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocuments:
-    """Open packed conversations with their loss mask. Raises UserError."""
-    path = counted_path(packing.prefix)
-    with reading(path, ValueError):  # an empty file cannot be mapped
-        counted = np.memmap(path, np.uint8, "r")
-    documents = PackedDocuments(packing, vocab, ids, counted)
-    if len(counted) != len(documents.reader.tokens):
-        raise UserError(f"{path}: damaged; remove {path.parent}, and the next run prepares it again")
-    return documents
-
-
-def read_prepared(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder of prepared conversations. Raises UserError if it is missing or incomplete."""
-    manifest = _manifest(folder)
-    if manifest is None:
-        raise UserError(f"{folder}: has no prepared conversations, or not all of them; the next run prepares them")
-    return manifest
-
-
-def _packing(data: InstructionsData, model: ModelConfig, name: str) -> Packing:
-    assert data.packing.method != "concat"
-    prefix = str(Path(data.folder) / _FOLDER / name)
-    return Packing(prefix, model.sequence, data.packing.method, data.packing.index, first_is_input=True)
-
-
-def open_split(data: InstructionsData, model: ModelConfig, seed: int, names: Sequence[str]) -> SampleStream:
-    """Open samples of prepared datasets: shuffled for `train-0` and following, else in order. Raises UserError."""
-    shuffle = names[0].startswith("train")
-    datasets = [open_dataset(_packing(data, model, name), model.vocab, data.packing) for name in names]
-    weights = data.weights if shuffle else None
-    weights = weights or tuple(float(len(one.reader.tokens)) for one in datasets)
-    pairs = [(one.reader, weight) for one, weight in zip(datasets, weights, strict=True)]
-    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, packed=datasets)

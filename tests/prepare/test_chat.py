@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.data import sandbox
-from pangu.data.chat import ChatTemplate
-from pangu.data.messages import Dialog, messages_of, read_dialog
-from pangu.data.sandbox import Allowance
-from pangu.data.templates import TEMPLATES
 from pangu.data.token_spans import APART
+from pangu.prepare import sandbox
+from pangu.prepare.chat import ChatTemplate
+from pangu.prepare.messages import Dialog, messages_of, read_dialog
+from pangu.prepare.sandbox import Allowance
+from pangu.prepare.templates import TEMPLATES
 
 SPECIAL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 TALK = [

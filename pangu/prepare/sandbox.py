@@ -19,7 +19,7 @@ from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pangu.data.messages import BEGIN, END
+from pangu.prepare.messages import BEGIN, END
 
 SECONDS = 5.0
 """CPU time limit of a template for one chunk of conversations, in seconds."""
