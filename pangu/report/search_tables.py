@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -15,6 +14,7 @@ from pangu.planning.auto import Outcome, overrides_of
 from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
 from pangu.planning.program import Plan
 from pangu.planning.search import Candidate, Space
+from pangu.report.page import fill_template
 from pangu.schedule import orders
 from pangu.schedule.groups import groups_of
 from pangu.schedule.simulate import simulate
@@ -179,67 +179,49 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def page(outcome: Outcome) -> str:
     """Return a self-contained HTML page: memory per stage, time terms, stage timelines, memory against time."""
-    best = outcome.result.best
-    cluster, table = outcome.space.cluster, list(rows(outcome))
-    titles = "".join(f"<th>{html.escape(title)}</th>" for title in table[0])
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row.values())}</tr>" for row in table)
+    best, cluster = outcome.result.best, outcome.space.cluster
     times = [(f"{number}", vars(one.time)) for number, one in enumerate(best, 1)]
     memory = [(f"stage {stage}", one._asdict()) for stage, one in enumerate(best[0].memory)]
-    parts = [
-        f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
-        f"<table><tr>{titles}</tr>{cells}</table><h2>Step time by term</h2>",
-        _bars(times, TERMS, max(one.time.total for one in best), "s"),
-        f"<h2>Memory per stage of the fastest layout, {cluster.memory.gib:.1f} GiB available</h2>",
-        _bars(memory, StageMemory._fields, cluster.memory.gib, "GiB"),
-        "<h2>Pipeline timeline of the fastest layout</h2>" + _timeline(outcome),
-        "<h2>Memory and step time</h2>" + _front(front_of([*best, *outcome.result.others]), cluster.memory.gib),
-    ]
-    style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}svg{background:#fafafa}"
-    return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'
+    front = front_of([*best, *outcome.result.others])
+    return fill_template(
+        "layouts.html",
+        width=WIDTH,
+        colours=COLOURS,
+        cluster=cluster,
+        words=run_words(outcome),
+        rows=list(rows(outcome)),
+        times=list(_bars(times, TERMS, max(one.time.total for one in best), "s")),
+        memory=list(_bars(memory, StageMemory._fields, cluster.memory.gib, "GiB")),
+        timeline=_timeline(outcome),
+        front=[(one.time.total, one.peak_gib, overrides_of(one.plan)) for one in front],
+    )
 
 
-def _chart(height: int, boxes: Iterable[tuple[float, float, int, str, str]]) -> str:
-    """Return a chart with rows of boxes: left end and width in pixels, row, name in the legend, tooltip."""
-    colours, shapes, bottom = dict[str, str](), [], 0
-    for x, width, row, name, says in boxes:
-        colour, bottom = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)]), max(bottom, (row + 1) * height)
-        place = f'x="{x:.1f}" y="{row * height}" width="{max(width, 0.5):.1f}" height="{height - 1}"'
-        shapes.append(f'<rect {place} fill="{colour}"><title>{html.escape(says)}</title></rect>')
-    legend = " ".join(f'<b style="color:{colour}">{name}</b>' for name, colour in colours.items())
-    return f'<p>{legend}</p><svg width="{WIDTH}" height="{bottom}">{"".join(shapes)}</svg>'
+Box = tuple[float, float, int, str, str]
+"""Box of a chart: left end and width in pixels, row, name in the legend, tooltip."""
 
 
-def _bars(bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], most: float, unit: str) -> str:
-    """Return one bar per title with its parts; the value `most` spans the width of the chart."""
-    boxes = []
+def _bars(
+    bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], most: float, unit: str
+) -> Iterator[Box]:
+    """Yield the parts of one bar per title; the value `most` spans the width of the chart."""
     for row, (title, parts) in enumerate(bars):
         x = 0.0
         for name in names:
             width = parts[name] / most * WIDTH
-            boxes.append((x, width, row, name, f"{title}: {name} {parts[name]:.3f} {unit}"))
+            yield x, width, row, name, f"{title}: {name} {parts[name]:.3f} {unit}"
             x += width
-    return _chart(20, boxes)
 
 
-def _timeline(outcome: Outcome) -> str:
+def _timeline(outcome: Outcome) -> tuple[int, list[Box]]:
+    """Return the height of a row and the boxes of the actions."""
     plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
     groups, ledger = groups_of(plan.layout, cluster.node), outcome.space.program.describe(plan)
     durations = durations_of(ledger.schedule, phases_of(ledger, groups, cluster), 0.0)
     timeline = simulate(ledger.schedule, durations, checked=True)
     scale = WIDTH / timeline.makespan
-    boxes = (
+    boxes = [
         (start * scale, (stop - start) * scale, stage, action.kind.name.lower(), f"stage {stage}: {action}")
         for stage, action, start, stop in chain.from_iterable(timeline.computing)
-    )
-    return _chart(max(4, min(20, 400 // plan.pipeline)), boxes)
-
-
-def _front(front: Sequence[Candidate], room: float) -> str:
-    slowest = max(one.time.total for one in front)
-    shapes = [
-        f'<circle cx="{one.time.total / slowest * 880:.1f}" cy="{300 - one.peak_gib / room * 290:.1f}" r="5" '
-        f'fill="{COLOURS[0]}"><title>{one.time.total:.3f} s, {one.peak_gib:.1f} GiB: '
-        f"{html.escape(' '.join(overrides_of(one.plan)))}</title></circle>"
-        for one in front
     ]
-    return f'<svg width="{WIDTH}" height="300">{"".join(shapes)}</svg>'
+    return max(4, min(20, 400 // plan.pipeline)), boxes
