@@ -11,7 +11,6 @@ from pangu.common.errors import UserError, reading
 from pangu.config.data import InstructionsData, PackingConfig
 from pangu.config.model import ModelConfig
 from pangu.data.packing import PackedDocuments, Packing
-from pangu.data.stream import SampleStream
 
 PREPARED = "instructions"
 """Subfolder of `data.folder` with the prepared files."""
@@ -40,11 +39,6 @@ def conversation_packing(data: InstructionsData, model: ModelConfig, name: str) 
     return Packing(prefix, model.sequence, data.packing.method, data.packing.index, first_is_input=True)
 
 
-def open_split(data: InstructionsData, model: ModelConfig, seed: int, names: Sequence[str]) -> SampleStream:
-    """Open samples of prepared datasets: shuffled for `train-0` and following, else in order. Raises UserError."""
-    shuffle = names[0].startswith("train")
-    datasets = [open_dataset(conversation_packing(data, model, name), model.vocab, data.packing) for name in names]
-    weights = data.weights if shuffle else None
-    weights = weights or tuple(float(len(one.reader.tokens)) for one in datasets)
-    pairs = [(one.reader, weight) for one, weight in zip(datasets, weights, strict=True)]
-    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, packed=datasets)
+def dataset_names(split: str, files: Sequence[str]) -> tuple[str, ...]:
+    """Return the names in the folder of the datasets of a split."""
+    return tuple(f"{split}-{number}" for number in range(len(files)))

@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from pangu.common.errors import UserError, reading
+from pangu.common.errors import UserError, reading, shown
+from pangu.common.files import read_json_object
 from pangu.data.remote import find_urls, is_url, open_url, size_of
-from pangu.data.saved_datasets import saved_dataset
 from pangu.data.tables import (
     CHUNK,
     DATASET,
@@ -142,9 +142,31 @@ def _files_below(folder: Path) -> list[str]:
             continue
         seen.add((facts.st_dev, facts.st_ino))
         folders.sort()
-        saved = saved_dataset(Path(place), folders) if {"state.json", "dataset_dict.json"} & {*names} else None
+        saved = _saved_dataset(Path(place), folders) if {"state.json", "dataset_dict.json"} & {*names} else None
         files += [Path(place, name) for name in names] if saved is None else saved
     return [str(file) for file in sorted(files)]
+
+
+def _saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:
+    """Return the data files of a folder that `datasets` saved, in order; None for other folders.
+
+    There are none if its splits are in `folders`. Other files of the library, e.g. results of `map`, are excluded. Raises
+    UserError for several splits, or for a selection of rows that is stored separately.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        if len(folders) > 1:
+            raise UserError(f"{folder}: has the splits {', '.join(folders)}; name one, e.g. {folder / folders[0]}")
+        return []
+    state = read_json_object(folder / "state.json")
+    files = state.get("_data_files")
+    if not isinstance(files, list):
+        return None
+    if any(state.get(key) for key in ("_indices_files", "_indices_data_files")):
+        raise UserError(f"{folder}: stores the order of its rows separately; save it again after flatten_indices()")
+    names = [file.get("filename") if isinstance(file, dict) else None for file in files]
+    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise UserError(f"{folder / 'state.json'}: {shown(wrong[0])} is not the name of a data file")
+    return [folder / name for name in names if isinstance(name, str)]
 
 
 def input_record(source: str) -> tuple[str, int, int]:

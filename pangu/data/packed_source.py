@@ -17,8 +17,7 @@ from pangu.config.data import StreamData, TokenizerConfig
 from pangu.data.documents import BadLine, documents, leave_out
 from pangu.data.encoding import encode, held_out
 from pangu.data.inputs import TextPosition, read_chunks
-from pangu.data.order import permuted
-from pangu.data.passing_shuffle import PassingShuffle, Turn
+from pangu.data.order import PassingShuffle, Turn, permuted
 from pangu.data.workers import parallel_map
 from pangu.topology.random import random_key
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from pangu.config.data import (
 )
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
-from pangu.data.conversations import open_split
+from pangu.data.conversations import conversation_packing, dataset_names, open_dataset
 from pangu.data.encoding import cached_tokenizer
 from pangu.data.indexed import bin_path, idx_path, open_indexed
 from pangu.data.packing import PackedDocuments, packings, write_packing
@@ -83,30 +84,16 @@ def open_sources(
         data = _as_indexed(data, model)
     if isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
-    tokenizer = None
-    if data.tokenizer:
-        tokenizer = fitting_tokenizer(data.tokenizer, model.vocab)
-    if isinstance(data, InstructionsData):
-        return _open_instructions(data, model, seed, tokenizer)
+    tokenizer = fitting_tokenizer(data.tokenizer, model.vocab) if data.tokenizer else None
     if isinstance(data, StreamData):
         return _open_stream(data, model, seed, tokenizer, global_size, num_validation, note_progress)
-    train = _open(data.train, data, model, seed, shuffle=True)
-    validation = _open(data.validation, data, model, seed) if data.validation else None
-    parts = _short_names(data.validation)
-    parts = parts if len(parts) > 1 else {}
-    alone: dict[str, Stream] = {name: _open((prefix,), data, model, seed) for name, prefix in parts.items()}
-    return Sources(train, validation, tokenizer, alone)
-
-
-def _open_instructions(data: InstructionsData, model: ModelConfig, seed: int, tokenizer: Tokenizer | None) -> Sources:
-    train = [f"train-{number}" for number in range(len(data.train))]
-    held_out = [f"validation-{number}" for number in range(len(data.validation))]
-    alone: dict[str, Stream] = {}
-    if len(held_out) > 1:
-        for name, pattern in _short_names(data.validation).items():
-            alone[name] = open_split(data, model, seed, [held_out[data.validation.index(pattern)]])
-    validation = open_split(data, model, seed, held_out) if held_out else None
-    return Sources(open_split(data, model, seed, train), validation, tokenizer, alone)
+    train, held_out = data.train, data.validation
+    if isinstance(data, InstructionsData):
+        train, held_out = dataset_names("train", data.train), dataset_names("validation", data.validation)
+    stream = partial(_open, data, model, seed)
+    parts = {name: held_out[data.validation.index(entry)] for name, entry in _short_names(data.validation).items()}
+    alone: dict[str, Stream] = {name: stream((dataset,)) for name, dataset in parts.items()} if len(parts) > 1 else {}
+    return Sources(stream(train, shuffle=True), stream(held_out) if held_out else None, tokenizer, alone)
 
 
 def _open_stream(
@@ -175,19 +162,26 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
 
 
 def _open(
-    prefixes: tuple[str, ...], data: IndexedData, model: ModelConfig, seed: int, *, shuffle: bool = False
+    data: IndexedData | InstructionsData,
+    model: ModelConfig,
+    seed: int,
+    names: tuple[str, ...],
+    *,
+    shuffle: bool = False,
 ) -> SampleStream:
-    readers = [open_indexed(prefix) for prefix in prefixes]
+    """Open prefixes, or prepared conversations by their names in the folder."""
+    if isinstance(data, InstructionsData):
+        chosen = [conversation_packing(data, model, name) for name in names]
+        packed = [open_dataset(packing, model.vocab, data.packing) for packing in chosen]
+    else:
+        chosen = packings(names, data.packing, model.sequence)
+        packed = [PackedDocuments(packing, model.vocab, data.packing) for packing in chosen]
+    readers = [one.reader for one in packed] or [open_indexed(prefix) for prefix in names]
     weights = (data.weights if shuffle else None) or tuple(float(len(reader.tokens)) for reader in readers)
-    weight_schedule = [(stage.sample, stage.weights) for stage in data.weight_schedule] if shuffle else []
+    stages = data.weight_schedule if shuffle and isinstance(data, IndexedData) else ()
+    schedule = [(stage.sample, stage.weights) for stage in stages]
     pairs = list(zip(readers, weights, strict=True))
-    packed = []
-    if data.packing.method != "concat":
-        packed = [
-            PackedDocuments(packing, model.vocab, data.packing)
-            for packing in packings(prefixes, data.packing, model.sequence)
-        ]
-    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, weight_schedule, packed)
+    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, schedule, packed)
 
 
 def _check_exist(prefixes: list[str]) -> None:

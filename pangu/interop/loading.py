@@ -29,7 +29,7 @@ from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_e
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernel_choice import attention_kernels
-from pangu.metrics.formats import require_format
+from pangu.metrics.devices import require_format
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pangu.common.errors import UserError
 from pangu.topology.launch import Launch
 
 Compute = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -106,3 +107,13 @@ def device_here(launch: Launch) -> Any:
     kind = torch.accelerator.current_accelerator()
     ask = None if kind is None else getattr(torch.get_device_module(kind), "get_device_properties", None)
     return None if ask is None or launch.local_rank >= torch.accelerator.device_count() else ask(launch.local_rank)
+
+
+def require_format(compute: str, device: torch.device) -> None:
+    """Raise `UserError` if a device has no matmul in a compute format."""
+    module: Any = torch.get_device_module(device)
+    has_bf16 = getattr(module, "is_bf16_supported", lambda: True)()
+    formats = ["fp32", *(["bf16"] if has_bf16 else []), *([] if device.type == "npu" else ["fp64"])]
+    if compute not in (*formats, "fp16"):
+        fix = f"use {', '.join(formats)} or fp16"
+        raise UserError(f"precision = {compute}: {device_name(device)} does not support matmuls in {compute}; {fix}")

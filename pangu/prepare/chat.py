@@ -6,15 +6,18 @@ Templates are written in Jinja, as in transformers, and may be untrusted; `sandb
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import TemplateError
 
-from pangu.common.errors import UserError, reading, shown
+from pangu.checkpoint.run_folder import read_text
+from pangu.common.errors import UserError, shown
 from pangu.common.files import read_json_object
+from pangu.data.boundaries import piece_of
 from pangu.data.token_spans import APART
 from pangu.data.tokenizers import Tokenizer
 from pangu.prepare.messages import BEGIN, END, Dialog, Message, map_text, unwritten
@@ -74,12 +77,9 @@ class ChatTemplate:
         """
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
         tools = map_text(dialog.tools, self._hold_apart)
-        try:
-            with allowance.spend():
-                whole = self._render(messages, tools, more=False)
-                parts = _marked(whole) if BEGIN in whole else self._by_turns(messages, tools, whole, dialog.counted)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
+        with self._spending(allowance, ValueError):
+            whole = self._render(messages, tools, more=False)
+            parts = _marked(whole) if BEGIN in whole else self._by_turns(messages, tools, whole, dialog.counted)
         if name := unwritten(Dialog(messages, tools, []), whole):
             reason = f"does not write the function {shown(name)}; use qwen3 or the model's own"
             raise ValueError(f"the chat template {self._name} {reason}")
@@ -98,23 +98,26 @@ class ChatTemplate:
     def prompt(self, dialog: Dialog, allowance: Allowance) -> str:
         """Render a conversation up to its next response. Raises ValueError, with the reason, if the template fails."""
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
-        try:
-            with allowance.spend():
-                text = self._render(messages, map_text(dialog.tools, self._hold_apart), more=True)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
+        with self._spending(allowance, ValueError):
+            text = self._render(messages, map_text(dialog.tools, self._hold_apart), more=True)
         return text.replace(BEGIN, "").replace(END, "")
 
     def end_of_turn(self) -> str:
         """Return what the template writes after a response, without trailing space; "" if it writes nothing."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{APART}"}]
-        try:
-            with Allowance() as allowance, allowance.spend():
-                text = self._render(messages, [], more=False)
-        except Exception as error:
-            raise UserError(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
+        with Allowance() as allowance, self._spending(allowance, UserError):
+            text = self._render(messages, [], more=False)
         tail = text.rpartition(APART)[2].partition(END)[0]
         return tail.rstrip() or tail
+
+    @contextmanager
+    def _spending(self, allowance: Allowance, kind: type[Exception]) -> Iterator[None]:
+        """Raise an error of this kind, with the reason, if the template fails in the block: it may raise anything."""
+        try:
+            with allowance.spend():
+                yield
+        except Exception as error:
+            raise kind(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
 
     def _by_turns(
         self, messages: Sequence[Message], tools: list[Any], whole: str, counted: Sequence[bool]
@@ -210,12 +213,12 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
         beside = path / "chat_template.jinja"
         path = path / "tokenizer_config.json"
         if beside.is_file():
-            return _read_text(beside), _pieces(read_json_object(path)) if path.is_file() else {}
+            return read_text(beside), _pieces(read_json_object(path)) if path.is_file() else {}
     if path.suffix != ".json":
         if not path.is_file():
             names = ", ".join(TEMPLATES)
             raise UserError(f"data.template = {path}: no such file; use a file, or one of {names}")
-        return _read_text(path), {}
+        return read_text(path), {}
     config = read_json_object(path)
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates by name
@@ -226,19 +229,10 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
     return template, _pieces(config)
 
 
-def _read_text(path: Path) -> str:
-    with reading(path, UnicodeDecodeError, rule="is not UTF-8"):
-        return path.read_text(encoding="utf-8")
-
-
 def _pieces(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and others, which are strings or objects with a `content`."""
-    pieces = {}
-    for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            pieces[key] = text
-    return pieces
+    """Return bos_token, eos_token and others."""
+    pieces = {key: piece_of(value) for key, value in config.items() if key.endswith("_token")}
+    return {key: piece for key, piece in pieces.items() if piece is not None}
 
 
 def _reason(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from pangu.common.errors import UserError, writing
 from pangu.common.files import new_path, read_json_object, remove
 from pangu.config.data import InstructionsData, TokenizerConfig
 from pangu.config.model import ModelConfig
-from pangu.data.conversations import PREPARED, conversation_packing, counted_path
+from pangu.data.conversations import PREPARED, conversation_packing, counted_path, dataset_names
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
@@ -226,11 +226,11 @@ def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[s
     """Return the files of each dataset by the dataset's name in the folder. Raises UserError."""
     inputs = {}
     for split, patterns in (("train", data.train), ("validation", data.validation)):
-        for number, pattern in enumerate(patterns):
+        for name, pattern in zip(dataset_names(split, patterns), patterns, strict=True):
             sources = find_inputs([pattern], f"data.{split}")
             if wrong := next((source for source in sources if not _LINES.search(source)), None):
                 raise UserError(f"data.{split} {wrong}: must be a .jsonl file with one conversation per line")
-            inputs[f"{split}-{number}"] = [input_record(source) for source in noted(sources, note_progress)]
+            inputs[name] = [input_record(source) for source in noted(sources, note_progress)]
     return inputs
 
 

@@ -31,7 +31,7 @@ from pangu.data.sources import Sources, open_sources, pack, tokenizer_of, with_i
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.layers.fp8 import require_fp8
 from pangu.layers.kernel_choice import attention_kernels
-from pangu.metrics.formats import require_format
+from pangu.metrics.devices import require_format
 from pangu.metrics.text import size
 from pangu.metrics.writers import ForecastWriter
 from pangu.models.parameters import count_frozen

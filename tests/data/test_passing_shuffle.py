@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.data.passing_shuffle import PassingShuffle
+from pangu.data.order import PassingShuffle
 
 
 @settings(max_examples=200)
