@@ -25,10 +25,12 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
+from pangu.data.encoding import encode
 from pangu.data.packed_source import PackedSource, StreamRecipe
 from pangu.data.tokenizers import SPACE, load_tokenizer
 from pangu.prepare.vocabulary import train_sentencepiece
@@ -109,10 +111,8 @@ def streamed(workers: int) -> Callable[[str, str, str, str], None]:
         sizes = {"holdout": 0.0, "shuffle": 2_000_000, "max_bad": 0, "workers": workers}
         texts = {"train": (text,), "validation": (), "weights": None, "text_key": "text"}
         data = StreamData("stream", tokenizer=tokenizer, packing=packing, **texts, **sizes)  # type: ignore[arg-type]
-        vocab = load_tokenizer(tokenizer).vocab_size
-        source = PackedSource(
-            StreamRecipe((text,), data, False, tokenizer, vocab, 9, None, 1024, 1, data.shuffle, (0,))
-        )
+        encoder = partial(encode, tokenizer=tokenizer, vocab=load_tokenizer(tokenizer).vocab_size, eod=9)
+        source = PackedSource(StreamRecipe((text,), data, False, encoder, 1024, 1, data.shuffle, (0,)))
         source.begin(None)
         while not source.epoch:
             source.take()

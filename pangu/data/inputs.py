@@ -46,6 +46,9 @@ _KINDS = f"{', '.join(_KNOWN)}, and {', '.join(_TEXT)} with {', '.join(_PACKED)}
 _ARRAY_BEGIN, _AFTER_VALUE = re.compile(r"\s*\[\s*(?P<end>\]\s*)?"), re.compile(r"\s*(,|(?P<end>\]\s*))\s*")
 _ENDS = {"lines": re.compile(rb"\n"), "text": re.compile(rb"\n[^\S\n]*\n"), "file": re.compile(rb"(?!)")}
 """Separators of lines and of documents; a whole file has none."""
+_ENDLESS = {"lines": "it does not end", "text": "no blank line ends the document", "file": "the file does not end"}
+TextKind = Literal["text", "file", "lines"]
+ChunkKind = Literal[TextKind, "records", "bad"]
 
 
 class TextPosition(NamedTuple):
@@ -66,7 +69,7 @@ class TextChunk:
     source: str
     content: Any
     """Bytes of whole lines, or a sequence of records' values: strings, or what a record has instead."""
-    kind: Literal["text", "file", "lines", "records", "bad"]
+    kind: ChunkKind
     """Format of the content: documents between blank lines; one document; a JSON object in each line; records; or no
     document, for the reason in `content`."""
     first: int
@@ -150,8 +153,8 @@ def _files_below(folder: Path) -> list[str]:
 def _saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:
     """Return the data files of a folder that `datasets` saved, in order; None for other folders.
 
-    There are none if its splits are in `folders`. Other files of the library, e.g. results of `map`, are excluded. Raises
-    UserError for several splits, or for a selection of rows that is stored separately.
+    There are none if its splits are in `folders`. Other files of the library, e.g. results of `map`, are excluded.
+    Raises UserError for several splits, or for a selection of rows that is stored separately.
     """
     if (folder / "dataset_dict.json").is_file():
         if len(folders) > 1:
@@ -280,37 +283,27 @@ def has_too_many_values(content: bytes) -> bool:
     return re.sub(rb'"(?:[^"\\]|\\.)*+(?:"|\Z)', b"", content).count(b",") >= MOST_VALUES
 
 
-def _text_chunks(
-    source: str, file: BinaryIO, kind: Literal["text", "file", "lines"], place: TextPosition
-) -> Iterator[TextChunk]:
+def _text_chunks(source: str, file: BinaryIO, kind: TextKind, place: TextPosition) -> Iterator[TextChunk]:
     """Yield chunks that end with a line or a document. One that is too long becomes a chunk without a document."""
     _, offset, line = place
     held = b""
+
+    def chunk(content: bytes | str, kind: ChunkKind, size: int, lines: int) -> TextChunk:
+        nonlocal offset, line
+        offset, first, line = offset + size, line + 1, line + lines
+        return TextChunk(source, content, kind, first, TextPosition(place.source, offset, line))
+
     while block := file.read(CHUNK):
         known, held = len(held), held + block
-        if len(held) > LONGEST and _first_size(held, kind) > LONGEST:
+        if len(held) > LONGEST and not _ENDS[kind].search(held, 0, LONGEST):
             size, lines, held = _pass_over(file, held, kind)
-            what = "no blank line ends the document" if kind == "text" else "it does not end"
-            if kind == "file":
-                what = "the file does not end"
-            reason = f"{what} within {LONGEST >> 20} MiB; split it into documents"
-            offset, first, line = offset + size, line + 1, line + lines
-            yield TextChunk(source, reason, "bad", first, TextPosition(place.source, offset, line))
+            yield chunk(f"{_ENDLESS[kind]} within {LONGEST >> 20} MiB; split it into documents", "bad", size, lines)
             known = 0
-        ends = {"file": lambda *_: 0, "lines": _end_of_lines, "text": _end_of_documents}
-        stop = ends[kind](held, known)
-        if stop:
+        if stop := _last_end(held, known, kind):
             content, held = held[:stop], held[stop:]
-            offset, first, line = offset + stop, line + 1, line + content.count(b"\n")
-            yield TextChunk(source, content, kind, first, TextPosition(place.source, offset, line))
+            yield chunk(content, kind, stop, content.count(b"\n"))
     if held:
-        after = TextPosition(place.source, offset + len(held), line + held.count(b"\n"))
-        yield TextChunk(source, held, kind, line + 1, after)
-
-
-def _first_size(text: bytes, kind: str) -> int:
-    end = _ENDS[kind].search(text)
-    return len(text) if end is None else end.end()
+        yield chunk(held, kind, len(held), held.count(b"\n"))
 
 
 def _pass_over(file: BinaryIO, held: bytes, kind: str) -> tuple[int, int, bytes]:
@@ -334,14 +327,11 @@ def _skip(file: BinaryIO, size: int) -> None:
         size -= len(block)
 
 
-def _end_of_lines(text: bytes, _: int) -> int:
-    return text.rfind(b"\n") + 1
-
-
-def _end_of_documents(text: bytes, known: int) -> int:
-    """Return where the last blank line ends; 0 if none does after the last line of the first `known` bytes begins."""
-    end = text.rfind(b"\n")
-    least = text.rfind(b"\n", 0, known)
+def _last_end(text: bytes, known: int, kind: TextKind) -> int:
+    """Return where the last line or document ends; 0 if none ends in the last line of `known` bytes or after it."""
+    if kind != "text":
+        return text.rfind(b"\n") + 1 if kind == "lines" else 0
+    end, least = text.rfind(b"\n"), text.rfind(b"\n", 0, known)
     while end > least:
         before = text.rfind(b"\n", 0, end)
         if not text[before + 1 : end].strip():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pangu.common.errors import UserError
-from pangu.config.data import StreamData, TokenizerConfig
+from pangu.config.data import StreamData
 from pangu.data.documents import BadLine, documents, leave_out
-from pangu.data.encoding import encode, held_out
+from pangu.data.encoding import held_out
 from pangu.data.inputs import TextPosition, read_chunks
 from pangu.data.order import PassingShuffle, Turn, permuted
 from pangu.data.workers import parallel_map
@@ -34,12 +34,8 @@ class StreamRecipe:
     data: StreamData
     held_out: bool
     """True to read the held-out side of `data.holdout`, False to read the training side."""
-    tokenizer: TokenizerConfig
-    vocab: int
-    eod: int
-    """Id appended to each document."""
-    bos: int | None
-    """Id prepended to each document."""
+    encode: Callable[[Sequence[str]], tuple[NDArray[np.int32], NDArray[np.int32]]]
+    """Picklable function that returns all ids of texts, each with its end, and ids per text."""
     sequence: int
     """Tokens per sample; consecutive samples overlap by one token: last label of one, first input of the next."""
     least: int
@@ -109,7 +105,8 @@ class PackedSource:
         self._chunks: deque[_Chunk] = deque()
         self._last: tuple[Turn, _Chunk] | None = None  # document whose tokens end the row
         self._row, self._at = np.empty(0, dtype=np.int32), 0  # tokens to cut samples from, and how many are used
-        self._ahead = _read(self._recipe, start)
+        texts = _texts(self._recipe, start)
+        self._ahead = parallel_map(partial(_encode, self._recipe.encode), texts, self._recipe.data.workers)
 
     def close(self) -> None:
         """Stop prefetching."""
@@ -213,20 +210,14 @@ class PackedSource:
         return " ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _read(recipe: StreamRecipe, start: _Start) -> Generator[_Encoded]:
-    """Yield the encoded documents from `start` on, and an empty group at the beginning of each later epoch."""
-    encoding = partial(_encode, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
-    yield from parallel_map(encoding, _texts(recipe, start), recipe.data.workers)
-
-
-def _encode(tokenizer: TokenizerConfig, vocab: int, eod: int, bos: int | None, group: _Texts) -> _Encoded:
-    ids, lengths = encode(group.texts, tokenizer, vocab, eod, bos)
-    begins = np.cumsum(lengths) - lengths
-    parts = [ids[begin : begin + length].copy() for begin, length in zip(begins, lengths, strict=True)]
-    return _Encoded(group.start, random_key(*group.texts[:1]), parts)
+def _encode(encode: Callable[[Sequence[str]], tuple[NDArray[np.int32], NDArray[np.int32]]], group: _Texts) -> _Encoded:
+    ids, lengths = encode(group.texts)
+    parts = np.split(ids, np.cumsum(lengths)[:-1]) if group.texts else []
+    return _Encoded(group.start, random_key(*group.texts[:1]), [part.copy() for part in parts])
 
 
 def _texts(recipe: StreamRecipe, start: _Start) -> Iterator[_Texts]:
+    """Yield groups of documents from `start` on, and an empty group at the beginning of each later epoch."""
     key, most, whole = recipe.data.text_key, recipe.data.max_bad, recipe.data.whole_files
     while True:
         epoch, place, bad = start

@@ -54,43 +54,52 @@ class Stream(Protocol):
         return
 
 
-class Dataset(Protocol):
-    """Repeatable part of a stream, whose samples are accessed by epoch and place in the epoch."""
+class Dataset:
+    """Repeatable part of a stream, whose samples are accessed by epoch and place in the epoch.
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples per epoch."""
+    With `shuffle` each epoch has a different permutation of the samples; without it they stay in order.
+    """
+
+    def __init__(self, num_samples: int, seed: int, shuffle: bool, number: int) -> None:
+        """Prepare dataset `number` of a stream, which has `num_samples` per epoch."""
+        self.num_samples, self._seed, self._shuffle, self._number = num_samples, seed, shuffle, number
 
     def sample(self, epoch: int, place: int) -> Sample:
         """Return a sample."""
+        raise NotImplementedError
 
     def origin(self, epoch: int, place: int) -> str:
         """Return a description of where a sample comes from."""
+        raise NotImplementedError
 
     def padding(self, epoch: int, place: int) -> int:
         """Return the number of padding tokens in a sample."""
+        return 0
+
+    def _ordered(self, epoch: int, place: int) -> int:
+        """Return the number of the sample at a place in an epoch."""
+        return permuted(place, self.num_samples, self._seed, "order", self._number, epoch) if self._shuffle else place
 
 
-class Windows:
+class Windows(Dataset):
     """Windows of `sequence` + 1 tokens over the concatenated documents; consecutive windows overlap by one token.
 
     That token is a label in one window and an input in the next. The remainder of an epoch is dropped. With `shuffle`
-    each epoch has a different permutation of the windows and a different offset; without it they stay in order.
+    each epoch has a different offset too.
     """
 
     def __init__(self, reader: IndexedTokens, sequence: int, vocab: int, seed: int, shuffle: bool, number: int) -> None:
         """Prepare dataset `number` of a stream. Raises UserError if it is shorter than one sample."""
-        if len(reader.tokens) < sequence + 1:
+        size = len(reader.tokens)
+        if size < sequence + 1:
             raise UserError(
-                f"{reader.prefix} has {len(reader.tokens)} tokens, but one sample of model.sequence = {sequence}"
-                f" takes {sequence + 1}; use more text or a model.sequence of at most {len(reader.tokens) - 1}"
+                f"{reader.prefix} has {size} tokens, but one sample of model.sequence = {sequence}"
+                f" takes {sequence + 1}; use more text or a model.sequence of at most {size - 1}"
             )
-        self._reader, self._sequence, self._vocab = reader, sequence, vocab
-        self._seed, self._shuffle, self._number = seed, shuffle, number
         # a shuffled epoch leaves room for the largest offset, so that all are equally long
-        self.num_samples = (
-            max(1, len(reader.tokens) // sequence - 1) if shuffle else (len(reader.tokens) - 1) // sequence
-        )
+        num_samples = max(1, size // sequence - 1) if shuffle else (size - 1) // sequence
+        super().__init__(num_samples, seed, shuffle, number)
+        self._reader, self._sequence, self._vocab = reader, sequence, vocab
 
     def sample(self, epoch: int, place: int) -> Sample:
         """Return a window."""
@@ -103,45 +112,35 @@ class Windows:
         """Return the prefix and first token of a window."""
         return f"{self._reader.prefix} from token {self._start(epoch, place):,}"
 
-    def padding(self, epoch: int, place: int) -> int:
-        """Return 0: windows have no padding."""
-        return 0
-
     def _start(self, epoch: int, place: int) -> int:
-        if not self._shuffle:
-            return place * self._sequence
-        num_offsets = min(self._sequence, len(self._reader.tokens) - self.num_samples * self._sequence)
-        offset = random_key(self._seed, "offset", self._number, epoch) % num_offsets
-        window = permuted(place, self.num_samples, self._seed, "order", self._number, epoch)
-        return offset + window * self._sequence
+        offset = 0
+        if self._shuffle:
+            num_offsets = min(self._sequence, len(self._reader.tokens) - self.num_samples * self._sequence)
+            offset = random_key(self._seed, "offset", self._number, epoch) % num_offsets
+        return offset + self._ordered(epoch, place) * self._sequence
 
 
-class Rows:
-    """Rows of packed documents; with `shuffle` each epoch has a different permutation of the rows."""
+class Rows(Dataset):
+    """Rows of packed documents."""
 
     def __init__(self, documents: PackedDocuments, seed: int, shuffle: bool, number: int) -> None:
         """Prepare dataset `number` of a stream."""
-        self._documents, self._seed, self._shuffle, self._number = documents, seed, shuffle, number
-        self.num_samples = documents.num_samples
+        super().__init__(documents.num_samples, seed, shuffle, number)
+        self._documents = documents
 
     def sample(self, epoch: int, place: int) -> Sample:
         """Return a packed row."""
-        return self._documents.row(self._row(epoch, place))
+        return self._documents.row(self._ordered(epoch, place))
 
     def origin(self, epoch: int, place: int) -> str:
         """Return the prefix, number and piece count of a row."""
-        row = self._row(epoch, place)
+        row = self._ordered(epoch, place)
         pieces = self._documents.pieces(row)
         return f"{self._documents.reader.prefix}, row {row:,}, packed from {len(pieces)}"
 
     def padding(self, epoch: int, place: int) -> int:
         """Return the number of padding tokens in a row."""
-        return self._documents.padding(self._row(epoch, place))
-
-    def _row(self, epoch: int, place: int) -> int:
-        if not self._shuffle:
-            return place
-        return permuted(place, self.num_samples, self._seed, "order", self._number, epoch)
+        return self._documents.padding(self._ordered(epoch, place))
 
 
 @dataclass(frozen=True)

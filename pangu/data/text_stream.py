@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path, PurePosixPath
 from threading import Lock
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from pangu.common.errors import UserError, reading, shown
 from pangu.config.data import StreamData
 from pangu.config.model import ModelConfig
-from pangu.data.encoding import tokenizer_digest
+from pangu.data.encoding import encode, tokenizer_digest
 from pangu.data.inputs import find_inputs, input_record
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, StreamRecipe
@@ -166,10 +167,7 @@ def open_text(
             inputs=tuple(inputs),
             data=data,
             held_out=False,
-            tokenizer=data.tokenizer,
-            vocab=model.vocab,
-            eod=eod,
-            bos=bos,
+            encode=partial(encode, tokenizer=data.tokenizer, vocab=model.vocab, eod=eod, bos=bos),
             sequence=model.sequence,
             least=int(-(-global_size * weight // sum(weights))),
             shuffle=data.shuffle,

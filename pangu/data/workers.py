@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Generator[Result]:
     """Map `function` over items in worker processes, in order, with few items in memory; 1 worker is this process.
 
     The workers end with this process, however it ends. Raises the errors of `function`, and UserError if a worker was
