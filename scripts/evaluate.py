@@ -23,7 +23,7 @@ from pangu.common.errors import UserError, printable, writing
 from pangu.common.exit_status import exit_status
 from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
-from pangu.data.inputs import find_inputs
+from pangu.data.finding import find_inputs
 from pangu.evaluation.inference import LoadedModel
 from pangu.interop.loading import load_model
 from pangu.metrics.progress import ProgressBar

@@ -17,7 +17,7 @@ from pangu.common.exit_status import exit_status
 from pangu.config.data import TokenizerConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.encoding import tokenizer_digest
-from pangu.data.inputs import add_input_arguments, find_inputs, input_record
+from pangu.data.finding import add_input_arguments, find_inputs, input_record
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.metrics.progress import ProgressBar
 from pangu.prepare.near_duplicates import bands_of

@@ -15,7 +15,7 @@ from pangu.common.exit_status import exit_status
 from pangu.common.files import write_atomically
 from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
-from pangu.data.inputs import add_input_arguments, find_inputs
+from pangu.data.finding import add_input_arguments, find_inputs
 from pangu.data.tokenizers import SentencePieceTokenizer
 from pangu.metrics.progress import ProgressBar
 from pangu.prepare.vocabulary import train_sentencepiece

@@ -1,4 +1,7 @@
-"""Columns of Parquet and Arrow tables, and records streamed by the `datasets` library."""
+"""Columns of Parquet and Arrow tables, and records streamed by the `datasets` library.
+
+Not all by `datasets`: it reads full row groups, whatever they decompress to, and cannot resume within one.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,14 @@ from typing import Any
 import numpy as np
 
 from pangu.common.errors import UserError
-from pangu.data.remote import is_url, open_url
+from pangu.data.finding import DATASET, is_dataset, is_url, open_url
 
-DATASET = "hf:"
-"""Name prefix of a dataset streamed by the `datasets` library: hf:NAME[:CONFIGURATION[:SPLIT]]."""
 CHUNK = 1 << 20
 """Bytes of text per chunk, unless a single document has more."""
 MOST_ROWS = 4096
 """Maximum number of rows per chunk."""
 MOST_EXPANDED = 256 << 20
 """Maximum decompressed bytes of a part of a table whose compression ratio exceeds 100."""
-
-
-def is_dataset(source: str) -> bool:
-    """Return whether the `datasets` library streams a source; hf://PATH is a URL instead."""
-    return source.startswith(DATASET) and not is_url(source)
 
 
 def parquet_columns(source: str, key: str, skipped: int) -> Iterator[Any]:

@@ -23,12 +23,10 @@ from pangu.common.errors import UserError, reading, shown
 from pangu.config.data import StreamData
 from pangu.config.model import ModelConfig
 from pangu.data.encoding import encode, tokenizer_digest
-from pangu.data.inputs import find_inputs, input_record
+from pangu.data.finding import find_inputs, input_record, is_dataset, is_url
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, StreamRecipe
-from pangu.data.remote import is_url
 from pangu.data.stream import RAREST, Stream
-from pangu.data.tables import is_dataset
 from pangu.metrics.progress import noted
 
 

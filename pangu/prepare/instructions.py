@@ -22,8 +22,9 @@ from pangu.config.model import ModelConfig
 from pangu.data.conversations import PREPARED, conversation_packing, counted_path, dataset_names
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
+from pangu.data.finding import find_inputs, input_record
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.inputs import TextChunk, find_inputs, input_record, read_chunks
+from pangu.data.inputs import TextChunk, read_chunks
 from pangu.data.packing import write_packing
 from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer

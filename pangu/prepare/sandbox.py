@@ -1,4 +1,4 @@
-"""Jinja sandbox with limits on time and memory, because chat templates may come from untrusted sources."""
+"""Jinja's own sandbox with the limits on time and memory that it lacks: chat templates may come from strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Line charts: geometry of axes, curves and marks, which page.html draws as SVG."""
+"""Line charts: geometry of axes, curves and marks, which page.html draws as SVG.
+
+Not by matplotlib, whose SVG has no tooltips and does not follow a dark page.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from pangu.common.errors import UserError
 from pangu.data import inputs, tables
 from pangu.data.documents import BadLine, Document, documents, read_documents
-from pangu.data.inputs import find_inputs, read_chunks
+from pangu.data.finding import find_inputs
+from pangu.data.inputs import read_chunks
 
 DOCUMENTS = ["one line", "two\nlines", "  indented, 你好", "tab\there"]
 

@@ -25,6 +25,7 @@ from pangu.config.model import ModelConfig
 from pangu.data import inputs, packed_source, tables
 from pangu.data import loader as loader_module
 from pangu.data.encoding import held_out
+from pangu.data.finding import find_inputs
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources, open_sources
 from pangu.data.text_stream import TextStream
@@ -265,7 +266,7 @@ def test_files_behind_urls(tmp_path: Path) -> None:
         resumed = opened(stream_of(local)).train  # the same file by another name
         resumed.resume(stream.position)
         assert resumed[61].tolist() == expected[61]
-    assert inputs.find_inputs(["memory://corpus-*/*.jsonl"]) == ["memory:///corpus-a.jsonl/a.jsonl"]
+    assert find_inputs(["memory://corpus-*/*.jsonl"]) == ["memory:///corpus-a.jsonl/a.jsonl"]
 
 
 def test_documents_are_held_out_by_their_hash(tmp_path: Path) -> None:
