@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -137,7 +138,7 @@ def preprocess(options: argparse.Namespace) -> None:
         whole_files=options.whole_files,
     )
     started = time.perf_counter()
-    with writing(Path(options.output)), Preprocessing(options.output, recipe, options.overwrite) as work:
+    with writing(Path(options.output)), closing(Preprocessing(options.output, recipe, options.overwrite)) as work:
         before = sum(writer.num_bytes for writer in work.writers)
         with ProgressBar(True) as progress:
             if work.resumed:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,11 +67,3 @@ class Journal:
     def close(self) -> None:
         """Close the file without a commit."""
         self._base.close()
-
-    def __enter__(self) -> Self:
-        """Return the journal, which the end of the block closes."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Close the file."""
-        self.close()

@@ -124,7 +124,7 @@ def _bands(recipe: Recipe, texts: Sequence[Document]) -> NDArray[np.int64]:
 class Preprocessing:
     """Run that produces the files of one output, resuming an interrupted run with the same recipe.
 
-    A context manager that keeps the committed state if the block ends with an exception.
+    The committed state is kept if it is closed before it is published.
     """
 
     def __init__(self, output: str, recipe: Recipe, overwrite: bool) -> None:
@@ -255,11 +255,3 @@ class Preprocessing:
         self._journal.close()
         if self._journal.state is None:
             remove(self._folder)
-
-    def __enter__(self) -> Preprocessing:
-        """Return self."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the files."""
-        self.close()

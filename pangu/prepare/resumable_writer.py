@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,27 @@ from pangu.data.indexed import bin_path, idx_path, token_format
 from pangu.data.indexed_writer import write_index
 from pangu.prepare.manifest import BLOCK, file_checksums
 
-
-@dataclass(frozen=True)
-class WriterState:
-    """State of a writer's files on disk."""
-
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-    """Size of the source text in bytes."""
-    checksums: list[str] = field(default_factory=list)
-    """Checksums of the full blocks of tokens."""
+_COUNTS = ("num_documents", "num_tokens", "num_bytes")
 
 
 class ResumableWriter:
     """Writer of one pair of files, kept in a separate folder until complete. Uses constant memory. Raises OSError."""
 
     def __init__(self, prefix: str, folder: Path, vocab: int, committed: dict[str, Any]) -> None:
-        """Open the files; `committed` is the result of the last `commit`, {} to start over."""
+        """Open the files; `committed` is the result of the last `commit`, {} to start over.
+
+        `num_bytes` counts the source text, and the checksums are those of the full blocks of tokens.
+        """
         self.prefix = prefix
-        state = WriterState(**committed)
+        self.num_documents, self.num_tokens, self.num_bytes = (committed.get(name, 0) for name in _COUNTS)
         self._format = token_format(vocab)
-        self._folder = folder
         self._tokens, self._lengths = (folder / f"{Path(prefix).name}.{kind}" for kind in ("tokens", "lengths"))
-        if not self._tokens.exists() and bin_path(prefix).exists() and state.num_tokens:
+        if not self._tokens.exists() and bin_path(prefix).exists() and self.num_tokens:
             bin_path(prefix).replace(self._tokens)  # it was killed between giving names to the two files
-        size = state.num_tokens * self._format.itemsize
-        self._files = [_reopened(self._tokens, size), _reopened(self._lengths, 4 * state.num_documents)]
+        size = self.num_tokens * self._format.itemsize
+        self._files = [_reopened(self._tokens, size), _reopened(self._lengths, 4 * self.num_documents)]
         start = size // BLOCK * BLOCK
-        self._checksums = file_checksums(self._tokens, start, state.checksums)
-        self.num_documents, self.num_tokens, self.num_bytes = state.num_documents, state.num_tokens, state.num_bytes
+        self._checksums = file_checksums(self._tokens, start, committed.get("checksums"))
 
     def add(self, tokens: NDArray[np.integer], lengths: NDArray[np.int32], num_bytes: int) -> None:
         """Append documents: their concatenated ids, [tokens], made from `num_bytes` bytes of text."""
@@ -61,7 +51,7 @@ class ResumableWriter:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        return asdict(WriterState(self.num_documents, self.num_tokens, self.num_bytes, self._checksums.finished))
+        return {name: getattr(self, name) for name in _COUNTS} | {"checksums": list(self._checksums.finished)}
 
     def lengths(self) -> NDArray[np.int32]:
         """Return the number of tokens of each document, memory-mapped."""

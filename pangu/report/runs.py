@@ -44,7 +44,6 @@ class Run:
     """Contents of a run folder."""
 
     name: str
-    folder: Path
     config: Mapping[str, Any]
     """Values by dotted key."""
     records: Sequence[Mapping[str, Any]]
@@ -209,7 +208,6 @@ def open_run(folder: Path, name: str) -> Run:
         traces = sum(1 for _ in stacks.iterdir()) if stacks.is_dir() else 0
     return Run(
         name,
-        folder,
         _config(folder),
         records,
         _object(folder, "summary"),

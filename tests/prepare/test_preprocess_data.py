@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -283,7 +284,7 @@ def test_a_line_that_is_too_long_counts_as_a_bad_one(
 
 
 def test_two_commands_do_not_write_the_same_files(folder: Path, tmp_path: Path) -> None:
-    with Journal(made(tmp_path / "c.partial") / "journal.sqlite"):
+    with closing(Journal(made(tmp_path / "c.partial") / "journal.sqlite")):
         done = preprocess(folder, tmp_path / "c")
     assert done.returncode == 2
     assert (
