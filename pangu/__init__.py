@@ -14,7 +14,6 @@ _NAMES = {
     "config.data": "PackingConfig",
     "common.errors": "UserError",
     "data.indexed": "open_indexed",
-    "data.indexed_writer": "IndexedWriter",
     "data.loader": "Loader",
     "data.stream": "SampleStream",
     "layers.linear": "ColumnParallelLinear RowParallelLinear",
@@ -24,6 +23,7 @@ _NAMES = {
     "library.pipeline": "Pipeline",
     "library.sharded_model": "ShardedModel Update shard",
     "optim.lamb": "Lamb",
+    "prepare.indexed_writer": "IndexedWriter",
     "topology.layout": "Layout",
     "topology.mesh": "Mesh",
 }

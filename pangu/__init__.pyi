@@ -3,7 +3,6 @@
 from pangu.common.errors import UserError as UserError
 from pangu.config.data import PackingConfig as PackingConfig
 from pangu.data.indexed import open_indexed as open_indexed
-from pangu.data.indexed_writer import IndexedWriter as IndexedWriter
 from pangu.data.loader import Loader as Loader
 from pangu.data.stream import SampleStream as SampleStream
 from pangu.layers.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -20,6 +19,7 @@ from pangu.library.sharded_model import ShardedModel as ShardedModel
 from pangu.library.sharded_model import Update as Update
 from pangu.library.sharded_model import shard as shard
 from pangu.optim.lamb import Lamb as Lamb
+from pangu.prepare.indexed_writer import IndexedWriter as IndexedWriter
 from pangu.topology.layout import Layout as Layout
 from pangu.topology.mesh import Mesh as Mesh
 

@@ -30,7 +30,6 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.documents import documents
 from pangu.data.indexed import open_indexed
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import read_chunks
 from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.stdlib import StdlibPaths, is_prepared
@@ -41,6 +40,7 @@ from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter
 from pangu.models.parameters import logical_shapes
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.prepare.stdlib import prepare_stdlib
 from pangu.prepare.vocabulary import train_sentencepiece
 from pangu.training.faults import SpikeDetector

@@ -21,9 +21,9 @@ from pangu.data.encoding import tokenizer_digest
 from pangu.data.finding import add_input_arguments, find_inputs, input_record
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.metrics.progress import ProgressBar
+from pangu.prepare.indexed_writer import ResumableWriter
 from pangu.prepare.near_duplicates import bands_of
 from pangu.prepare.preprocessing import Preprocessing, Recipe
-from pangu.prepare.resumable_writer import ResumableWriter
 
 _EXAMPLE = """example:
   printf 'A first document.\\n\\nA second one,\\nof two lines.\\n' > /tmp/text.txt

@@ -23,7 +23,6 @@ from pangu.data.conversations import PREPARED, conversation_packing, counted_pat
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.finding import find_inputs, input_record
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import TextChunk, read_chunks
 from pangu.data.packing import write_packing
 from pangu.data.token_spans import encode_parts
@@ -32,6 +31,7 @@ from pangu.data.workers import parallel_map
 from pangu.metrics.progress import ProgressBar, noted
 from pangu.prepare import sandbox
 from pangu.prepare.chat import ChatTemplate, read_template, spelled_end
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.prepare.messages import read_dialog
 from pangu.prepare.sandbox import Allowance
 from pangu.prepare.templates import TEMPLATES

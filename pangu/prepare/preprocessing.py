@@ -23,10 +23,10 @@ from pangu.data.encoding import encode, held_out
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.inputs import TextChunk, TextPosition, read_chunks
 from pangu.data.workers import parallel_map
+from pangu.prepare.indexed_writer import ResumableWriter
 from pangu.prepare.journal import Journal
 from pangu.prepare.manifest import FORMAT, manifest_path
 from pangu.prepare.near_duplicates import bands_and_rows, bands_of
-from pangu.prepare.resumable_writer import ResumableWriter
 from pangu.prepare.statistics import length_statistics, plot_lengths
 
 _JOURNAL = "journal.sqlite"

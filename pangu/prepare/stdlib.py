@@ -21,9 +21,9 @@ from pangu.common.cores import available_cores
 from pangu.common.errors import UserError, writing
 from pangu.common.files import write_atomically
 from pangu.config.data import PackingConfig
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths, file_record, find_damage, is_prepared, stdlib_recipe
 from pangu.metrics.progress import ProgressBar
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.prepare.vocabulary import END_OF_TEXT, train_sentencepiece
 from pangu.topology.random import random_key
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pangu.data.indexed import IndexedTokens, open_indexed
-from pangu.data.indexed_writer import IndexedWriter
+from pangu.prepare.indexed_writer import IndexedWriter
 
 
 def library_files(*names: str) -> list[Path]:

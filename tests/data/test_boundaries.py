@@ -219,7 +219,7 @@ def test_packed_samples_are_shown_as_training_has_them(tmp_path: Path, capsys: p
 @pytest.mark.parametrize("documents", [[[0, 11, 12, 1], [0, 13, 1]], [[11, 12, 1], [13, 1]]])
 def test_packed_documents_begin_with_it_once(tmp_path: Path, documents: list[list[int]]) -> None:
     """Whether the files hold it or not, it is the first input of each document and is not predicted."""
-    from pangu.data.indexed_writer import IndexedWriter
+    from pangu.prepare.indexed_writer import IndexedWriter
 
     with IndexedWriter(tmp_path / "x", 100) as writer:
         for document in documents:

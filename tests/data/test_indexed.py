@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pangu.common.errors import UserError
 from pangu.data.indexed import bin_path, idx_path, open_indexed, token_format
-from pangu.data.indexed_writer import IndexedWriter
+from pangu.prepare.indexed_writer import IndexedWriter
 from tests.documents import document_lengths
 
 

@@ -18,10 +18,10 @@ from pangu.config.data import PackingConfig
 from pangu.data import packing as module
 from pangu.data.batch import Row, batch_of
 from pangu.data.indexed import IndexedTokens
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.loader import Loader
 from pangu.data.packing import Method, PackedDocuments, Packing, best_fit_decreasing, write_packing
 from pangu.data.stream import SampleStream
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.schedule.schedule import forward_only
 from pangu.tasks.scoring import ScoredSpan, score
 from pangu.topology.layout import Layout

@@ -20,7 +20,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pangu.data.indexed_writer import IndexedWriter
+from pangu.prepare.indexed_writer import IndexedWriter
 from tests.end_to_end.commands import kill_all, metrics, pretrain, torchrun, wait_until, workers
 from tests.spawn import repository
 

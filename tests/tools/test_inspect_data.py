@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.prepare.corpora import prepare
+from pangu.prepare.indexed_writer import IndexedWriter
 from tests.configs import config
 from tests.prepare.test_preprocess_data import DOCUMENTS, folder, preprocess, tool  # noqa: F401
 

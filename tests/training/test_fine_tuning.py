@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.prepare import corpora
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics, on_ranks

@@ -14,9 +14,9 @@ from pangu.common.errors import UserError
 from pangu.config import data, model, optimizer, schema, sparse
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths
 from pangu.prepare import corpora
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.pretrain import forecast, read_benchmarks
 from pangu.topology.layout import Layout
 from pangu.training.run import run

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from pangu.common.errors import LocalError, allocating
-from pangu.data.indexed_writer import IndexedWriter
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.tasks.arguments import connected
 from pangu.topology.launch import Launch
 from pangu.training.step import Trainer

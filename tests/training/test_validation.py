@@ -12,10 +12,10 @@ import pytest
 
 from pangu.common.errors import UserError
 from pangu.data.batch import Batch, batch_of
-from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.sources import open_sources
 from pangu.evaluation.inference import mean_loss
 from pangu.prepare.corpora import prepare
+from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.topology.layout import Layout
 from pangu.topology.random import generator
 from pangu.training.run import run
