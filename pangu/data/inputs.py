@@ -20,13 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from pangu.common.errors import reading
 from pangu.data.finding import TEXT, is_dataset, is_url, open_url, suffixes
-from pangu.data.tables import (
-    CHUNK,
-    MOST_ROWS,
-    arrow_columns,
-    parquet_columns,
-    streamed_records,
-)
+from pangu.data.tables import CHUNK, MOST_ROWS, arrow_columns, parquet_columns, streamed_records
 
 LONGEST = 64 << 20
 """Maximum bytes of a line, or of a document of a text file: a chunk holds at least one."""

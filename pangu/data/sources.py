@@ -135,12 +135,8 @@ def with_ids(data: DataConfig) -> DataConfig:
 
 def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
     """Return the tokenizer of a data source, or None. Raises UserError if a prepared tokenizer file has changed."""
-    if isinstance(data, StdlibData):
-        return _stdlib_tokenizer(data)
-    return None if isinstance(data, SyntheticData) else data.tokenizer
-
-
-def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
+    if not isinstance(data, StdlibData):
+        return None if isinstance(data, SyntheticData) else data.tokenizer
     paths = StdlibPaths(Path(data.folder))
     if paths.manifest.is_file() and paths.tokenizer.is_file() and find_damage(paths, paths.tokenizer.name):
         raise UserError(

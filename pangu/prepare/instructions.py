@@ -118,14 +118,11 @@ class Encoder:
         # A template file writes the beginning of a text where its model needs it
         self._before = [recipe.bos] if recipe.bos is not None and recipe.template in TEMPLATES else []
 
-    def encode(self, record: Any, allowance: Allowance | None = None) -> Conversation:
+    def encode(self, record: Any, allowance: Allowance) -> Conversation:
         """Encode the conversation of a record; `allowance` is the time that the template has left.
 
         Raises ValueError, with the reason, if the record holds none; TooLongError if it is too long.
         """
-        if allowance is None:
-            with Allowance() as allowance:
-                return self.encode(record, allowance)
         recipe = self._recipe
         dialog = read_dialog(record, recipe.messages_key, recipe.prompt_key, recipe.response_key, recipe.turns)
         parts = self._template.parts(dialog, allowance)

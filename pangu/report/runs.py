@@ -206,16 +206,9 @@ def open_run(folder: Path, name: str) -> Run:
         beat = folder / "heartbeat.json"
         silent_s = time.time() - beat.stat().st_mtime if beat.exists() else 0.0
         traces = sum(1 for _ in stacks.iterdir()) if stacks.is_dir() else 0
-    return Run(
-        name,
-        _config(folder),
-        records,
-        _object(folder, "summary"),
-        _object(folder, "heartbeat"),
-        silent_s,
-        traces,
-        _replicas(folder / "nodes.json"),
-    )
+    summary, heartbeat = (_object(folder, file) for file in ("summary", "heartbeat"))
+    replicas = _replicas(folder / "nodes.json")
+    return Run(name, _config(folder), records, summary, heartbeat, silent_s, traces, replicas)
 
 
 def _replicas(path: Path) -> int:

@@ -19,6 +19,7 @@ from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.sources import with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.prepare.instructions import ConversationRecipe, Encoder
+from pangu.prepare.sandbox import Allowance
 from tests.configs import tiny
 from tools import inspect_data, preprocess_data
 
@@ -242,7 +243,8 @@ def test_a_conversation_begins_with_it_once(tmp_path: Path, template: str) -> No
     tokenizer = TokenizerConfig("huggingface", str(folder))
     keys = ("messages", "prompt", "response", "truncate", 100)
     encoder = Encoder(ConversationRecipe(tokenizer, "", name, "", *keys, eod=1, bos=0))
-    ids = encoder.encode({"prompt": "a", "response": "b"}).ids.tolist()
+    with Allowance() as allowance:
+        ids = encoder.encode({"prompt": "a", "response": "b"}, allowance).ids.tolist()
     assert ids[0] == 0
     assert ids.count(0) == 1
 

@@ -15,6 +15,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data.token_spans import APART, encode_parts
 from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
 from pangu.prepare.instructions import ConversationRecipe, Encoder
+from pangu.prepare.sandbox import Allowance
 
 LINES = [f"[INST] database hello base data [/INST] ok hello\n\n{n}" for n in range(300)]
 PARTS = ["</s>", "[INST] hello  é [/INST]\n\n", " ok", "</s>", "[INST] data", "base", "", "\n"]
@@ -105,7 +106,8 @@ def test_each_unknown_run_beside_a_special_piece_is_unknown(tmp_path: Path) -> N
 def test_files_of_gpt2_work_with_every_template(tmp_path: Path, template: str) -> None:
     tokenizer = config(tmp_path, "gpt2")
     recipe = ConversationRecipe(tokenizer, "", template, "", "messages", "prompt", "response", "truncate", 512)
-    found = Encoder(recipe).encode({"prompt": "hello", "response": "data </s>"})
+    with Allowance() as allowance:
+        found = Encoder(recipe).encode({"prompt": "hello", "response": "data </s>"}, allowance)
     response = load_tokenizer(tokenizer).decode([int(i) for i in found.ids[found.counted > 0]])
     assert "data </s>" in response
     assert json.loads((tmp_path / "vocab.json").read_text())["<|endoftext|>"] == load_tokenizer(tokenizer).eod

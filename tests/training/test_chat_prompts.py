@@ -22,6 +22,7 @@ from pangu.prepare.chat import ChatTemplate
 from pangu.prepare.instructions import ConversationRecipe, Encoder
 from pangu.prepare.messages import Dialog, read_prompt
 from pangu.prepare.prompts import ChatPrompts
+from pangu.prepare.sandbox import Allowance
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.run import run
@@ -90,7 +91,8 @@ def test_an_export_and_generate_ask_as_the_training_did(published: str, template
     source = TokenizerConfig("huggingface", str(tmp_path / "tokenizer"))
     recipe = ConversationRecipe(source, "", str(name), "", "messages", "prompt", "response", "refuse", 400, **ids)
     conversation = [*TALK, {"role": "assistant", "content": "4"}]
-    trained = Encoder(recipe).encode({"messages": conversation})
+    with Allowance() as allowance:
+        trained = Encoder(recipe).encode({"messages": conversation}, allowance)
     counted = trained.counted.tolist()
     begin = max(n for n in range(1, len(counted)) if counted[n] and not counted[n - 1])
     expected = trained.ids[:begin].tolist()
