@@ -133,11 +133,7 @@ def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
 
 
 def open_text(
-    data: StreamData,
-    model: ModelConfig,
-    seed: int,
-    global_size: int,
-    note_progress: Callable[[], None],
+    data: StreamData, model: ModelConfig, seed: int, global_size: int, note_progress: Callable[[], None]
 ) -> tuple[TextStream, list[StreamRecipe]]:
     """Return the stream of training samples and the recipes of its sources.
 

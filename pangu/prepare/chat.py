@@ -32,12 +32,7 @@ class ChatTemplate:
     """Chat template, by its name in `TEMPLATES` or by path: Jinja, tokenizer_config.json or a folder with one."""
 
     def __init__(
-        self,
-        name: str,
-        special: Mapping[str, int],
-        eod: int | None,
-        bos: int | None = None,
-        text: str | None = None,
+        self, name: str, special: Mapping[str, int], eod: int | None, bos: int | None = None, text: str | None = None
     ) -> None:
         """Read a template. Raises UserError for a file that is missing or holds no template.
 
