@@ -141,7 +141,7 @@ class _Reader:
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
         is_near = bool(difflib.get_close_matches(key, close, cutoff=0.8))
         elsewhere = [] if is_near else close_names(_join(path, key), keys_of(self._root))
-        if meant := elsewhere or [_join(path, one) for one in close]:
+        if (len(elsewhere) <= 2 or not path) and (meant := elsewhere or [_join(path, one) for one in close]):
             return "unknown key", f"did you mean {' or '.join(meant)}?"
         return "unknown key", f"known keys: {', '.join(hints_of(kind))}"
 
@@ -255,7 +255,7 @@ def describe(hint: Any) -> str:
         elif get_origin(plain) is dict or dataclasses.is_dataclass(plain):
             words.append("a group of keys")
         else:
-            words.append(_TYPE_NAMES[plain])
+            words.extend(_TYPE_NAMES[plain].split(" or "))
     words = list(dict.fromkeys(words))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 

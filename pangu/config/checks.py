@@ -203,7 +203,8 @@ def _decay(config: RunConfig) -> Iterator[Problem]:
             yield Problem(keys, values, f"together must not exceed train.steps = {total}", "lower one of them")
     elif schedule.decay_steps is not None and schedule.decay_steps < schedule.warmup_steps:
         rule = f"must not exceed lr_schedule.decay_steps = {schedule.decay_steps}, the step at which the decay ends"
-        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, "lower it, or raise decay_steps")
+        fix = "lower it, or raise lr_schedule.decay_steps"
+        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, fix)
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
@@ -231,7 +232,7 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.packing.eod", None, rule, "set an id, or data.packing.method=concat")
     elif packing.eod is None and (packing.reset_mask or packing.reset_positions):
         rule = "is required if data.packing.reset_mask or data.packing.reset_positions is true"
-        yield Problem("data.packing.eod", None, rule)
+        yield Problem("data.packing.eod", None, rule, "set the id that ends a document, or use false for both")
     if packing.index is not None and not packed:
         rule, fix = "only packed samples have an index", "use null, or set data.packing.method=best_fit"
         yield Problem("data.packing.index", packing.index, rule, fix)
@@ -261,10 +262,10 @@ def _files(config: RunConfig) -> Iterator[Problem]:
     later_stages = [(f"data.weight_schedule[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
     for key, weights in (("data.weights", data.weights), *later_stages):
         if weights is not None and len(weights) != len(data.train):
-            one = "prefixes" if isinstance(data, IndexedData) else "entries"
-            fix = "in proportion to tokens" if isinstance(data, IndexedData) else "as one source"
-            rule = f"needs one weight for each of the {len(data.train)} {one} of data.train"
-            yield Problem(key, weights, rule, f"set data.weights=null to sample {fix}")
+            by_default = "in proportion to tokens" if isinstance(data, IndexedData) else "as one source"
+            rule = f"needs one weight for each entry of data.train, {len(data.train)} in all"
+            fix = f"set data.weights=null to sample {by_default}" if key == "data.weights" else "add or remove weights"
+            yield Problem(key, weights, rule, fix)
         elif weights is not None and not any(weights):
             yield Problem(key, weights, "at least one weight must be above 0")
     samples = [stage.sample for stage in stages]
@@ -354,7 +355,7 @@ def _evaluate(config: RunConfig) -> Iterator[Problem]:
     if evaluate.every and not evaluate.tasks:
         yield Problem("evaluate.tasks", "[]", "names no task", f"{off}, or e.g. evaluate.tasks=[lambada]")
     if evaluate.every and evaluate.data is None:
-        yield Problem("evaluate.data", None, "must be the folder with the files of the tasks", off)
+        yield Problem("evaluate.data", None, "must be the folder of the tasks' files", f"set it, or {off}")
     if evaluate.every:
         yield from _without_tokenizer(config.data, "evaluate.every", evaluate.every)
 

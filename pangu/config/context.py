@@ -44,7 +44,7 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.context", ranks, rule, f"nearest valid values: {', '.join(map(str, near))}")
     kind, heads = context_kind(config), model.heads // parallel.tensor
     if kind == "ulysses" and heads % ranks:
-        rule = f"parallel.context = {ranks} must divide the {heads} heads of a tensor-parallel rank"
+        rule = f"parallel.context = {ranks} must divide the heads of a tensor-parallel rank, which number {heads}"
         yield Problem("parallel.context_kind", "ulysses", rule, "use gather or ring")
     if kind != "ulysses" and model.attention != "auto":
         yield from _kernel(model.attention, kind, model.window)

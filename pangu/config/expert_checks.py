@@ -45,7 +45,7 @@ def _groups(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router = model.router
     if router.selection == "top" and router.groups > 1:
         rule = "model.router.selection = top does not use groups"
-        yield Problem("model.router.groups", router.groups, rule, "use 1, or selection=group_limited or each_group")
+        yield Problem("model.router.groups", router.groups, rule, "use 1, or set model.router.selection=each_group")
     elif experts % router.groups:
         rule = f"must divide model.experts = {experts}"
         yield Problem("model.router.groups", router.groups, rule, any_of(divisors_near(experts, router.groups)))
@@ -59,7 +59,9 @@ def _limited(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router, limit = model.router, model.router.groups_per_token
     if (router.selection == "group_limited") != (limit is not None):
         rule = f"model.router.selection = {router.selection} needs {'a number' if limit is None else 'null'}"
-        yield Problem("model.router.groups_per_token", limit, rule, "use a number with group_limited, null otherwise")
+        least = -(-model.num_chosen * router.groups // experts)
+        fix = "use null, or set model.router.selection=group_limited" if limit else f"use {least} to {router.groups}"
+        yield Problem("model.router.groups_per_token", limit, rule, fix)
     elif limit is not None and not (model.num_chosen <= limit * (experts // router.groups) and limit <= router.groups):
         rule = (
             f"must be at most model.router.groups = {router.groups}, and that many groups of "

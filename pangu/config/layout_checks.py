@@ -11,7 +11,7 @@ from pangu.config.build import findings
 from pangu.config.context import context_problems
 from pangu.config.expert_layout import least_data, spread_problems
 from pangu.config.model import ModelConfig
-from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.nearest import any_of, divisors_near, either, multiples_near
 from pangu.config.schema import RunConfig
 
 FP8_MULTIPLE = 16
@@ -67,8 +67,9 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, exp
     if wrong:
         near = divisors_near(math.gcd(*cut.values()), tensor)
         if sequence and len(near) > 1 and near[0] == 1:
-            del near[0]  # alone a device has nothing to share
-        yield Problem("parallel.tensor", tensor, f"must divide {' and '.join(wrong)}", any_of(near))
+            del near[0]  # a single device has no sequence to share
+        fix = "use 1 with parallel.sequence=false" if sequence and near == [1] else any_of(near)
+        yield Problem("parallel.tensor", tensor, f"must divide {' and '.join(wrong)}", fix)
 
 
 def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
@@ -157,8 +158,8 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         )
     elif world % one_model or (parallel.data and world != least):
         rule = f"needs {'a multiple of ' if not parallel.data else ''}{least} processes, got {world}"
-        fix = f"start {least} processes" if parallel.data else any_of(multiples_near(one_model, world))
-        yield Problem(keys, values, rule, fix)
+        number = least if parallel.data else either(multiples_near(one_model, world))
+        yield Problem(keys, values, rule, f"start {number} processes")
 
 
 def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -174,7 +175,7 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
         fix = any_of(multiples_near(unit, batch.global_size))
         if batch.global_size % data == 0:
             micro = divisors_near(batch.global_size // data, batch.micro_size)
-            fix += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
+            fix += f"; or set batch.micro_size to {either(micro)}"
         yield Problem("batch.global_size", batch.global_size, rule, fix)
     chunks, accumulation = config.parallel.pipeline * config.parallel.virtual_stages, batch.global_size // unit
     if accumulation * chunks > MOST_FORWARDS:

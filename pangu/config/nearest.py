@@ -18,6 +18,12 @@ def multiples_near(factor: int, near: int) -> list[int]:
     return [multiple for multiple in (below, below + factor) if multiple > 0]
 
 
+def either(values: list[int]) -> str:
+    """Return values as text: `1, 2 or 4`."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def any_of(values: list[int]) -> str:
     """Return the suggestion for an error message."""
     return f"nearest valid values: {', '.join(map(str, values))}"

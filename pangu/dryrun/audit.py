@@ -20,15 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import HOST, OWNED, Clock, LiveStorage, Memory, RaceDetector, Stream
-from pangu.dryrun.operators import (
-    COLLECTIVES,
-    causal_share,
-    count_flops,
-    moved_bytes,
-    operator_of,
-    size_of,
-    tensors_in,
-)
+from pangu.dryrun.operators import COLLECTIVES, causal_share, count_flops, moved_bytes, operator_of, size_of, tensors_in
 from pangu.schedule.spans import Axis, Collective, Matmul, Work, matmuls_of
 from pangu.training.determinism import REFUSED, REPLACED
 

@@ -219,7 +219,6 @@ def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
 
 
 def _can_wait(part: str, plan: Plan) -> bool:
-    """Return whether some tensors of a kind can be offloaded to host memory."""
     # the activations of a chunk's last layer stay on the device
     return max(plan.layers) > 1 if part == "activations" else can_offload(part, plan.zero)
 
@@ -233,7 +232,6 @@ def _candidate(space: Space, plan: Plan) -> Candidate | None:
 
 
 def _preference(one: Candidate) -> tuple[float, ...]:
-    """Return a sort key: faster layouts first, then simpler ones."""
     plan = one.plan
     simplicity = (plan.recompute == "full", plan.recomputed, plan.tensor, plan.pipeline, plan.virtual_stages, plan.zero)
     return (one.time.total, *map(float, simplicity))

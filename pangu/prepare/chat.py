@@ -225,7 +225,6 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _pieces(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and others."""
     pieces = {key: piece_of(value) for key, value in config.items() if key.endswith("_token")}
     return {key: piece for key, piece in pieces.items() if piece is not None}
 

@@ -140,7 +140,6 @@ def _times(run: Run) -> tuple[float, list[tuple[str, float, str]]] | None:
 
 
 def _benchmarks(run: Run) -> dict[str, str]:
-    """Return the newest benchmark results."""
     newest = next((part for record in reversed(run.records) if isinstance(part := record.get("evaluation"), dict)), {})
     return {str(name): "-" if (value := number(newest[name])) is None else f"{value:.4g}" for name in newest}
 

@@ -73,7 +73,6 @@ def _num_common(one: list[str], other: list[str]) -> int:
 
 
 def _longest_run(one: list[str], other: list[str]) -> int:
-    """Return the length of the longest common run without a gap."""
     return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size
 
 

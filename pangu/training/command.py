@@ -157,7 +157,7 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
         word = str(error.override)
-        meant = _quoted(word) or _joined(word, overrides, groups.get("config", ()))
+        meant = _joined(word, overrides, groups.get("config", ())) or _quoted(word)
         fix = f"; write {shlex.quote(meant)}" if meant else ""
         raise UserError(f"{shown(word)}: {rule}{fix}") from error
     except MissingConfigException as error:
@@ -203,10 +203,13 @@ def _quoted(word: str) -> str | None:
 
 
 def _joined(word: str, words: Sequence[str], recipes: Sequence[str]) -> str | None:
-    """Return the meaning of a word without `=`: a recipe, or a key with spaces before its value; None if neither."""
+    """Return the meaning of a recipe's name, or of a word that the shell has split at spaces; None if it is neither."""
     if word in recipes:
         return f"+config={word}"
     following = words[words.index(word) + 1 :] if word in words else []
+    if word.partition("=")[2].startswith(("[", "{")):
+        texts = (" ".join([word, *following[:count]]) for count in range(1, len(following) + 1))
+        return next(filter(_is_override, texts), None)
     value = next((one.removeprefix("=") for one in following if one != "="), "")
     meant = f"{word}={value}"
     return meant if "=" not in word and value and _is_override(meant) else None

@@ -51,7 +51,7 @@ class SpikeDetector:
     def _judge(self, result: StepResult) -> str | None:
         self._skipped = self._skipped + 1 if result.skipped else 0
         if self._skipped > self._config.max_skipped:
-            return f"{self._skipped} steps in a row are skipped (faults.max_skipped = {self._config.max_skipped})"
+            return f"skipped steps in a row: {self._skipped} (faults.max_skipped = {self._config.max_skipped})"
         if self._config.spike is None:
             return None
         if not math.isfinite(result.loss):

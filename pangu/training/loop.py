@@ -292,7 +292,7 @@ class Loop:
             return False
         rollbacks = len(self.spikes.rollbacks)
         if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
-            raise UserError(f"{message}; already {rollbacks} rollbacks (faults.max_rollbacks); lower optimizer.lr")
+            raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached; lower optimizer.lr")
         with _telling(message):
             saver.settle()
             goes_back = faults.action == "rollback"

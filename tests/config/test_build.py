@@ -80,7 +80,7 @@ def test_the_tag_chooses_the_class() -> None:
         ("model", 3, "model = 3: must be a group of keys"),
         ("memory.recompute", "some", "memory.recompute = 'some': must be none, selective, full or an integer"),
         ("memory.offload", ["all"], "memory.offload[0] = 'all': must be activations"),
-        ("dry_run", "perhaps", "dry_run = 'perhaps': must be true or false"),
+        ("dry_run", "perhaps", "dry_run = 'perhaps': must be true, false or all"),
         ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 numbers"),
         ("optimizer.betas", [0.9, "b"], "optimizer.betas[1] = 'b': must be a number"),
         ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam or lamb"),

@@ -43,7 +43,7 @@ CONTRADICTIONS = {
                 "data.validation=[]"
             ),
             "data.weights=[1,2]": (
-                "data.weights = [1.0, 2.0]: needs one weight for each of the 1 entries of data.train; set "
+                "data.weights = [1.0, 2.0]: needs one weight for each entry of data.train, 1 in all; set "
                 "data.weights=null to sample as one source"
             ),
             "data.weights=[0]": "data.weights[0] = 0.0: must be above 0",
@@ -82,7 +82,7 @@ CONTRADICTIONS = {
     ),
     "model.head_dim=0": "model.head_dim = 0: must be at least 1",
     "model.positions=rope model.head_dim=7": "needs an even head size, got model.head_dim = 7",
-    "model.biases=keys": "model.biases = 'keys': must be true or false, attention or qkv",
+    "model.biases=keys": "model.biases = 'keys': must be true, false, attention or qkv",
     "model.rope_scaling={factor:8,low_freq_factor:1,high_freq_factor:4,original_sequence:64}": (
         "only applies with model.positions = rope, got learned; use null, or set model.positions=rope"
     ),
@@ -162,7 +162,7 @@ CONTRADICTIONS = {
     "model.dropout=1": "model.dropout = 1.0: must be at least 0 and below 1",
     "batch.micro_size=3": (
         "batch.global_size = 16: must be a multiple of batch.micro_size x data-parallel size = 3 x 1 = 3; nearest "
-        "valid values: 15, 18; or batch.micro_size = 1 or 2 or 4"
+        "valid values: 15, 18; or set batch.micro_size to 1, 2 or 4"
     ),
     "batch.micro_size=0": "batch.micro_size = 0: must be at least 1",
     "precision.compute=fp16": "precision.compute = fp16: precision.loss_scale",
@@ -242,7 +242,7 @@ CONTRADICTIONS = {
         "train.stop_after = 1h: checkpoint.every = 0 saves no checkpoint to continue from; use null"
     ),
     "data=indexed data.train=[a,b] data.weights=[1] validation.every=0": (
-        "data.weights = [1.0]: needs one weight for each of the 2 prefixes"
+        "data.weights = [1.0]: needs one weight for each entry of data.train, 2 in all; set"
     ),
     "data=indexed data.train=[a,b] data.weights=[1,-1] validation.every=0": (
         "data.weights[1] = -1.0: must be at least 0"
@@ -251,7 +251,8 @@ CONTRADICTIONS = {
         "data.weights = [0.0, 0.0]: at least one weight must be above 0"
     ),
     "data=indexed data.train=[a] data.weight_schedule=[{sample:9,weights:[1,1]}] validation.every=0": (
-        "data.weight_schedule[0].weights = [1.0, 1.0]: needs one weight for each of the 1 prefixes of data.train"
+        "data.weight_schedule[0].weights = [1.0, 1.0]: needs one weight for each entry of data.train, 1 in all; add "
+        "or remove weights"
     ),
     (
         "data=indexed data.train=[a] data.weight_schedule=[{sample:9,weights:[1]},{sample:9,weights:[2]}] "
@@ -264,7 +265,7 @@ CONTRADICTIONS = {
         "evaluate.tasks = []: names no task; set evaluate.every=0, or e.g. evaluate.tasks=[lambada]"
     ),
     "evaluate.every=1 evaluate.tasks=[c3]": (
-        "evaluate.data = null: must be the folder with the files of the tasks; set evaluate.every=0"
+        "evaluate.data = null: must be the folder of the tasks' files; set it, or set evaluate.every=0"
     ),
     "data=synthetic validation.every=0 evaluate.every=2 evaluate.tasks=[c3] evaluate.data=x": (
         "evaluate.every = 2: data.kind = synthetic has no tokenizer; set evaluate.every=0"

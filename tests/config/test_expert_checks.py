@@ -46,7 +46,7 @@ CONTRADICTIONS = {
         "of 512 columns; use null"
     ),
     "model.experts=8 model.router.selection=group_limited model.router.groups=4": (
-        "model.router.groups_per_token = null: model.router.selection = group_limited needs a number"
+        "model.router.groups_per_token = null: model.router.selection = group_limited needs a number; use 1 to 4"
     ),
     "model.experts=8 model.router.groups_per_token=1": (
         "model.router.groups_per_token = 1: model.router.selection = top needs null"

@@ -34,8 +34,8 @@ CONTRADICTIONS = {
         "values: 1, 2"
     ),
     "parallel.context=16 parallel.context_kind=ulysses": (
-        "parallel.context_kind = ulysses: parallel.context = 16 must divide the 8 heads of a tensor-parallel rank; use "
-        "gather or ring"
+        "parallel.context_kind = ulysses: parallel.context = 16 must divide the heads of a tensor-parallel rank, "
+        "which number 8; use gather or ring"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flex": (
         "model.attention = flex: with parallel.context_kind = ring needs one of reference, sdpa, flash, triton; use "
@@ -68,7 +68,7 @@ def test_too_few_devices(recipe: str, needed: int) -> None:
 
 def test_devices_that_do_not_fit_the_layout() -> None:
     base = ["+config=pangu_13b", "data.train=[a]", "data.validation=[b]"]
-    assert "needs a multiple of 8 processes, got 12; nearest valid values: 8, 16" in problems(*base, world=12)
+    assert "needs a multiple of 8 processes, got 12; start 8 or 16 processes" in problems(*base, world=12)
     assert "needs 16 processes, got 24; start 16 processes" in problems(*base, "parallel.data=2", world=24)
     assert (
         "parallel.tensor = 3: must divide model.heads = 40 and the feed-forward width 20480; nearest valid values: 1, "

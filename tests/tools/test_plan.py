@@ -80,7 +80,7 @@ sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "p
         ("+config=nowhere", "config = nowhere: unknown option; use one of gpt2_124m,"),
         ("model.heads=[", "error: model.heads=[: "),
         ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
-        ("dry_run=[]", "dry_run = []: must be true or false"),
+        ("dry_run=[]", "dry_run = []: must be true, false or all"),
         ("~memory", "memory = (missing): is required: a group of keys"),
     ],
 )

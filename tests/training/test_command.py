@@ -34,7 +34,7 @@ def said(*words: str) -> str:
         ("train.output='${train.output}'", "train.output = ${train.output}: cannot be resolved: Recursive"),
         ("data.train=[a]", "data.train = [a]: does not exist with data.kind = stdlib; set data=indexed"),
         ("model.layers.x=3", "model.layers = {x: 3}: must be an integer"),
-        ("dry_run=maybe", "dry_run = 'maybe': must be true or false"),
+        ("dry_run=maybe", "dry_run = 'maybe': must be true, false or all"),
         (f"train.stop_after={'9' * 400}h", "must be a duration; use e.g. 5400, 90m, 1h30m or null"),
         (
             "train.output='/tmp/\udcd6\udcd0'",
@@ -74,6 +74,8 @@ def test_what_cannot_be_read_is_told_with_the_word_that_works(word: str, works: 
         ("train.steps = 3", "write train.steps=3"),
         ("train.steps =3", "write train.steps=3"),
         ("train.steps 3", "write train.steps=3"),
+        ("sample.prompts=[a b] train.steps=3", "write 'sample.prompts=[a b]'"),
+        ("faults={spike: null, action: stop} train.steps=3", "write 'faults={spike: null, action: stop}'"),
         ("train.output=a,b", "use 'train.output=[a,b]' for a list, 'train.output=\"a,b\"' for one string"),
     ],
 )
