@@ -197,6 +197,20 @@ def test_what_tensors_do_not_tell_is_asked_for_by_name(tmp_path: Path, capsys: p
     require_equal(logical(convert("megatron", "pangu", tmp_path / "in", tmp_path / "out", *given)), made)
 
 
+def test_rows_that_may_be_padding_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron pads the vocabulary to a multiple of 128: padded rows became words that took part in the softmax."""
+    made = foreign.weights(True)
+    whole = foreign.whole_tensors(made, True)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        whole[name] = torch.cat([whole[name], torch.ones(128 - len(whole[name]), whole[name].shape[1])])
+    without_options(tmp_path, whole)
+    given = ["model.heads=4", "model.rope_base=500", "model.norm_eps=1e-6", "model.sequence=12"]
+    given.append("model.rope_scaling=null")
+    assert "model.vocab = (missing)" in refused(tmp_path, capsys, *given)
+    given.append("model.vocab=64")
+    require_equal(logical(convert("megatron", "pangu", tmp_path / "in", tmp_path / "out", *given)), made)
+
+
 def test_the_activation_of_an_ungated_layer_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without_options(tmp_path, foreign.whole_tensors(foreign.weights(False), False))
     said = refused(tmp_path, capsys)

@@ -61,8 +61,7 @@ def kind_of(model: ModelConfig) -> ModelType:
     else:
         name = "llama" if model.window is None else "mistral"
     kind = kinds()[name]
-    activations = list(dict.fromkeys(kind.activations.values()))
-    require_expressible(model, f"transformers' {name}", kind.means, activation=activations, **kind.choices)
+    require_expressible(model, name, activation=list(dict.fromkeys(kind.activations.values())))
     return kind
 
 

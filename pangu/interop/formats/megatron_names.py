@@ -6,11 +6,9 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pangu.common.errors import ConfigError, Problem, UserError
 from pangu.config.model import ModelConfig
-from pangu.interop.formats.fields import load_table
 from pangu.interop.formats.megatron_options import ROPE_SCALING, ROWS
 from pangu.interop.formats.stored import Stored, make_table, require_expressible
 
@@ -23,14 +21,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the tensors of a model. Raises UserError if Megatron has no such model or cannot shard it like that."""
     pangu, heads = model.kind == "pangu", model.kv_heads or model.heads
-    name = "megatron_pangu" if pangu else "megatron_core"
+    kind = "megatron_pangu" if pangu else "megatron_core"
     # Megatron-Core's approximation by tanh is a kernel fused with the bias
-    choices: dict[str, list[Any]] = {"activation": ["gelu_tanh", "gelu"] if pangu or model.biases is True else ["gelu"]}
-    if not pangu:
-        choices = {"positions": ["learned", "rope"], "activation": [*choices["activation"], "swiglu"]}
-        choices |= {"biases": [True, False, "qkv"], "router.balance": ["sequence", "global", "none"]}
-    label = "Megatron's PanGu-α port" if pangu else "Megatron-Core"
-    require_expressible(model, label, load_table("model_types")[name]["means"], **choices)
+    fused = {"activation": ["gelu_tanh", "gelu", "swiglu"]} if not pangu and model.biases is True else {}
+    require_expressible(model, kind, **fused)
     scaling = model.rope_scaling
     if scaling is not None and scaling != replace(ROPE_SCALING, factor=scaling.factor):
         rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
@@ -43,10 +37,10 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
         )
     if pangu:
         # the released files have 40,064 rows, which every usual number of ranks divides
-        return make_table(model, name, math.lcm(ROWS, tensor), ROWS * tensor - 1)
+        return make_table(model, kind, math.lcm(ROWS, tensor), ROWS * tensor - 1)
     # rows of the queries, keys and values that belong together; gate and up of each rank
     groups = {"self_attention.linear_qkv": heads, "mlp.linear_fc1": tensor, f"{EXPERT}linear_fc1": tensor}
-    return make_table(model, name, ROWS * tensor, ROWS * tensor - 1, groups)
+    return make_table(model, kind, ROWS * tensor, ROWS * tensor - 1, groups)
 
 
 def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:

@@ -23,21 +23,6 @@ ROPE_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 TOP = "language_model.topQueryEmbedding.top_query_embeddings.weight"
 """Name of PanGu-α's query embedding, which no GPT has."""
 
-_NUMBERS = {
-    "num_attention_heads": "heads",
-    "hidden_dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "norm_epsilon": "norm_eps",
-    "layernorm_epsilon": "norm_eps",
-    "init_method_std": "init_std",
-    "rotary_base": "rope_base",
-    "max_position_embeddings": "sequence",
-    "vocab_size": "vocab",
-    "moe_router_topk": "experts_per_token",
-    "ffn_hidden_size": "ffn",
-}
-"""Keys of `ModelConfig` that a single option gives. Versions differ in the name of epsilon."""
-
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _Options = Mapping[str, Any]
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -55,7 +40,7 @@ def read_model(
     """
     table = load_table("megatron_options")
     check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
-    names = {key: option for option, key in _NUMBERS.items() if options.get(option) is not None}
+    names = {key: option for option, key in table["keys"].items() if options.get(option) is not None}
     keys, problems = read_keys(ModelConfig, {key: options[option] for key, option in names.items()}, names)
     refuse(where, problems)
     if any(".router.weight" in name for name in shapes):
@@ -115,7 +100,8 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     keys: dict[str, Any] = {
         "kind": "gpt",
         "hidden": hidden,
-        "vocab": numbers.get("vocab", rows * ranks),
+        # so many rows may be padded ones
+        "vocab": numbers.get("vocab", rows * ranks if options or rows * ranks % ROWS else UNTOLD),
         "ffn": ffn,
         "activation": "swiglu" if gated else plain,
         "norm": "layernorm" if "decoder.final_layernorm.bias" in shapes else "rmsnorm",
@@ -243,7 +229,9 @@ def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = Fal
     """Return Megatron's options of a model; `rows` include padding, `grouped` puts a layer's experts in one module."""
     pangu, tanh = model.kind == "pangu", model.activation == "gelu_tanh"
     rope = model.positions == "rope"
-    values: dict[str, Any] = {option: getattr(model, key) for option, key in _NUMBERS.items()}
+    values: dict[str, Any] = {
+        option: getattr(model, key) for option, key in load_table("megatron_options")["keys"].items()
+    }
     values |= _implied(vars(model)) | {
         "num_layers": model.layers - pangu,
         "hidden_size": model.hidden,

@@ -25,7 +25,6 @@ from torch import Tensor
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.common.errors import UserError, reading
 from pangu.config.model import ModelConfig
-from pangu.interop.formats.fields import load_table
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table, require_expressible
 
 CONTENT_BYTES = 512 * 2**20
@@ -46,10 +45,7 @@ _STATE = re.compile(r"(adam_[mv]|moment[12]|accu_grads)\b.*")
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the tensors of a model in one file. Raises ConfigError if it is not PanGu-α."""
-    orders = ["before_query", "after_query"]  # the files do not tell; of builds with and without a pipeline
-    gelu = ["gelu_tanh", "gelu", "fast_gelu"]
-    means = load_table("model_types")["mindspore"]["means"]
-    require_expressible(model, "MindSpore's PanGu-α", means, final_norm=orders, activation=gelu)
+    require_expressible(model, "mindspore")
     return make_table(model, "mindspore", spare=PANGU_PADDING)
 
 
@@ -140,25 +136,23 @@ class MindSporeSource(WeightSource):
         for rank, file in ranks.items():
             for name, piece in _read_checkpoint(file).items():
                 slices.setdefault(name.replace("backbone.embedding.", "backbone."), {})[rank] = piece
-        problems: list[str] = []
-        self.problems = problems
+        self.problems: list[str] = []
         self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
-        tensors: dict[str, Tensor] = {}
-        self.tensors = tensors
+        self.tensors: dict[str, Tensor] = {}
         for name, pieces in slices.items():
             shape = next(iter(pieces.values())).shape
             # a single number, which is no weight, has the shape [0]
             if not _STATE.fullmatch(name) and shape and 0 not in shape:
-                whole, self._pieces[name] = _whole(name, pieces, layouts.get(name, _Layout()), problems)
-                tensors[name] = torch.empty(whole, dtype=next(iter(pieces.values())).dtype, device="meta")
+                whole, self._pieces[name] = _whole(name, pieces, layouts.get(name, _Layout()), self.problems)
+                self.tensors[name] = torch.empty(whole, dtype=next(iter(pieces.values())).dtype, device="meta")
         self._arrays = {
             f"backbone.{name}.embedding_table": _read_array(file)
             for name in _TABLES
             for file in ([] if path.is_file() else path.rglob(f"{name}.npy"))
         }
         for name, array in self._arrays.items():
-            tensors[name] = torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, device="meta")
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            self.tensors[name] = torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, device="meta")
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         try:
             vocab, hidden = shapes["backbone.word_embedding.embedding_table"]
             sequence, _ = shapes["backbone.position_embedding.embedding_table"]

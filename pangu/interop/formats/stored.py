@@ -184,11 +184,16 @@ def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[i
     return blocks[stored.parts.index(part)].flatten(0, 1)
 
 
-def require_expressible(model: ModelConfig, format_: str, only: Mapping[str, Any], **choices: Sequence[Any]) -> None:
-    """Raise a ConfigError that names all keys of a model with other values than `only` and `choices` allow."""
-    needs = {key: [value] for key, value in only.items()} | choices
+def require_expressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> None:
+    """Raise a ConfigError that names all keys of a model that the entry `kind` of model_types.yaml cannot express.
+
+    `choices`: values that it can express, where they are not in the entry.
+    """
+    entry = load_table("model_types")[kind]
+    needs = {key: [value] for key, value in entry["means"].items()} | entry.get("choices", {}) | choices
+    label = entry.get("label", f"transformers' {kind}")
     problems = [
-        Problem(f"model.{key}", value, f"cannot be expressed in {format_}", f"{list(values)} can")
+        Problem(f"model.{key}", value, f"cannot be expressed in {label}", f"{values} can")
         for key, values in needs.items()
         if (value := attrgetter(key)(model)) not in values
     ]
