@@ -92,7 +92,7 @@ class _Recompute:
         return tensor
 
     def _repeat(self) -> None:
-        slots = iter(self._slots)
+        slots, arguments = iter(self._slots), _map_tensors(_restore, self._arguments)  # an outer checkpoint may repeat
 
         def fill(tensor: Tensor) -> Tensor:
             tensor = tensor.detach() if tensor.requires_grad else tensor  # without the graph of the recompute
@@ -106,7 +106,7 @@ class _Recompute:
         before, _thread.num_left = _thread.num_left, len(self._slots)
         try:
             with saved_tensors_hooks(fill, lambda tensor: tensor), torch.enable_grad():
-                self._compute(*_map_tensors(_restore, self._arguments))
+                self._compute(*arguments)
         except _Complete:
             return
         finally:

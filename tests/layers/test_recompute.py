@@ -166,6 +166,20 @@ def test_a_checkpoint_inside_another_is_repeated_by_both() -> None:
     assert not repeats()
 
 
+def test_a_checkpoint_of_torch_around_one_repeats_all_that_it_saved() -> None:
+    """Matmuls outside of the inner one, whose recompute needs a single tensor, must not end that of the outer one."""
+    x, first, second = (numbers(seed, 8, 8) for seed in range(3))
+
+    def around(x: Tensor, on: bool) -> Tensor:
+        for weight in (first, second):
+            x = column_parallel_matmul(x, weight, None, ALONE, WeightGradientStore()).tanh()
+        return checkpointed(torch.sin, x, on=on)
+
+    kept = torch.autograd.grad(around(x, False).sum(), (x, first, second))
+    again = torch.autograd.grad(checkpoint(around, x, True, use_reentrant=False).sum(), (x, first, second))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
 def test_a_frozen_matmul_does_not_end_a_recompute() -> None:
     """It saves nothing, as it gets no gradient; the trained one saves the last two tensors."""
     x, frozen, trained = numbers(0, 8, 8).detach(), numbers(1, 8, 8).detach(), numbers(2, 8, 8)
