@@ -34,7 +34,7 @@ class AttentionCore(nn.Module):
 
 def split_heads(x: Tensor, size: int) -> Tensor:
     """Split [sequence, batch, heads x size] into [batch, heads, sequence, size]; heads are contiguous in the width."""
-    return x.view(*x.shape[:-1], -1, size).permute(1, 2, 0, 3)
+    return x.view(*x.shape[:-1], x.shape[-1] // size, size).permute(1, 2, 0, 3)
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -13,3 +13,7 @@ def test_heads_are_contiguous_slices_of_the_width() -> None:
     assert heads.shape == (3, 4, 2, 2)
     assert torch.equal(heads[1, 2, 0], x[0, 1, 4:6])
     assert torch.equal(merge_heads(heads), x)
+
+
+def test_heads_of_no_tokens() -> None:
+    assert split_heads(torch.empty(0, 3, 8), 2).shape == (3, 4, 0, 2)
