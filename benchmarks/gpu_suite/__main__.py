@@ -5,19 +5,21 @@
 Parts that measure times run one after another, then the others side by side. Every part writes FOLDER/NAME.json as
 it goes, so that one that fails or takes too long leaves what it has measured and does not stop the next. summary.json
 says how each ended, and suite.tar.gz, made anew after each part, holds all of it. The exit status is 1 if any part did
-not succeed.
+not succeed. SIGTERM ends the parts that run and leaves out the others; the results are complete all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
@@ -36,6 +38,7 @@ LEAST_S = 10
 """A part is not begun with less."""
 PAUSE_S = 0.05
 """Between two looks at the parts that run."""
+ARCHIVE = "suite.tar.gz"
 CORES = 3
 """Of the host, that a part keeps busy which compiles, or whose ranks wait for one another."""
 
@@ -142,19 +145,25 @@ class Running:
         self.process.wait()
 
     def result(self, status: str, output: Path) -> dict[str, Any]:
-        """`status`, `seconds`, and the last of what the part said if it did not succeed; its file gets them, too."""
-        result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - self.began, 1)}
-        failed = close_document(output / f"{self.part.name}.json", self.part.name, result)
+        """Return `status`, `seconds`, and the end of the log of a part that did not succeed; add them to its file."""
+        path = output / f"{self.part.name}.json"
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # the part ended before it wrote one
+            document = {"part": self.part.name, "rows": []}
+        failed = [row["row"] for row in document["rows"] if "error" in row]
         if status == "succeeded" and failed:
-            result["status"] = f"finished, with errors in {', '.join(failed)}"
-        if result["status"] != "succeeded":
+            status = f"finished, with errors in {', '.join(failed)}"
+        result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - self.began, 1)}
+        if status != "succeeded":
             log = output / f"{self.part.name}.log"
             result["said"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        write_atomically(path, to_json({**document, **result}), sync=False)
         return result
 
 
 def run_parts(
-    parts: Sequence[Part], jobs: int, ends: float, options: argparse.Namespace
+    parts: Sequence[Part], jobs: int, ends: float, options: argparse.Namespace, stopped: threading.Event
 ) -> Generator[tuple[str, dict[str, Any]]]:
     """Yield the name and result of each part as soon as it has ended; `jobs` run at a time, none after `ends`."""
     waiting, running = list(parts), list[Running]()
@@ -162,12 +171,15 @@ def run_parts(
         while waiting or running:
             while waiting and len(running) < jobs:
                 part, left = waiting.pop(0), ends - time.monotonic()
-                if left < LEAST_S:
+                if stopped.is_set():
+                    yield part.name, {"status": "was left out: the suite was stopped", "seconds": 0.0}
+                elif left < LEAST_S:
                     yield part.name, {"status": f"was left out: {options.limit:.0f} s are over", "seconds": 0.0}
                 else:
                     running.append(Running.start(part, min(part.limit_s, left), options))
             for one in list(running):
-                if (status := one.status()) is not None:
+                status = one.status() or ("was ended with the suite" if stopped.is_set() else None)
+                if status is not None:
                     one.end()
                     running.remove(one)
                     yield one.part.name, one.result(status, options.output)
@@ -175,16 +187,6 @@ def run_parts(
     finally:
         for one in running:
             one.end()
-
-
-def close_document(path: Path, part: str, result: dict[str, Any]) -> list[str]:
-    """Enter in a part's file how it ended; the names of its rows with errors."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the part did not come as far
-        document = {"part": part, "rows": []}
-    write_atomically(path, to_json({**document, **result}), sync=False)
-    return [row["row"] for row in document["rows"] if "error" in row]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -198,31 +200,38 @@ def main(arguments: list[str] | None = None) -> int:
         measure(options)
         return 0
     device_named(options.device)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the part is ended too
+    stopped = threading.Event()  # an exception could interrupt the writing of the archive
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     options.output.mkdir(parents=True, exist_ok=True)
     began, summary = time.monotonic(), dict[str, Any]()
     parts = [part for part in PARTS if part.name in options.parts]
-    for part in parts:
-        (options.output / f"{part.name}.json").unlink(missing_ok=True)
+    for name in ("summary.json", ARCHIVE, *(f"{part.name}.{kind}" for part in parts for kind in ("json", "log"))):
+        (options.output / name).unlink(missing_ok=True)
     timed, others = ([part for part in parts if part.alone is alone] for alone in (True, False))
     ends, jobs = began + options.limit, max(1, (os.cpu_count() or 1) // CORES)
     for group, at_a_time in ((timed, 1), (others, jobs)):
-        with closing(run_parts(group, at_a_time, ends, options)) as results:
+        with closing(run_parts(group, at_a_time, ends, options, stopped)) as results:
             for name, result in results:
                 summary[name] = result
                 write_atomically(options.output / "summary.json", to_json(summary), sync=False)
                 pack(options.output)
                 print(f"{name:<10} {result['seconds']:6.1f} s  {result['status']}", flush=True)
     print(f"{time.monotonic() - began:.0f} s; {options.output}")
+    if stopped.is_set():
+        sys.exit(128 + signal.SIGTERM)
     return int(any(one["status"] != "succeeded" for one in summary.values()))
 
 
 def pack(folder: Path) -> None:
-    """Put the results so far into suite.tar.gz."""
-    with tarfile.open(folder / "suite.tar.gz", "w:gz") as archive:
+    """Put the results so far into the archive."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.name.endswith((".json", ".log", ".json.gz", ".yaml")):
-                archive.add(path, path.name)
+                data, info = path.read_bytes(), tarfile.TarInfo(path.name)  # a part that runs may replace its file
+                info.size, info.mtime = len(data), time.time()
+                archive.addfile(info, io.BytesIO(data))
+    write_atomically(folder / ARCHIVE, content.getvalue(), sync=False)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import signal
 import subprocess
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -82,7 +85,10 @@ def test_a_part_that_is_ended_or_comes_too_late_does_not_stop_the_next(
 
 
 def test_a_part_ends_with_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "PARTS", (suite.Part("memory", 60),))
+    """What is known is in the archive all the same, and nothing that an earlier suite left there."""
+    for name in ("summary.json", "trace.json", "trace.log"):
+        (tmp_path / name).write_text("of an earlier suite", encoding="utf-8")
+    monkeypatch.setattr(suite, "PARTS", (suite.Part("memory", 60), suite.Part("trace", 60)))
     handler, started = signal.getsignal(signal.SIGTERM), []
     poll = subprocess.Popen.poll
 
@@ -99,6 +105,33 @@ def test_a_part_ends_with_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert started[0].returncode == -signal.SIGKILL
+    assert len(started) == 1
+    with tarfile.open(tmp_path / "suite.tar.gz") as archive:
+        assert archive.getnames() == ["memory.json", "memory.log", "summary.json"]
+        summary, document = (
+            json.load(archive.extractfile(f"{name}.json") or io.BytesIO()) for name in ("summary", "memory")
+        )
+    assert summary["memory"]["status"] == document["status"] == "was ended with the suite"
+    assert summary["trace"] == {"status": "was left out: the suite was stopped", "seconds": 0.0}
+
+
+def test_an_archive_that_is_being_written_outlives_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "PARTS", (suite.Part("memory", 0), suite.Part("trace", 60)))
+    handler, write = signal.getsignal(signal.SIGTERM), suite.write_atomically
+
+    def told_to_end(path: Path, content: bytes, *, sync: bool = True) -> None:
+        if path.name == "suite.tar.gz":
+            signal.raise_signal(signal.SIGTERM)
+        write(path, content, sync=sync)
+
+    monkeypatch.setattr(suite, "write_atomically", told_to_end)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            suite.main(["--device", "cpu", "--output", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    with tarfile.open(tmp_path / "suite.tar.gz") as archive:
+        assert archive.getnames() == ["memory.json", "memory.log", "summary.json"]
 
 
 def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> None:
@@ -109,9 +142,15 @@ def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> No
         require_near([math.nan], [1.0], 0.1)
     with setting.row("second") as figures:
         require_near([1.05], [1.0], 0.1)
-    result: dict[str, object] = {"status": "succeeded"}
-    assert suite.close_document(setting.path, "example", result) == ["first"]
-    first, second = json.loads(setting.path.read_text(encoding="utf-8"))["rows"]
+    (tmp_path / "example.log").write_text("before\nlast line\n", encoding="utf-8")
+    running = suite.Running(suite.Part("example", 60), subprocess.Popen(["true"]), time.monotonic(), 60)
+    running.process.wait()
+    result = running.result(running.status() or "runs", tmp_path)
+    assert result["status"] == "finished, with errors in first"
+    document = json.loads(setting.path.read_text(encoding="utf-8"))
+    assert document.items() >= result.items()
+    assert document["said"] == ["before", "last line"]
+    first, second = document["rows"]
     assert first["loss"] is None
     assert first["error"].startswith("ValueError: [nan] are up to nan from [1.0]")
     assert second == {"row": "second"}
