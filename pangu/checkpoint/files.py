@@ -202,8 +202,8 @@ def _delete(path: Path) -> None:
 
 def _saving(path: Path) -> AbstractContextManager[None]:
     fix = (
-        "older checkpoints are intact. Free space or correct the folder's permissions, then start the same command "
-        "again to continue from the newest one"
+        "older checkpoints are intact. Free space, or correct permissions or the limit of file sizes (ulimit -f), "
+        "then start the same command again to continue from the newest one"
     )
     return reading(path, rule="the checkpoint could not be written", fix=fix)
 

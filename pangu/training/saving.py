@@ -165,7 +165,7 @@ class Saver:
             self.failed += 1
             if self.failed > self._most_failed:
                 rule = f"checkpoint.max_failed_saves = {self._most_failed}"
-                raise UserError(f"{self.failed} saves in a row have failed ({rule}); the last one: {error}") from error
+                raise UserError(f"failed saves in a row: {self.failed} ({rule}); the last one: {error}") from error
             log.warning("%s", error)
 
     @property
