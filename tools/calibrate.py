@@ -39,8 +39,7 @@ from pangu.data.batch import make_batch
 from pangu.layers.fp32_matmul import MATMUL_TIE, MatmulShape, matmul_precision, matmul_precisions, matmul_trial
 from pangu.metrics.devices import device_here
 from pangu.metrics.timing import fastest, time_candidates
-from pangu.planning.auto import cluster_of_device
-from pangu.planning.cluster import cluster_names, load_cluster
+from pangu.planning.auto import cluster_names, cluster_of_device, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
 from pangu.planning.program import Plan, Program
 from pangu.schedule.groups import Group

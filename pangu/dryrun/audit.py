@@ -90,7 +90,7 @@ class Audit(TorchDispatchMode):
         """Errors found: operations across devices, and host tensors in collectives of the device."""
         self.used_groups: set[str] = set()
         """Names of the process groups that communicated: a backend creates a communicator on first use."""
-        self.detector = RaceDetector(fake)
+        self.detector = RaceDetector(fake, self._waited)
         self.memory = Memory(self.detector.free)
         self._pinned = Memory()
         """Host memory accessed by copies that overlap computation; its allocator waits for them."""
@@ -123,6 +123,8 @@ class Audit(TorchDispatchMode):
             return result
 
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        for owner in (torch.accelerator, torch.cuda):
+            self._patches.enter_context(patch.object(owner, "synchronize", lambda *args: self._waited("the device")))
         super().__enter__()
         return self
 
@@ -236,8 +238,7 @@ class Audit(TorchDispatchMode):
         if host.untyped_storage()._cdata in self._pinned.live and non_blocking:
             self._count("copy_bytes", by=source.nbytes)
             return
-        if fetches or source.dim():
-            self._count("blocking_copies", self.place())
+        self._count("blocking_copies", self.place())
         if fetches:
             self._host_waits()
 
@@ -308,6 +309,10 @@ class Audit(TorchDispatchMode):
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         found = (self.memory.live.get(key) or self._pinned.live.get(key) for key in keys)
         return {buffer for buffer in found if buffer is not None}
+
+    def _waited(self, what: str) -> None:
+        """Count an explicit wait of the host, which the log of streams shows at the next operation."""
+        self._count("host_syncs", f"wait for {what} before {self.place()}")
 
     def _host_waits(self) -> None:
         self.detector.order(self.detector.clock(self.detector.current), HOST)

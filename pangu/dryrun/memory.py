@@ -27,6 +27,8 @@ _GRAIN = 512
 Stream = int | str
 HOST: Stream = "the host"
 Clock = dict[Stream, int]
+WAITS = {2: "a stream", 3: "the device", 4: "an event"}
+"""What the host waits for, by kind of `StreamEntry`."""
 
 
 class Access(NamedTuple):
@@ -133,11 +135,14 @@ class Memory:
 class RaceDetector:
     """Detector of pairs of accesses to a buffer that no synchronization orders."""
 
-    def __init__(self, fake: FakeDevice | None) -> None:
-        """Start with no accesses, on a device that tells streams apart; None: there is one stream."""
+    def __init__(self, fake: FakeDevice | None, note_wait: Callable[[str], None] = lambda what: None) -> None:
+        """Start with no accesses, on a device that tells streams apart; None: there is one stream.
+
+        `note_wait` is called when the host has waited for a stream, an event or the device.
+        """
         self.races: Counter[str] = Counter()
         """Number of occurrences of each race, by its description."""
-        self._fake = fake
+        self._fake, self._note_wait = fake, note_wait
         self._clocks: dict[Stream, Clock] = {HOST: {}}
         self._events: dict[int, Clock] = {}
 
@@ -186,6 +191,7 @@ class RaceDetector:
             elif kind == 1:
                 _join(self._followed(stream), self._events.get(event, {}))
             else:
+                self._note_wait(WAITS[kind])
                 waited = {2: [self._followed(stream)], 4: [self._events.get(event, {})]}
                 for clock in waited.get(kind, [*self._clocks.values()]):
                     _join(self._clocks[HOST], clock)

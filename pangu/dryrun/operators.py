@@ -33,6 +33,8 @@ _NO_KERNEL = {
     *("_unsafe_view", "_local_scalar_dense"),
 }
 """Operators that launch no kernel, though their schema does not mark them as views."""
+_CHECKS = {"multinomial", "_linalg_check_errors"}
+"""Operators whose kernels let the host read whether their input is valid."""
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
 """Operators that read only as much of their first argument as they write."""
@@ -60,7 +62,8 @@ class Operator(NamedTuple):
 def operator_of(function: OpOverload) -> Operator:
     """Return the properties of an operator."""
     schema, name = function._schema, function._schema.name.partition("::")[2]
-    answers = any(tag in function.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    answers = name in _CHECKS or any(tag in function.tags for tag in tags)
     view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     writes = (i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write)
     launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL

@@ -37,6 +37,8 @@ from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.unshard import Unsharder
 
+SEGMENT = 2**21
+"""Bytes of the smallest piece of memory that torch's allocator gets from the device, which stops the host."""
 _OWNERS: tuple[tuple[type, str, str], ...] = (
     (ShardedParameters, "__init__", "parameters"),
     (ShardedParameters, "norm_and_loss", "gradients"),
@@ -114,12 +116,17 @@ def dry_run(
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
     with on_fake_tensors(rank, layout.world), audited(config, layout, stages, device, fake) as (audit, trainer):
-        lasting = dict(audit.memory.bytes)
-        for _ in range(steps):
+        lasting, most = dict(audit.memory.bytes), 0
+        for step in range(steps):
             audit.by_action.clear()
             audit.enter(None)
             audit.memory.restart()
             carry_out(audit, trainer, micro_batches(config, layout))
+            if step and audit.memory.peak > most + SEGMENT:
+                audit.findings[
+                    f"step {step + 1} needs more memory than the steps before: the allocator waits for it"
+                ] += 1
+            most = max(most, audit.memory.peak)
         return report_of(audit, trainer.mesh, total, _repeated(stages.schedule), lasting)
 
 
@@ -251,6 +258,8 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
         patch.object(trainer.runner.hooks, "begin", audit.enter),
         patch.object(Batch, "to", moved),
         patch.object(gradients, "finish", finished),
+        # the training loop reads the result of a step while the next one computes
+        patch.object(trainer, "read", lambda pending: None),
     ):
         trainer.train_step(batches)
     # the next step waits for a module's weights on first use: its first matmuls hide the other gathers

@@ -1,4 +1,4 @@
-"""Layout choice for `parallel=auto`: the planner picks the fastest layout for the available devices."""
+"""Layout choice for `parallel=auto`: the planner picks the fastest layout for the devices of a cluster file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from pangu.common.errors import ConfigError, Problem, UserError, shown
+from pangu.common.files import refuse_expanding
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import count_frozen
-from pangu.planning.cluster import cluster_names
 from pangu.planning.program import KEYS, Plan, key_values
 from pangu.planning.search import SearchResult, Space, search, space_of
 from pangu.topology.launch import Launch
@@ -142,6 +144,31 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
             f"tools/calibrate.py --output {folder}/mine.yaml and set cluster=mine"
         )
     return cluster_in(values["cluster"])
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """Return the cluster described by a file that has no defaults list.
+
+    Raises:
+        UserError: if the file cannot be read; ConfigError if it does not describe a cluster.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        refuse_expanding(values)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as a cluster file: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: is not a cluster file, which is a mapping of keys")
+    return cluster_in({str(key): value for key, value in values.items()}, "")
+
+
+def cluster_names(folder: Path, whole: bool = False) -> list[str]:
+    """Return the names that `cluster=NAME` accepts.
+
+    `folder` is configs/cluster/; `whole` skips files that describe another file's cluster in a different size.
+    """
+    paths = (path for path in sorted(folder.glob("*.yaml")) if path.stem != "none" and path.is_file())
+    return [path.stem for path in paths if not whole or b"defaults:" not in path.read_bytes()]
 
 
 def cluster_of_device(name: str, files: Collection[str]) -> str | None:

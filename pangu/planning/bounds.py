@@ -30,10 +30,6 @@ from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers, place_stage
 
 _GIB = 2.0**30
-_COPIED = 0.9
-"""Lower bound of the fraction of a layer's saved bytes that offloading copies: small tensors stay on the device."""
-_SMALL = 2**20
-"""Saved bytes of a layer up to which small tensors may be all of it."""
 
 
 class Least(NamedTuple):
@@ -46,8 +42,6 @@ class Least(NamedTuple):
     """Seconds of the weight gradient (wgrad), where it is computed separately."""
     saved: float = 0.0
     """Bytes kept on the device from the forward to the backward pass."""
-    in_transit: float = 0.0
-    """Bytes of one layer that are on the device until they are copied to the host."""
 
 
 class Weights(NamedTuple):
@@ -132,22 +126,11 @@ class LayoutBounds:
         if key not in self._chunks:
             least = self._by_kind(plan, trace)
             chunks = [(START, *kinds, END) for kinds in self._program.kinds(plan, part)]
-            modules = [[_find(least, kind)[apart] for kind in chunk] for chunk in chunks]
-            found = [Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules]
-            if offload:
-                found = [self._offloaded(*of_chunk) for of_chunk in zip(found, modules, chunks, strict=True)]
-            self._chunks[key] = found
+            modules = ((_find(least, kind)[apart] for kind in chunk) for chunk in chunks)
+            found = (Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules)
+            # most of what an offloaded layer saves is on the host
+            self._chunks[key] = [one._replace(saved=0.0) for one in found] if offload else list(found)
         return self._chunks[key]
-
-    def _offloaded(self, chunk: Least, modules: Sequence[Least], kinds: Sequence[str]) -> Least:
-        """Return the bounds of a chunk all of whose layers but the last one are copied to the host and back."""
-        *moved, last = (module.saved for module, kind in zip(modules, kinds, strict=True) if kind.startswith("layer"))
-        seconds = _COPIED * sum(size for size in moved if size > _SMALL) / (self._cluster.host_gb_s * 1e9)
-        forward, weight = max(chunk.forward, seconds), max(chunk.weight, seconds - chunk.back)
-        kept = chunk.saved - sum(moved)
-        # a layer's copies end while the next one computes; by then, modules behind the layers have saved nothing
-        in_transit = max(0.0, min(moved, default=0.0) - (kept - last))
-        return Least(forward, chunk.back, weight, kept, in_transit)
 
     def _by_kind(self, plan: Plan, trace: Trace | None) -> LeastByKind:
         """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules.
@@ -186,8 +169,7 @@ class LayoutBounds:
         for part in self._program.cut(plan):
             weights, chunks = self._weights(plan, part), self._least(plan, part)
             forwards = max(held[stage][0] for stage in part.stages)
-            saved, in_transit = min(one.saved for one in chunks), min(one.in_transit for one in chunks)
-            passing = max(forwards * saved + in_transit, weights.sum)
+            passing = max(forwards * min(one.saved for one in chunks), weights.sum)
             most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 

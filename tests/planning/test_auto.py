@@ -24,10 +24,10 @@ from pangu.plan_run import cluster_here, plan_layout, with_cluster_here
 from pangu.planning import auto, forecast, search
 from pangu.planning.auto import (
     choose_automatically,
+    cluster_names,
     cluster_of_device,
     with_plan,
 )
-from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
 from pangu.planning.search import Candidate, Space
 from pangu.topology.launch import Launch

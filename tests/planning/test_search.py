@@ -15,9 +15,8 @@ import pytest
 from pangu.common.errors import ConfigError, UserError
 from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
-from pangu.planning.auto import refusals
+from pangu.planning.auto import load_cluster, refusals
 from pangu.planning.bounds import LayoutBounds
-from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import memory_of
 from pangu.planning.program import Plan
 from pangu.planning.search import (
