@@ -23,10 +23,11 @@ from unittest.mock import patch
 
 import torch
 
+from pangu.layers import dropping_attention
 from pangu.layers.dropping_attention import tiles_of
 
 KERNELS = ("attend", "query_gradients", "key_gradients")
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 90, 100)
 HEAD_SIZES = (64, 80, 128, 256)
 """Of the presets of 350M, 2.6B, and 13B and 200B; the largest one."""
 
@@ -49,7 +50,11 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
         made.append(run(self, *args, **(options | {"warmup": True})))
 
-    with patch.object(JITFunction, "run", compile_only), patch.object(driver, "_active", nowhere):
+    with (
+        patch.object(JITFunction, "run", compile_only),
+        patch.object(driver, "_active", nowhere),
+        patch.object(dropping_attention, "has_small_tiles", lambda device: capability < 90),
+    ):
         yield made
 
 
@@ -67,7 +72,10 @@ def compiled(capability: int, size: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def needs(kernel: Any, capability: int) -> dict[str, int]:
-    """Registers of a thread, bytes that it stores elsewhere for want of registers, shared memory."""
+    """Registers of a thread, bytes that it stores elsewhere for want of registers, shared memory, tensor-core products.
+
+    `products` are those that read shared memory (wgmma, tcgen05), `old_products` those that read registers.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
@@ -84,6 +92,8 @@ def needs(kernel: Any, capability: int) -> dict[str, int]:
         "registers": int(registers[1]),
         "spilled_bytes": int(spilled[1]),
         "shared_bytes": kernel.metadata.shared,
+        "products": len(re.findall(r"^\s*(?:@\S+ )?(?:wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"], re.M)),
+        "old_products": len(re.findall(r"^\s*mma\.sync", kernel.asm["ptx"], re.M)),
     }
 
 
@@ -97,7 +107,7 @@ def main() -> None:
     rows = []
     for capability in CAPABILITIES:
         for size in HEAD_SIZES:
-            kernels = zip(KERNELS, compiled(capability, size), tiles_of(size), strict=True)
+            kernels = zip(KERNELS, compiled(capability, size), tiles_of(size, capability < 90), strict=True)
             for name, kernel, tiles in kernels:
                 row = {"capability": capability, "head_size": size, "kernel": name, **tiles._asdict()}
                 rows.append(row | needs(kernel, capability))

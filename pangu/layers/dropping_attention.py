@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -166,13 +167,20 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles_of(size: int) -> tuple[Tiles, Tiles, Tiles]:
+@cache
+def has_small_tiles(device: torch.device) -> bool:
+    """Return whether a device is a GPU older than compute capability 9.0, whose products need more registers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+
+
+def tiles_of(size: int, small: bool) -> tuple[Tiles, Tiles, Tiles]:
     """Return the tiles of forward, query gradients and key gradients for heads of `size` columns."""
-    # Large tiles that fit into the registers and shared memory of GPUs of compute capability 8.0 and 9.0, as compiled
-    # for them (`benchmarks/attention_kernels.py`).
-    if size <= 128:
+    # The largest whose values fit into the registers, as Triton compiles them (`benchmarks/attention_kernels.py`).
+    if size > 128:
+        return (Tiles(64, 32, 8, 2),) * 3
+    if not small:
         return Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)
-    return (Tiles(64, 32, 8, 2),) * 3
+    return Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2), Tiles(32, 128, 8, 2) if size <= 80 else Tiles(64, 64, 8, 2)
 
 
 class _Launcher(NamedTuple):
@@ -242,7 +250,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, oldest: Tensor | None, *o
     output, log_sum = _like_attend(query)
     launcher = _Launcher(query, key, *of_mask)
     assert launcher.rows is None or launcher.rows.is_contiguous()
-    tiles, _, _ = tiles_of(query.shape[-1])
+    tiles, _, _ = tiles_of(query.shape[-1], has_small_tiles(query.device))
     launcher.launch("attend", (query, key, value, output), (log_sum,), oldest, tiles, "queries")
     return output, log_sum
 
@@ -263,7 +271,7 @@ def _attend_backward(
     log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
     launcher = _Launcher(query, key, *of_mask)
-    _, query_tiles, key_tiles = tiles_of(query.shape[-1])
+    _, query_tiles, key_tiles = tiles_of(query.shape[-1], has_small_tiles(query.device))
     launcher.launch(
         "query_gradients", (query, key, value, grad, output, grad_query), sums, oldest, query_tiles, "queries"
     )

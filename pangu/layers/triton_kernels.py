@@ -177,7 +177,7 @@ def attend(
             edges[part + 1], keys, places, begins, key_at, scale, low, high, bound,
             part != 1, BOUNDED, DROPS, SIZE, D, E, N,
         )  # fmt: skip
-    share = tl.where(total > 0, rescale / total, 0.0)[:, None]
+    share = tl.where(total == 0, 0.0, rescale / total)[:, None]  # nan stays nan, dropped or not
     output += batch * output_batch + head * output_head
     _store(output, numbers, output_row, queries, sums * share, 0, D, SIZE)
     if E > 0:

@@ -68,7 +68,7 @@ NAMES = ["plain", "grouped", "documents", "window", "documents in windows", "all
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a sequence, the last of them not full, and not as many queries as keys."""
     tiles = Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)
-    monkeypatch.setattr(dropping_attention, "tiles_of", lambda size: tiles)
+    monkeypatch.setattr(dropping_attention, "tiles_of", lambda size, small: tiles)
 
 
 def masked(documents: Tensor | None, window: int | None) -> AttentionMask:
@@ -123,6 +123,17 @@ def test_in_fp16_it_is_as_near_as_the_reference() -> None:
 def test_a_recompute_gives_the_same_bits() -> None:
     first, again = results("triton", CASES[1]), results("triton", CASES[1], again=True)
     assert all(map(torch.equal, first, again))
+
+
+def test_nan_is_never_dropped() -> None:
+    """What has seen a nan is nan, as in the reference, whether or not dropout drops its probability."""
+    query, key, value = heads(HEADS, 16)
+    key[:, :, 7] = torch.nan
+    for name in ("triton", "reference"):
+        made = kernel_named(name)(MaskAndBias(masked(None, None), None, LENGTH, torch.float32, CPU))
+        core = AttentionCore(Builder(PlacementTable()), 0.6, recompute=False)
+        output, _ = core(QKV(query, key, value), made, KEYS.on(torch.zeros(2, LENGTH)))
+        assert output[:, :, 7:].isnan().all(), name
 
 
 def test_nearly_all_may_be_dropped() -> None:
