@@ -141,9 +141,7 @@ def test_saves_that_fail_again_and_again_end_the_run(
 
     monkeypatch.setattr(files, "_write_file", write)
     words = (f"checkpoint.asynchronous={asynchronous}", "checkpoint.max_failed_saves=2")
-    with pytest.raises(
-        UserError, match=r"failed saves in a row: 3 \(checkpoint.max_failed_saves = 2\); the last o"
-    ):
+    with pytest.raises(UserError, match=r"failed saves in a row: 3 \(checkpoint.max_failed_saves = 2\); the last o"):
         train(tmp_path, 20, *words)
     figures = [line.get("failed_saves") for line in metrics(tmp_path)]
     assert figures == [None, None, None, 1, 2, None, 1, 2]
