@@ -8,36 +8,28 @@ from collections.abc import Iterable
 
 MOST = 3
 """Largest number of suggestions."""
+_DEGREES = {"cp": "context", "dp": "data", "ep": "expert", "pp": "pipeline", "sp": "sequence", "tp": "tensor"}
 WORDS = {
+    **{short: f"parallel {name}" for short, name in _DEGREES.items()},
+    **dict.fromkeys(("vp", "vpp"), "parallel virtual_stages"),
+    **dict.fromkeys(("iterations", "iters"), "steps"),
+    **dict.fromkeys(("length", "seq"), "sequence"),
+    **dict.fromkeys(("log", "logging"), "metrics"),
     "accumulation": "batch global size",
     "clipping": "clip",
-    "cp": "parallel context",
     "dir": "output",
-    "dp": "parallel data",
     "embd": "hidden",
-    "ep": "parallel expert",
     "epsilon": "eps",
     "eval": "validation",
     "grad": "optimizer clip",
     "head": "heads",
     "intermediate": "ffn",
     "interval": "every",
-    "iterations": "steps",
-    "iters": "steps",
     "key": "kv",
     "layer": "layers",
     "learning": "optimizer lr",
-    "length": "sequence",
-    "log": "metrics",
-    "logging": "metrics",
     "microbatch": "micro batch size",
-    "pp": "parallel pipeline",
     "save": "checkpoint",
-    "seq": "sequence",
-    "sp": "parallel sequence",
-    "tp": "parallel tensor",
-    "vp": "parallel virtual_stages",
-    "vpp": "parallel virtual_stages",
 }
 """Words in other programs' settings, mapped to pangu's."""
 

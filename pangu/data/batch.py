@@ -35,7 +35,7 @@ class Batch:
     samples: tuple[int, ...]
     """Global sample indices of the rows."""
     bounds: Tensor | None = None
-    """Start of each document in the flattened micro-batch, then the last end, repeated, int32 [2^n + 1]; or None."""
+    """Document starts in the flattened micro-batch, padded by its end to 2^n + 1, int32; None: as `documents`."""
     part: ContextRank | None = None
     """Context-parallel part that tokens, labels, weights and positions (not `documents`) hold. None: full sequence."""
     padding: Tensor | None = None

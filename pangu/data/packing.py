@@ -228,7 +228,7 @@ class PackedDocuments:
         self.reader = open_indexed(packing.prefix)
         self._packing, self._vocab, self._counted = packing, vocab, counted
         known = [token for token in (packing.bos, ids.eod, 0) if token is not None]
-        self._begin = known[0]
+        self._begin = known[0]  # first input of a document, which predicts its first token
         self._pad = next(token for token in (ids.pad, ids.eod, *known) if token is not None)
         path = packing.path
         with reading(path):

@@ -275,6 +275,7 @@ class Loop:
         return fault is not None and self._answer(fault, saver)
 
     def _save(self, saver: Saver) -> None:
+        """Save a checkpoint; non-finite weights or moments are a fault of the run instead."""
         tensors = find_non_finite(self.trainer)
         if tensors is None:
             saver.save(self.samples, self.spikes.state(), self._position)

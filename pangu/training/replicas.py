@@ -110,6 +110,7 @@ def _rounded_digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _on_host(digests: Mapping[Key, Tensor]) -> dict[Key, tuple[int, ...]]:
+    """Return the digests as integers, with a single device-to-host copy per device."""
     found: dict[Key, tuple[int, ...]] = {}
     for device in {digest.device for digest in digests.values()}:
         there = {key: digest for key, digest in digests.items() if digest.device == device}

@@ -107,6 +107,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _first_updates(index: Mapping[str, Any], config: RunConfig) -> dict[str, int]:
+    """Return the update after which moments began, for each tensor whose moments did not begin with the run."""
     before = index.get("moments_since", {})
     known = {name: count for name, count in before.items() if not _matches(name, config.train.frozen)}
     if unfrozen := _unfrozen(index, config):
@@ -139,6 +140,7 @@ def in_sequences_of(path: Path, index: Mapping[str, Any], config: RunConfig) -> 
 
 
 def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
+    """Warn if the checkpoint's position in a blend of datasets was reached in another order."""
     if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
         log.warning(
             "%s: written when datasets were blended by another rule; each continues from its share of sample %d, so "
@@ -203,6 +205,7 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
 
 
 def _is_default(key: str, now: object, before: object, current: Mapping[str, Any]) -> bool:
+    """Return whether null, now or in the checkpoint, stands for the other value of a key of the model."""
     group, _, name = key.partition(".")
     if (now is None) == (before is None) or group != "model" or name not in _NULLABLE:
         return False

@@ -279,6 +279,7 @@ def _write_template(path: Path, template: str, tokenizer: TokenizerConfig) -> No
 
 
 def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:
+    """Return the tokenizer, or None where it cannot be opened: an export then lacks only what it would tell."""
     try:
         return load_tokenizer(tokenizer) if tokenizer else None
     except UserError:
