@@ -341,6 +341,16 @@ CASES: dict[str, tuple[str, str | None, str]] = {
     "many": ("deepspeed", json.dumps(dict.fromkeys(map(str, range(10_001)), 1)), "more than 10,000 settings"),
     "no type": ("huggingface", '{"hidden_size": 8}', "model_type = '': is not supported"),
     "text for a number": ("deepspeed", '{"train_batch_size": "many"}', "train_batch_size = many: must be a number"),
+    "a text for a factor": (
+        "mindformers",
+        "moe_config: {expert_num: 4, aux_loss_types: [expert], aux_loss_factors: [much]}",
+        "moe_config.aux_loss_factors = [much]: must be numbers",
+    ),
+    "a text for a group": (
+        "deepspeed",
+        '{"zero_optimization": {"mics_shard_size": "all"}}',
+        "parallel.zero_group (zero_optimization.mics_shard_size) = 'all': must be",
+    ),
     "not whole": ("deepspeed", '{"train_batch_size": 1.5}', "train_batch_size = 1.5: must be a whole number"),
     "none": ("deepspeed", '{"train_batch_size": 0}', "train_batch_size = 0: must be at least 1"),
     "no truth": ("deepspeed", '{"bf16": {"enabled": "yes"}}', "bf16.enabled = yes: must be true or false"),
@@ -415,6 +425,19 @@ def test_conditions_of_a_script_are_told(tmp_path: Path) -> None:
     done = translate("megatron", tmp_path / "run.sh", "TP=2", "X=2", "Y=1", "Z=1")
     assert "set under a condition" not in done.stdout
     assert built(done).parallel.tensor == 2
+
+
+def test_commands_of_other_branches_are_told(tmp_path: Path) -> None:
+    """The command with most options is used; what a variable holds before it is run is no other one."""
+    command = shlex.join(["torchrun", "pretrain_gpt.py", *GPT])
+    (tmp_path / "run.sh").write_text(f"if a; then\n{command}\nelse\n{command} --lr-warmup-iters 7\nfi\n")
+    assert "# other commands there" not in translate("megatron", tmp_path / "run.sh").stdout
+    (tmp_path / "run.sh").write_text(f"if a; then\n{command} --seed 1\nelse\n{command} --seed 2 --bf16\nfi\n")
+    done = translate("megatron", tmp_path / "run.sh")
+    assert "\n# other commands there: 1; the one with most options is used\n" in done.stdout
+    assert built(done).train.seed == 2
+    (tmp_path / "run.sh").write_text(f'CMD="{command}"\n$CMD --seed 3\n')
+    assert "# other commands there" not in translate("megatron", tmp_path / "run.sh").stdout
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pangu.common.errors import ConfigError, Problem
-from pangu.config.build import hints_of
+from pangu.config.build import Wrong, hints_of
 from pangu.config.checks import find_problems
 from pangu.config.layout_checks import data_size, layout_problems, one_copy
 from pangu.config.schema import RunConfig
@@ -53,15 +53,15 @@ def check(source: Translation, configs: Path) -> Checked:
     words = [f"{key}={hydra_value(stated[key])}" for key in order]
     values = compose(configs, [*(word for word in words if word.partition("=")[0] not in left_open), "dry_run=true"])
     config, problems = find_problems(values)
-    problems += layout_problems(config, world=1)
+    problems += [problem for problem in layout_problems(config, world=1) if not isinstance(problem.value, Wrong)]
     if wrong := [_renamed(problem, source) for problem in problems if problem.value != "(missing)"]:
         raise ConfigError(wrong)
     is_whole = "model" in source.overrides and not any(key.startswith("model") for key in source.open)
     missing = any(problem.value == "(missing)" and problem.key.startswith("parallel.") for problem in problems)
     count = 1 if missing else one_copy(config) * data_size(config, 1)
     processes = str(count) if not missing and config.parallel.data else f"a multiple of {count}"
-    if source.processes is not None and source.processes % count:
-        processes += f" (the script starts {source.processes})"
+    if (started := source.command.processes) is not None and started % count:
+        processes += f" (the script starts {started})"
     return Checked(words, num_parameters(config.model) if is_whole else None, processes)
 
 

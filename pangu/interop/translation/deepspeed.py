@@ -20,7 +20,7 @@ def translate(source: Translation) -> None:
         parts = ["optimizer"]
     if parts:
         source.set("memory.offload", parts, *names)
-    source.switch("metrics.wandb", "auto", "wandb.enabled")
+    source.switch("auto", "wandb.enabled")
 
 
 def _batch(source: Translation) -> None:
@@ -46,8 +46,8 @@ def _precision(source: Translation) -> None:
             source.lacks("fp16.loss_scale", "value")
         power = min(source.integer("fp16.initial_scale_power") or 0, 127)
         source.set("precision.loss_scale.initial", 2.0**power, "fp16.initial_scale_power")
-        source.copy("precision.loss_scale.growth_interval", source.integer, "fp16.loss_scale_window")
-        source.copy("precision.loss_scale.minimum", source.number, "fp16.min_loss_scale")
+        source.copy(source.integer, "fp16.loss_scale_window")
+        source.copy(source.number, "fp16.min_loss_scale")
     elif source.given:
         source.set("precision", "fp32", "bf16.enabled", "fp16.enabled")
 
@@ -63,19 +63,17 @@ def _optimizer(source: Translation) -> None:
     source.set("optimizer", "adam" if kind in _ADAM else "lamb", "optimizer.type")
     if source.value("optimizer.params.adam_w_mode") is False:
         source.lacks("optimizer.params.adam_w_mode", "l2")
-    for key in ("lr", "eps", "weight_decay"):
-        source.copy(f"optimizer.{key}", source.number, f"optimizer.params.{key}")
-    source.copy("optimizer.betas", source.value, "optimizer.params.betas")
+    source.copy(source.number, "optimizer.params.lr", "optimizer.params.eps", "optimizer.params.weight_decay")
+    source.copy(source.value, "optimizer.params.betas")
     if kind in _LAMB:
         name = "optimizer.params.max_coeff"
         source.set("optimizer.max_ratio", source.number(name) or 10.0, name)
 
 
 def _schedule(source: Translation) -> None:
-    name, shapes = "scheduler.type", {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if not source.said([name]):
+    if not source.said(["scheduler.type"]):
         return
-    source.choose("lr_schedule", name, shapes)
+    source.choose("scheduler.type")
     shape = source.get("lr_schedule")
     prefix = "scheduler.params."
     peak, end = source.number(f"{prefix}warmup_max_lr"), source.integer(f"{prefix}total_num_steps")
@@ -83,7 +81,7 @@ def _schedule(source: Translation) -> None:
         return
     if peak is not None:
         source.set("optimizer.lr", peak, f"{prefix}warmup_max_lr")
-    source.copy("lr_schedule.warmup_steps", source.integer, f"{prefix}warmup_num_steps")
+    source.copy(source.integer, f"{prefix}warmup_num_steps")
     if source.value(f"{prefix}warmup_min_lr") not in (None, 0) or source.value(f"{prefix}warmup_min_ratio"):
         source.lacks(f"{prefix}warmup_min_lr", "value")
     if source.text(f"{prefix}warmup_type") == "log":

@@ -85,16 +85,18 @@ class Command(NamedTuple):
 
     words: list[str]
     """Words after pretrain_gpt.py."""
-    conditional: dict[str, str]
+    conditional: Mapping[str, str] = {}
     """Variables that the script sets under a condition, with their last value: conditions are not evaluated."""
-    empty: list[str]
+    empty: Sequence[str] = ()
     """Variables with options that the script uses and does not set."""
-    processes: int | None
+    processes: int | None = None
     """Number of processes on all nodes, if the launcher's options or Slurm's tell it."""
+    others: int = 0
+    """Number of commands with pretrain_gpt.py and other options that the script starts, e.g. under a condition."""
 
 
 def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
-    """Return the command with pretrain_gpt.py in a script; `given` variables override those of the script.
+    """Return the command with pretrain_gpt.py and most options; `given` variables override those of the script.
 
     Raises UserError if there is no such command, quotes do not match, or a variable grows too large.
     """
@@ -103,6 +105,7 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
     variables = Variables({name: [value] for name, value in {**known, **given}.items()})
     chosen: list[str] = []
     options: list[str] = []
+    commands: set[frozenset[str]] = set()
     others: dict[str, None] = {}
     conditional: list[str] = []
     depth = 0
@@ -115,6 +118,7 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
                 others.update(dict.fromkeys(_scripts(command)))
                 if len(behind := after_program(command)) > len(options):
                     chosen, options = command, behind
+                commands.add(frozenset(behind))
     if not options:
         others.pop("pretrain_gpt.py", None)
         found = f"what it starts, {', '.join(list(others)[:5])}, is another program" if others else ""
@@ -122,7 +126,8 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
     values = {name: " ".join(variables[name]) for name in conditional if name not in given}
     empty = [match[1] for word in options if (match := _OPTIONS.fullmatch(word))]
     kept = [word for word in options if not _OPTIONS.fullmatch(word)]
-    return Command(kept, values, empty, _processes(chosen[: -len(options)], text))
+    different = sum(not command <= set(options) for command in commands)
+    return Command(kept, values, empty, _processes(chosen[: -len(options)], text), different)
 
 
 def _processes(launcher: Sequence[str], text: str) -> int | None:

@@ -10,17 +10,8 @@ from pangu.config.expert_layout import least_data
 from pangu.interop.expert_layers import layer_pattern
 from pangu.interop.translation.table import Translation
 
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm"}
 _SPECS = ("qwen3_spec", "bailing_spec", "gpt_layer_specs")
 """Modules whose layers are those that the other options describe."""
-_TOKENIZERS = {
-    "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece",
-    "HuggingFaceTokenizer": "huggingface",
-    "SFTTokenizer": "huggingface",
-    "PretrainedFromHF": "huggingface",
-}
 
 
 def translate(source: Translation) -> None:
@@ -57,16 +48,15 @@ def _model(source: Translation) -> None:
         source.set("model.ffn", width, "ffn-hidden-size", "swiglu")
     if plain:
         source.set("model.biases", "qkv" if source.flag("add-qkv-bias") else False, "disable-bias-linear")
-    source.switch("model.tied_head", False, "untie-embeddings-and-output-weights")
-    source.choose("model.norm", "normalization", _NORMS)
+    source.switch(False, "untie-embeddings-and-output-weights")
+    source.choose("normalization")
 
 
 def _attention(source: Translation) -> None:
-    kinds = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope", "alibi": "alibi"}
     if source.flag("use-rotary-position-embeddings"):
         source.set("model.positions", "rope", "use-rotary-position-embeddings")
     else:
-        source.choose("model.positions", "position-embedding-type", kinds)
+        source.choose("position-embedding-type")
     positions = source.get("model.positions")
     if positions == "learned" and source.flag("no-position-embedding"):
         source.lacks("no-position-embedding", "other_function")
@@ -120,8 +110,8 @@ def _vocabulary(source: Translation) -> None:
         else:
             source.needs("model.vocab", "number of the tokenizer's pieces, e.g. 32000 of Llama 2, 128256 of Llama 3")
     path = source.text("tokenizer-model") or source.text("tokenizer-name-or-path")
-    if kind in _TOKENIZERS and path is not None:
-        source.set("data.tokenizer", {"kind": _TOKENIZERS[kind], "path": path}, "tokenizer-model")
+    if path is not None and kind in (kinds := source.table.values["tokenizer-type"]):
+        source.set("data.tokenizer", {"kind": kinds[kind], "path": path}, "tokenizer-model")
     files = [PurePath(source.text(name) or "") for name in ("vocab-file", "merge-file")]
     if [file.name for file in files] == ["vocab.json", "merges.txt"] and files[0].parent == files[1].parent:
         source.set("data.tokenizer", {"kind": "gpt2", "path": str(files[0].parent)}, "vocab-file")
@@ -132,7 +122,7 @@ def _experts(source: Translation) -> None:
     if source.value("num-experts") is None:
         return
     source.set("model.experts_per_token", source.integer("moe-router-topk"), "moe-router-topk")
-    source.copy("model.expert_ffn", source.count, "moe-ffn-hidden-size")
+    source.copy(source.count, "moe-ffn-hidden-size")
     shared = source.integer("moe-shared-expert-intermediate-size")
     each = source.count("moe-ffn-hidden-size") or source.count("ffn-hidden-size")
     if number := source.integer("n-shared-experts"):
@@ -149,16 +139,16 @@ def _experts(source: Translation) -> None:
     if capacity := source.number("moe-expert-capacity-factor"):
         source.set("model.expert_capacity", float(capacity), "moe-expert-capacity-factor")
     _router(source)
-    source.copy("model.router.z_loss", source.real, "moe-z-loss-coeff")
+    source.copy(source.real, "moe-z-loss-coeff")
     _balance(source)
 
 
 def _router(source: Translation) -> None:
     score = source.value("moe-router-score-function")
-    source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
+    source.choose("moe-router-score-function")
     if source.flag("moe-router-pre-softmax") and not source.flag("norm-topk-prob") and score == "softmax":
         source.set("model.router.normalised", False, "moe-router-pre-softmax")
-    source.copy("model.router.scale", source.real, "moe-router-topk-scaling-factor")
+    source.copy(source.real, "moe-router-topk-scaling-factor")
     groups, chosen = source.integer("moe-router-num-groups"), source.count("moe-router-group-topk")
     if groups is not None and groups > 1:
         source.set("model.router.selection", "group_limited", "moe-router-num-groups")
@@ -171,9 +161,8 @@ def _router(source: Translation) -> None:
 
 def _balance(source: Translation) -> None:
     name, factor = "moe-router-load-balancing-type", source.number("moe-aux-loss-coeff")
-    kinds = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "softmax_topk": "none"}
     kind = source.value(name)
-    if kind not in (*kinds, "none"):
+    if kind not in (*source.table.values[name], "none"):
         source.lacks(name, "other_function")
         return
     without = kind in ("none", "softmax_topk") or not factor
@@ -181,11 +170,11 @@ def _balance(source: Translation) -> None:
         if not without:
             source.lacks(name, "value")
         source.set("model.router.balance", "bias", "moe-router-enable-expert-bias")
-        source.copy("model.router.bias_rate", source.number, "moe-router-bias-update-rate")
+        source.copy(source.number, "moe-router-bias-update-rate")
     elif without:
         source.set("model.router.balance", "none", "moe-aux-loss-coeff")
     else:
-        source.choose("model.router.balance", name, kinds)
+        source.choose(name)
         source.set("model.router.balance_weight", factor, "moe-aux-loss-coeff")
         if kind == "global_aux_loss" or (kind == "aux_loss" and not source.flag("seq-aux")):
             source.differs("balance_sequence" if kind == "aux_loss" else "balance_global")
@@ -224,8 +213,9 @@ def _layout(source: Translation) -> None:
     share, one_copy = source.count("expert-tensor-parallel-size"), tensor * context * stages
     least = least_data(source.count("expert-model-parallel-size") or 1, share, tensor, context)
     is_told = not any(name in source.unset for name, key in source.table.direct.items() if key.startswith("parallel."))
-    if is_told and source.processes is not None and source.processes % (one_copy * least) == 0:
-        source.set("parallel.data", source.processes // one_copy)
+    processes = source.command.processes
+    if is_told and processes is not None and processes % (one_copy * least) == 0:
+        source.set("parallel.data", processes // one_copy)
     if tensor == 1:  # Megatron switches it off itself
         source.overrides.pop("parallel.sequence", None)
     if share == 1 and tensor > 1:
@@ -233,10 +223,8 @@ def _layout(source: Translation) -> None:
     elif share not in (None, tensor):
         source.lacks("expert-tensor-parallel-size", "value")
     if context > 1:
-        ways = {"p2p": "ring", "allgather": "gather", "all_gather": "gather", "a2a": "ulysses"}
-        ways |= {"megatron_cp_algo": "ring", "kvallgather_cp_algo": "gather", "ulysses_cp_algo": "ulysses"}
         name = "context-parallel-algo" if source.said(["context-parallel-algo"]) else "cp-comm-type"
-        source.choose("parallel.context_kind", name, ways)
+        source.choose(name)
     if sizes := [int(size) for word in source.words("num-layer-list") for size in re.findall(r"\d{1,4}", word)]:
         source.set("parallel.layers", sizes, "num-layer-list")
     if source.said(["zero-stage"]):
@@ -244,10 +232,9 @@ def _layout(source: Translation) -> None:
     elif source.flag("use-torch-fsdp2"):
         source.set("parallel.zero", 3, "use-torch-fsdp2")
     elif source.said(["data-parallel-sharding-strategy"]):
-        stage = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-        source.choose("parallel.zero", "data-parallel-sharding-strategy", stage)
+        source.choose("data-parallel-sharding-strategy")
     else:
-        source.switch("parallel.zero", 1, "use-distributed-optimizer")
+        source.switch(1, "use-distributed-optimizer")
     if minutes := source.number("distributed-timeout-minutes"):
         source.set("parallel.timeout_s", 60 * minutes, "distributed-timeout-minutes")
 
@@ -260,8 +247,7 @@ def _memory(source: Translation) -> None:
         layers = source.integer("recompute-num-layers") if source.text("recompute-method") == "block" else None
         source.set("memory.recompute", "full" if layers is None else layers, "recompute-granularity")
     elif granularity == "selective":
-        parts = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
-        modules = source.words("recompute-modules")
+        parts, modules = source.table.values["recompute-modules"], source.words("recompute-modules")
         if any(module not in parts for module in modules):
             source.lacks("recompute-modules", "value")
         if chosen := [parts[module] for module in modules if module in parts]:
@@ -284,20 +270,18 @@ def _precision(source: Translation) -> None:
         source.lacks("fp8-format", "fp8_experts")
     elif source.flag("fp16"):
         source.set("precision", "fp16", "fp16")
-        names = {"initial": "initial-loss-scale", "growth_interval": "loss-scale-window", "minimum": "min-loss-scale"}
-        for key, name in names.items():
-            source.set(f"precision.loss_scale.{key}", source.number(name), name)
+        source.copy(source.number, "initial-loss-scale", "loss-scale-window", "min-loss-scale")
         if not source.said(["hysteresis"]):  # it is 2 then
             source.differs("hysteresis")
         if not source.flag("accumulate-allreduce-grads-in-fp32"):
             source.differs("reduce_fp32")
     else:
         source.set("precision", "bf16" if source.flag("bf16") else "fp32", "bf16")
-    source.switch("precision.reduce", "bf16", "grad-reduce-in-bf16")
+    source.switch("bf16", "grad-reduce-in-bf16")
 
 
 def _optimizer(source: Translation) -> None:
-    source.choose("optimizer", "optimizer", {"adam": "adam"})
+    source.choose("optimizer")
     betas = [source.number("adam-beta1"), source.number("adam-beta2")]
     source.set("optimizer.betas", betas, "adam-beta1", "adam-beta2")
     source.set("optimizer.clip", source.number("clip-grad") or None, "clip-grad")
@@ -317,8 +301,7 @@ def _schedule(source: Translation) -> None:
         source.needs("train.steps", "neither --train-iters nor --train-samples is given")
     else:
         source.set("train.steps", steps, "train-iters", "train-samples")
-    shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"}
-    source.choose("lr_schedule", "lr-decay-style", shapes)
+    source.choose("lr-decay-style")
     shape = source.get("lr_schedule", "constant")
 
     def in_steps(name: str) -> int | None:
@@ -376,8 +359,8 @@ def _data(source: Translation) -> None:
 
 
 def _packing(source: Translation) -> None:
-    resets = {"reset-attention-mask": "reset_mask", "reset-position-ids": "reset_positions"}
-    for name, key in resets.items():
-        source.switch(f"data.packing.{key}", True, name)
+    resets = ("reset-attention-mask", "reset-position-ids")
+    for name in resets:
+        source.switch(True, name)
     if any(map(source.flag, resets)) and source.get("data") == "indexed":
         source.needs("data.packing.eod", "the tokenizer's id that ends a document")

@@ -11,7 +11,6 @@ from pangu.interop.translation.table import LLAMA, Translation
 _MODEL = "model.model_config."
 _LOADER = "train_dataset.data_loader."
 _KIND, _UNTIE = f"{_MODEL}type", f"{_MODEL}untie_embeddings_and_output_weights"
-_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 _GPTS = ("pangualpha", "gpt2")
 _ARCHITECTURES = (None, "LlamaForCausalLM", "GPT2LMHeadModel", "PanguAlphaHeadModel")
 """Classes that compute what their configuration says; others, such as Baichuan's, share LlamaConfig and differ."""
@@ -42,9 +41,7 @@ def _model(source: Translation) -> None:
     if kind not in _GPTS:
         _llama(source, kind)
     elif source.said([f"{_MODEL}hidden_act"]):
-        # MindSpore's gelu is the approximation by tanh
-        activations = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
-        source.choose("model.activation", f"{_MODEL}hidden_act", activations)
+        source.choose(f"{_MODEL}hidden_act")
     if source.flag(f"{_MODEL}post_layernorm_residual"):
         source.lacks(f"{_MODEL}post_layernorm_residual", "value")
 
@@ -98,36 +95,23 @@ def _layers(source: Translation) -> None:
         width = ratio * hidden
     if width is not None:
         source.set("model.ffn", width, *names)
-    source.copy("model.kv_heads", source.integer, f"{_MODEL}n_kv_heads")
+    source.copy(source.integer, f"{_MODEL}n_kv_heads")
 
 
 _SHARED = "moe_config.moe_shared_expert_intermediate_size"
-_EXPERTS = {
-    "num_experts_chosen": "experts_per_token",
-    "moe_intermediate_size": "expert_ffn",
-    "shared_expert_num": "shared_experts",
-    "first_k_dense_replace": "dense_layers",
-}
+_EXPERTS = ("expert_num", "num_experts_chosen", "moe_intermediate_size", "shared_expert_num", "first_k_dense_replace")
 """Integers of moe_config that are keys of the model."""
-_ROUTER = {
-    "capacity_factor": "expert_capacity",
-    "aux_loss_factor": "router.balance_weight",
-    "z_loss_factor": "router.z_loss",
-    "routed_scaling_factor": "router.scale",
-}
+_ROUTER = ("aux_loss_factor", "z_loss_factor", "routed_scaling_factor")
 """Floating-point numbers of moe_config that are keys of the model."""
 
 
 def _experts(source: Translation) -> None:
     if (source.count("moe_config.expert_num") or 1) < 2:
         return
-    source.set("model.experts", source.integer("moe_config.expert_num"), "moe_config.expert_num")
-    for name, key in _EXPERTS.items():
-        source.copy(f"model.{key}", source.integer, f"moe_config.{name}")
-    for name, key in _ROUTER.items():
-        value = source.number(f"moe_config.{name}")
-        if value is not None and (value > 0 or name != "capacity_factor"):
-            source.set(f"model.{key}", float(value), f"moe_config.{name}")
+    source.copy(source.integer, *(f"moe_config.{name}" for name in _EXPERTS))
+    if (source.number("moe_config.capacity_factor") or 0) > 0:
+        source.copy(source.real, "moe_config.capacity_factor")
+    source.copy(source.real, *(f"moe_config.{name}" for name in _ROUTER))
     if shared := source.integer(_SHARED):
         width = source.count("moe_config.moe_intermediate_size") or source.count(f"{_MODEL}intermediate_size") or 1
         source.set("model.shared_experts", shared // width, _SHARED)
@@ -138,9 +122,8 @@ def _experts(source: Translation) -> None:
     of_all = source.value(f"{_MODEL}moe_router_pre_softmax") is not False
     if of_all and source.value("moe_config.norm_topk_prob") is False:
         source.set("model.router.normalised", False, "moe_config.norm_topk_prob")
-    name, score = "moe_config.use_gating_sigmoid", {True: "sigmoid", False: "softmax"}
-    if source.said([name]):
-        source.choose("model.router.score", name, {**score, "sigmoid": "sigmoid", "softmax": "softmax"})
+    if source.said(["moe_config.use_gating_sigmoid"]):
+        source.choose("moe_config.use_gating_sigmoid")
     groups = source.integer("moe_config.n_group")
     if groups is not None and groups > 1:
         source.set("model.router.selection", "group_limited", "moe_config.n_group")
@@ -160,13 +143,16 @@ def _balance(source: Translation) -> None:
     """Choose the loss or the biases that balance the experts."""
     kinds, factors = source.words("moe_config.aux_loss_types"), source.words("moe_config.aux_loss_factors")
     if kinds == ["expert"] and len(factors) == 1:
-        source.set("model.router.balance_weight", float(factors[0]), "moe_config.aux_loss_factors")
+        try:
+            source.set("model.router.balance_weight", float(factors[0]), "moe_config.aux_loss_factors")
+        except ValueError:
+            raise source.wrong("moe_config.aux_loss_factors", "must be numbers") from None
     elif kinds:
         source.lacks("moe_config.aux_loss_types", "other_router")
     if source.flag("moe_config.balance_via_topk_bias"):
         source.overrides.pop("model.router.balance_weight", None)
         source.set("model.router.balance", "bias", "moe_config.balance_via_topk_bias")
-        source.copy("model.router.bias_rate", source.real, "moe_config.topk_bias_update_rate")
+        source.copy(source.real, "moe_config.topk_bias_update_rate")
 
 
 _COUNTS = ("parallel_config.micro_batch_num", "runner_config.gradient_accumulation_steps", "micro_batch_interleave_num")
@@ -201,8 +187,7 @@ def _layout(source: Translation) -> None:
         source.set("parallel.virtual_stages", virtual, name)
         source.set("parallel.schedule", "interleaved", name)
     if (source.count("parallel_config.context_parallel") or 1) > 1:
-        ways = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
-        source.choose("parallel.context_kind", "parallel_config.context_parallel_algo", ways)
+        source.choose("parallel_config.context_parallel_algo")
         if source.flag(f"{_MODEL}use_ring_attention"):
             source.set("parallel.context_kind", "ring", f"{_MODEL}use_ring_attention")
     offset, layers = source.value(f"{_MODEL}offset"), source.integer(f"{_MODEL}num_layers")
@@ -224,13 +209,13 @@ def _layout(source: Translation) -> None:
 def _precision(source: Translation) -> None:
     name = f"{_MODEL}compute_dtype"
     if source.said([name]):
-        source.choose("precision", name, _FORMATS)
+        source.choose(name)
     elif source.given:
         source.set("precision", "fp16", name)
     scale = "runner_wrapper.scale_sense."
     if source.get("precision") == "fp16":
-        source.copy("precision.loss_scale.initial", source.real, f"{scale}loss_scale_value")
-        source.copy("precision.loss_scale.growth_interval", source.integer, f"{scale}scale_window")
+        source.copy(source.real, f"{scale}loss_scale_value")
+        source.copy(source.integer, f"{scale}scale_window")
 
 
 def _optimizer(source: Translation) -> None:
@@ -244,7 +229,7 @@ def _optimizer(source: Translation) -> None:
     limit = source.number("runner_wrapper.max_grad_norm") if clips else None
     source.set("optimizer.clip", limit, "runner_wrapper.use_clip_grad")
     name = "lr_schedule.learning_rate" if source.said(["lr_schedule.learning_rate"]) else "optimizer.learning_rate"
-    source.copy("optimizer.lr", source.number, name)
+    source.copy(source.number, name)
 
 
 def _schedule(source: Translation) -> None:
@@ -254,13 +239,8 @@ def _schedule(source: Translation) -> None:
         source.needs("train.steps", "runner_config.epochs x samples / batch.global_size")
     else:
         source.set("train.steps", steps, "lr_schedule.total_steps")
-    shapes = {
-        **dict.fromkeys(("CosineWithWarmUpLR", "cosine"), "cosine"),
-        **dict.fromkeys(("LinearWithWarmUpLR", "linear", "PolynomialWithWarmUpLR", "polynomial"), "linear"),
-        **dict.fromkeys(("ConstantWarmUpLR", "constant", "constant_with_warmup"), "constant"),
-    }
     if source.said(["lr_schedule.type"]):
-        source.choose("lr_schedule", "lr_schedule.type", shapes)
+        source.choose("lr_schedule.type")
     shape = source.get("lr_schedule")
     if not shape:
         return
@@ -272,7 +252,7 @@ def _schedule(source: Translation) -> None:
         source.set("lr_schedule.warmup_steps", warm, "lr_schedule.warmup_steps", "lr_schedule.warmup_ratio")
     if shape != "constant":
         source.set("lr_schedule.min_lr", source.number("lr_schedule.lr_end") or 0.0, "lr_schedule.lr_end")
-        source.copy("lr_schedule.decay_steps", source.integer, "lr_schedule.decay_steps")
+        source.copy(source.integer, "lr_schedule.decay_steps")
 
 
 def _data(source: Translation) -> None:

@@ -30,8 +30,10 @@ def describe(source: Translation, checked: Checked) -> str:
     lines += _section("to be given", source.open)
     not_told = {source.shown(name): shown(value) for name, value in source.unset.items() if name not in source.asked}
     lines += _section("not given there", not_told)
-    lines += _section("not set there, treated as empty", dict.fromkeys(source.empty, "set it with NAME=VALUE"))
-    conditional = {name: shown(value) for name, value in source.conditional.items()}
+    lines += _section("not set there, treated as empty", dict.fromkeys(source.command.empty, "set it with NAME=VALUE"))
+    if others := source.command.others:
+        lines.append(f"# other commands there: {others}; the one with most options is used")
+    conditional = {name: shown(value) for name, value in source.command.conditional.items()}
     lines += _section("set under a condition there, the last value is used", conditional)
     lines += _section("no counterpart", {_named(source, name): text.en for name, text in source.absent.items()})
     lines += _section("unknown, and left out", {source.shown(n): shown(source.given[n]) for n in source.unknown})
@@ -72,14 +74,14 @@ def _of_program(table: Table, language: Language) -> str:
         by_key.setdefault(key, []).append(name)
     lines = [f"## {table.title}", "", getattr(_KEYS, language), "|---|---|---|"]
     for key, names in by_key.items():
-        texts = {(table.notes or {}).get(name) for name in names} - {None}
+        texts = {table.notes.get(name) for name in names} - {None}
         remark = " ".join(getattr(table.texts[str(text)], language) for text in sorted(map(str, texts)))
         lines.append(f"| {_names(table, names)} | {_code(key.split(', '))} | {remark} |")
     lines += ["", getattr(_ABSENT, language), "|---|---|"]
     for text, absent in table.absent.items():
         lines.append(f"| {_names(table, absent.split())} | {getattr(table.texts[text], language)} |")
     lines += ["", getattr(_DIFFERS, language), ""]
-    listed = {*table.absent, *(table.notes or {}).values(), "value"}
+    listed = {*table.absent, *table.notes.values(), "value"}
     lines += [f"- {getattr(text, language)}" for name, text in table.texts.items() if name not in listed]
     lines += ["", f"{getattr(_SAME, language)} {_names(table, table.same.split())}", ""]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ MOST_BYTES = 16 * 2**20
 
 def translate(source: str, words: Sequence[str]) -> Translation:
     """Return the translated settings that a command line holds or names. Raises UserError."""
-    command = Command([], {}, [], None)
+    command = Command([])
     if source == "megatron":
         command = _megatron(words)
         given = read_flags(command.words)
@@ -39,8 +39,7 @@ def translate(source: str, words: Sequence[str]) -> Translation:
             given, rules = flatten(values), _RULES[source]
     where = f"{words[0]}: {', '.join(command.empty)} is not set; set it with NAME=VALUE" if command.empty else words[0]
     translation = _not_empty(Translation(load_table(source), given), where)
-    translation.conditional, translation.empty = command.conditional, command.empty
-    translation.processes = command.processes
+    translation.command = command
     rules(translation)
     translation.ask_for_unset()
     return translation
@@ -57,7 +56,7 @@ def _megatron(words: Sequence[str]) -> Command:
     if not words:
         raise UserError("--from megatron needs the options of pretrain_gpt.py, or the path of a launch script")
     if words[0].startswith("--"):
-        return Command(list(words), {}, [], None)
+        return Command(list(words))
     if PurePath(words[0]).suffix == ".py" or after_program(words):
         return read_command(shlex.join(words), "the command line", {})
     path = Path(words[0])

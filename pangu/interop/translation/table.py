@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from math import isfinite
@@ -16,6 +16,7 @@ import yaml
 
 from pangu.common.errors import UserError, shown
 from pangu.interop.expert_layers import spread
+from pangu.interop.translation.launch_script import Command
 
 LLAMA: Mapping[str, Any] = {
     **{"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False},
@@ -56,21 +57,23 @@ class Table:
     always: Sequence[str]
     """Texts of differences that always apply."""
     texts: Mapping[str, Text]
+    values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+    """Our values by those of a setting."""
     prefix: str = ""
     """Prefix of names as people write them."""
-    aliases: Mapping[str, str] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Aliases of older versions."""
-    defaults: Mapping[str, Any] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the program that differ from ours."""
-    required: Mapping[str, str] | None = None
+    required: Mapping[str, str] = field(default_factory=dict)
     """Required settings of the program: the key that is left open without them."""
-    notes: Mapping[str, str] | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
     """Translated settings that work differently here, with the name of the explanation."""
     unset: str | None = None
     """Value for "filled in elsewhere" in another program."""
-    models: Mapping[str, Mapping[str, Any]] | None = None
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys of `ModelConfig` of architectures that the program knows by name."""
-    neutral: Mapping[str, Sequence[Any]] | None = None
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values that switch a setting without a counterpart off."""
     decisive: Sequence[str] = ()
     """Names of the texts in `absent` whose settings change the model or its training objective."""
@@ -106,9 +109,8 @@ class Translation:
 
     def __init__(self, table: Table, given: Mapping[str, Any]) -> None:
         """Start with the `given` values by name; texts with unset script variables count as not given."""
-        aliases = table.aliases or {}
         self.table = table
-        self.given = {aliases.get(name, name): value for name, value in given.items()}
+        self.given = {table.aliases.get(name, name): value for name, value in given.items()}
         self.overrides: dict[str, tuple[Any, tuple[str, ...]]] = {}
         """Values of our keys, with the settings that they come from."""
         self.absent: dict[str, Text] = {}
@@ -119,23 +121,19 @@ class Translation:
         """Keys that the user has to give, with the reason."""
         self.asked: set[str] = set()
         """Settings without a value that left a key open."""
-        self.conditional: Mapping[str, str] = {}
-        """Variables that a script sets under a condition, with the value that was taken."""
-        self.empty: Sequence[str] = ()
-        """Variables with options that a script uses and does not set."""
-        self.processes: int | None = None
-        """Processes that a script starts on all nodes; None: unknown."""
+        self.command = Command([])
+        """Command that a script starts, if the settings are its options."""
         self.differences: list[str] = list(table.always)
         """Names of texts about differences."""
-        known = {**(table.defaults or {}), **self.given}
+        known = {**table.defaults, **self.given}
         self._values = {name: value for name, value in known.items() if name not in self.unset}
         for name, value in self.given.items():
-            asks = value and value not in (table.neutral or {}).get(name, ())
+            asks = value and value not in table.neutral.get(name, ())
             if asks and (why := table.why_absent(name)) and not table.keys(name):
                 self.lacks(name, why)
-            if note := (table.notes or {}).get(name):
+            if note := table.notes.get(name):
                 self.differs(note)
-        for name, key in (table.required or {}).items():
+        for name, key in table.required.items():
             if name not in self._values:
                 self.needs(key, f"{self.shown(name)} is not given")
 
@@ -225,25 +223,26 @@ class Translation:
         """Return the value that a key has been set to."""
         return self.overrides.get(key, (default, ()))[0]
 
-    def copy(self, key: str, read: Callable[[str], Any], name: str) -> None:
-        """Set a key to a setting as a method of this class reads it, if there is one."""
-        if (value := read(name)) is not None:
-            self.set(key, value, name)
+    def copy(self, read: Callable[[str], Any], *names: str) -> None:
+        """Set the keys of settings to their values as a method of this class reads them, if there are any."""
+        for name in names:
+            if (value := read(name)) is not None:
+                self.set(self.table.keys(name)[0], value, name)
 
-    def switch(self, key: str, value: Any, name: str) -> None:
-        """Set a key to a value if a setting is on."""
+    def switch(self, value: Any, name: str) -> None:
+        """Set the key of a setting to a value if the setting is on."""
         if self.flag(name):
-            self.set(key, value, name)
+            self.set(self.table.keys(name)[0], value, name)
 
-    def choose(self, key: str, name: str, values: Mapping[Any, Any], text: str = "value") -> None:
-        """Set a key to the translation of a setting's value; one that is not in `values` has no counterpart."""
-        value = self.value(name)
+    def choose(self, name: str, values: Mapping[Any, Any] | None = None) -> None:
+        """Set the key of a setting to the translation of its value (`Table.values`), which may have no counterpart."""
+        value, known = self.value(name), values or self.table.values[name]
         if name in self.unset:
             return
-        if isinstance(value, list | Mapping) or value not in values:
-            self.lacks(name, text)
+        if isinstance(value, list | Mapping) or value not in known:
+            self.lacks(name, "value")
         else:
-            self.set(key, values[value], name)
+            self.set(self.table.keys(name)[0], known[value], name)
 
     def set_expert_layers(self, pattern: Sequence[int], name: str, *dense: str) -> None:
         """Set the keys of a pattern of expert layers (0 or 1) that setting `name`, perhaps with `dense`, describes."""

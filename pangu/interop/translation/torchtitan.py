@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from pangu.interop.translation.table import LLAMA, Translation
 
-_SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "gpipe",
-    "interleaved1f1b": "interleaved",
-    "loopedbfs": "breadth_first",
-    "zbvzerobubble": "zb_v",
-}
-
-
 _DATA_SETS = {
     "c4": ("hf:{}:en:train", "allenai/c4"),
     "c4_validation": ("hf:{}:en:validation", "allenai/c4"),
@@ -26,24 +17,24 @@ def translate(source: Translation) -> None:
     source.set_direct()
     for rule in (_model, _batch, _layout, _precision, _memory, _schedule, _checkpoint, _data):
         rule(source)
-    source.choose("optimizer", "optimizer.name", {"AdamW": "adam"})
+    source.choose("optimizer.name")
     betas = [source.number("optimizer.beta1"), source.number("optimizer.beta2")]
     source.set("optimizer.betas", betas, "optimizer.beta1")
     source.set("optimizer.clip", source.number("training.max_norm") or None, "training.max_norm")
-    source.switch("metrics.wandb", "auto", "metrics.enable_wandb")
-    source.switch("profile", True, "profiling.enable_profiling")
+    source.switch("auto", "metrics.enable_wandb")
+    source.switch(True, "profiling.enable_profiling")
 
 
 def _model(source: Translation) -> None:
     name = f"{source.text('model.name')} {source.text('model.flavor')}"
     base = name.removesuffix("_attn").removesuffix("_flex").removesuffix("_varlen")
-    keys = (source.table.models or {}).get(base)
+    keys = source.table.models.get(base)
     source.open.pop("model", None)
     source.set("model", "gpt2_124m")
     if keys is None:
         source.lacks("model.flavor", "value")
         for key in ("layers", "hidden", "heads", "vocab"):
-            source.needs(f"model.{key}", f"{name} is none of {', '.join(source.table.models or {})}")
+            source.needs(f"model.{key}", f"{name} is none of {', '.join(source.table.models)}")
         return
     for key, value in LLAMA.items():
         source.set(f"model.{key}", value, "model.name")
@@ -84,12 +75,13 @@ def _layout(source: Translation) -> None:
             source.set("parallel.data", shard * copies, name, "parallelism.data_parallel_replicate_degree")
             source.differs("hybrid")
     if stages > 1:
-        schedule = (source.text("parallelism.pipeline_parallel_schedule") or "").lower()
-        if schedule in _SCHEDULES:
-            source.set("parallel.schedule", _SCHEDULES[schedule], "parallelism.pipeline_parallel_schedule")
+        name = "parallelism.pipeline_parallel_schedule"
+        schedule = source.table.values[name].get((source.text(name) or "").lower())
+        if schedule is not None:
+            source.set("parallel.schedule", schedule, name)
         else:
-            source.lacks("parallelism.pipeline_parallel_schedule", "value")
-        virtual = {"interleaved": 2, "breadth_first": 2, "zb_v": 2}.get(_SCHEDULES.get(schedule, ""), 1)
+            source.lacks(name, "value")
+        virtual = 2 if schedule in ("interleaved", "breadth_first", "zb_v") else 1
         per = source.count("parallelism.pipeline_parallel_layers_per_stage")
         layers = source.get("model.layers")
         if per is not None and isinstance(layers, int):
@@ -97,8 +89,7 @@ def _layout(source: Translation) -> None:
         if virtual > 1:
             source.set("parallel.virtual_stages", virtual, "parallelism.pipeline_parallel_layers_per_stage")
     if (source.count("parallelism.context_parallel_degree") or 1) > 1:
-        ways = {"allgather": "gather", "alltoall": "ring"}
-        source.choose("parallel.context_kind", "parallelism.context_parallel_rotate_method", ways)
+        source.choose("parallelism.context_parallel_rotate_method")
     if source.integer("parallelism.expert_tensor_parallel_degree") == 1:
         source.set("parallel.expert_tensor", 1, "parallelism.expert_tensor_parallel_degree")
 
@@ -109,12 +100,12 @@ def _precision(source: Translation) -> None:
         source.set("precision", "fp8", "model.converters")
         source.differs("fp8_scales")
     else:
-        source.choose("precision", "training.mixed_precision_param", {"bfloat16": "bf16", "float32": "fp32"})
+        source.choose("training.mixed_precision_param")
         if converters:
             source.lacks("model.converters", "value")
     if source.text("training.mixed_precision_reduce") == "bfloat16":
         source.set("precision.reduce", "bf16", "training.mixed_precision_reduce")
-    source.switch("compile", True, "compile.enable")
+    source.switch(True, "compile.enable")
 
 
 def _memory(source: Translation) -> None:
@@ -125,7 +116,7 @@ def _memory(source: Translation) -> None:
         source.set("memory.recompute", layers // stages // max(1, int(option)), name)
         source.differs("every_nth")
     else:
-        source.choose("memory.recompute", name, {mode: mode for mode in ("none", "selective", "full")})
+        source.choose(name)
     if source.flag("training.enable_cpu_offload"):
         parts = ["optimizer", "parameters"] if source.get("parallel.zero") == 3 else ["optimizer"]
         source.set("memory.offload", parts, "training.enable_cpu_offload")
@@ -134,9 +125,9 @@ def _memory(source: Translation) -> None:
 def _schedule(source: Translation) -> None:
     ratio, name = source.number("lr_scheduler.decay_ratio"), "lr_scheduler.decay_type"
     if ratio is None:
-        source.choose("lr_schedule", name, {"linear": "linear", "cosine": "cosine"})
+        source.choose(name)
     else:
-        source.choose("lr_schedule", name, {"linear": "wsd"})
+        source.choose(name, {"linear": "wsd"})
         if steps := source.integer("training.steps"):
             source.set("lr_schedule.decay_steps", max(1, round(steps * ratio)), "lr_scheduler.decay_ratio")
             source.differs("wsd_overlap")
@@ -149,10 +140,8 @@ def _checkpoint(source: Translation) -> None:
     if not source.flag("checkpoint.enable"):
         source.set("checkpoint.every", 0, "checkpoint.enable")
         return
-    source.set("checkpoint.every", source.integer("checkpoint.interval"), "checkpoint.interval")
-    source.set("checkpoint.keep", source.integer("checkpoint.keep_latest_k"), "checkpoint.keep_latest_k")
-    modes = {"disabled": False, "async": True, "async_with_pinned_mem": True}
-    source.choose("checkpoint.asynchronous", "checkpoint.async_mode", modes)
+    source.copy(source.integer, "checkpoint.interval", "checkpoint.keep_latest_k")
+    source.choose("checkpoint.async_mode")
 
 
 def _data(source: Translation) -> None:
