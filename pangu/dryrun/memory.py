@@ -28,7 +28,7 @@ Stream = int | str
 HOST: Stream = "the host"
 Clock = dict[Stream, int]
 WAITS = {2: "a stream", 3: "the device", 4: "an event"}
-"""What the host waits for, by kind of `StreamEntry`."""
+"""Objects that the host waits for, by kind of `StreamEntry`."""
 
 
 class Access(NamedTuple):
