@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -28,9 +28,6 @@ from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.checkpoint.standing import indispensable
 from pangu.common.errors import UserError, reading
 from pangu.common.files import flush, write_atomically
-
-if TYPE_CHECKING:
-    from pangu.zero.flat_parameter import Shard
 
 FORMAT = "pangu-checkpoint"
 VERSION = 3
@@ -50,12 +47,6 @@ class Slice:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     """Global index of the first element of `tensor`."""
-
-
-def rectangles_of(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
-    """Yield each rectangle that this rank owns of logical tensors; `values` are flat, one per element of the shard."""
-    for part, offsets in shard.rectangles(values):
-        yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 @dataclass(frozen=True)

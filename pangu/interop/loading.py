@@ -86,7 +86,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     source.fill(_slices(model, table, DTYPES[compute], mesh.device))
     if (balance := model.balance_on(mesh.device)) is not None and source.experts is not None:
         balance.restore(path, source.experts)
-    runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), dtype=DTYPES[compute], region=region)
+    runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), DTYPES[compute], region)
     ids = (source.packing["eod"], rows, source.packing["stop"], source.packing["bos"])
     return LoadedModel(runner, schedule, mesh, config, source.tokenizer, *ids, source.read_template)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.files import Slice, rectangles_of
+from pangu.checkpoint.files import Slice
 from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import load as load_slices
 from pangu.checkpoint.reading import load_weights, read_tensor
+from pangu.checkpoint.states import state_of, weights_of
 from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import largest_of
@@ -21,7 +22,6 @@ from pangu.common.errors import UserError, reading
 from pangu.library.sharded_model import ShardedModel
 from pangu.optim.lamb import Lamb
 from pangu.zero.flat_parameter import Shard
-from pangu.zero.norms import counts
 
 
 def save(
@@ -43,23 +43,22 @@ def save(
             has values that are not finite or not exact in fp64.
     """
     sharded.require_same()
-    mesh, path = sharded.mesh, Path(path)
-    at, steps = mesh.at, 0.0
-    shards = [shard for shard in sharded.parameters.shards if counts(shard.placement, mesh.layout, at)]
-    slices = [(f"weight/{name}", part) for shard in shards for name, part in rectangles_of(shard, shard.main)]
-    if optimizer is not None:
-        for shard in shards:
-            state = optimizer.state.get(shard.main, {})
-            steps = max(steps, float(state.get("step", 0.0)))
-            for kind, values in state.items():
-                if isinstance(values, Tensor) and values.shape == shard.main.shape:
-                    slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
+    mesh, path, parameters = sharded.mesh, Path(path), sharded.parameters
+    states = [] if optimizer is None else [(main, optimizer.state.get(main, {})) for main in sharded.main_parameters()]
+    kinds = {
+        kind: None
+        for main, state in states
+        for kind, values in state.items()
+        if isinstance(values, Tensor) and values.shape == main.shape
+    }
+    slices = [*state_of(parameters, optimizer, ("weight", *kinds), owned=True)]
     agree(mesh, lambda: _require_savable(sharded, path, facts), runs_here=True)
-    if mesh.replica == 0 and at.tensor == 0:
+    if mesh.replica == 0 and mesh.at.tensor == 0:
         for name, buffer in _buffers(sharded):
             slices.append((f"buffer/{name}", _slice(buffer.to(_stored(buffer)))))
-    (steps,) = largest_of([steps], mesh)
+    (steps,) = largest_of([max((float(state.get("step", 0.0)) for _, state in states), default=0.0)], mesh)
     if optimizer is not None:
+        shards = filter(parameters.counts, parameters.trained_shards)
         slices += ((f"step/{name}", _slice(step)) for name, step in _other_steps(shards, optimizer, steps))
     stored = {"optimizer_steps": None if optimizer is None else int(steps), "facts": dict(facts or {})}
     write_together(mesh, path, slices, stored)
@@ -71,9 +70,8 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
     All ranks call this. Raises UserError on all of them if the checkpoint is damaged, or naming every tensor that only
     one side has or whose shape differs, or if it was written without an optimizer and one is given.
     """
-    path, mesh, shards = Path(path), sharded.mesh, sharded.parameters.shards
-    weights = (named for shard in shards for named in rectangles_of(shard, shard.main))
-    index = load_weights(path, mesh, weights)
+    path, mesh = Path(path), sharded.mesh
+    index = load_weights(path, mesh, weights_of(sharded.parameters))
     require_facts(path, index, "facts", "optimizer_steps")
     slices: list[tuple[str, Slice]] = []
     counts_of: list[tuple[dict[str, Any], Tensor]] = []
@@ -89,8 +87,8 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
                 slices.append((name, _slice(own)))
             counts_of.append((state, own))
             for kind in kinds:
-                values = state.setdefault(kind, torch.zeros_like(shard.main))
-                slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
+                state.setdefault(kind, torch.zeros_like(shard.main))
+        slices += state_of(sharded.parameters, optimizer, kinds)
     buffers = [(buffer, _slice(torch.empty_like(buffer, dtype=_stored(buffer)))) for _, buffer in _buffers(sharded)]
     names = (f"buffer/{name}" for name, _ in _buffers(sharded))
     slices += ((name, part) for name, (_, part) in zip(names, buffers, strict=True))
@@ -120,7 +118,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _other_steps(
-    shards: Sequence[Shard], optimizer: torch.optim.Optimizer, steps: float
+    shards: Iterable[Shard], optimizer: torch.optim.Optimizer, steps: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors [1] with step counts that differ from `steps`, named by the tensor whose first element is here."""
     for shard in shards:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from pangu.collectives.agreement import agree
-from pangu.collectives.regions import TensorRegion
 from pangu.common.errors import UserError
 from pangu.layers.linear import ParallelLinear
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
@@ -18,7 +17,8 @@ from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.library.requirements import storage_of
 from pangu.library.sharded_model import ShardedModel
 from pangu.models.parameters import ModelPart
-from pangu.pipeline.runner import ParameterHooks, Runner
+from pangu.pipeline.runner import Runner
+from pangu.pipeline.stages import shards_sums
 from pangu.schedule.orders import NumbersError
 from pangu.schedule.schedule import Schedule, forward_only, make_schedule
 from pangu.topology.mesh import Mesh
@@ -108,9 +108,8 @@ class Pipeline:
             raise UserError(f"{len(chunks)} chunks: must be a multiple of the {stages} stages")
         if any(isinstance(chunk, nn.Module) for chunk in chunks):
             raise UserError("chunks: must be functions that return modules, not modules; use e.g. `lambda: Stage()`")
-        each = mesh.layout.zero >= 2 and mesh.layout.shards > 1
         try:
-            self.schedule = make_schedule(schedule, stages, virtual_stages, micro_batches, each)
+            self.schedule = make_schedule(schedule, stages, virtual_stages, micro_batches, shards_sums(mesh.layout))
         except NumbersError as error:
             raise UserError(str(error)) from error
         _require_chunks(regions or {}, len(chunks))
@@ -133,12 +132,11 @@ class Pipeline:
         )
         """Sharded model with `lamb`, `adamw` and `step`, and the argument of `save` and `load`; names of parameters
         begin with their chunk's index."""
-        unsharder, gradients = self.sharded.parameters.unsharder, self.sharded.parameters.gradients
-        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
         parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in local}
         self._chunks = _Chunks(self.modules, {})
-        fields: dict[str, Any] = {"dtype": torch.float32, "region": TensorRegion.of(mesh), "store": store}
-        self._runner = Runner.on(mesh, self._chunks, parts, self.schedule, hooks=hooks, **fields)
+        self._runner = Runner.on(
+            mesh, self._chunks, parts, self.schedule, torch.float32, store=store, parameters=self.sharded.parameters
+        )
 
     def forward_backward(
         self, inputs: Sequence[Any], targets: Sequence[Any], loss: Callable[[Any, Any], Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,18 @@ from pangu.config.schema import usual_bucket_mib
 from pangu.layers.linear import ParallelLinear
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
-from pangu.zero.sharded import Storage
 
 Offload = Literal["optimizer", "parameters"]
+
+
+class Storage(NamedTuple):
+    """Storage and communication options of parameters, as in `shard`."""
+
+    dtype: torch.dtype
+    bucket_bytes: float
+    offload: tuple[str, ...]
+    overlap: bool
+    message: torch.dtype | None
 
 
 def storage_of(
@@ -61,7 +70,7 @@ def storage_of(
     if bucket_mib is not None and not bucket_mib > 0:
         raise UserError(f"bucket_mib = {bucket_mib}: must be above 0")
     mib = usual_bucket_mib(layout.zero, layout.replicas) if bucket_mib is None else bucket_mib
-    return Storage(kind, 2**20 * mib, None, tuple(offload), overlap, message)
+    return Storage(kind, 2**20 * mib, tuple(offload), overlap, message)
 
 
 def require_no_tensor_hooks(model: nn.Module) -> None:

@@ -16,12 +16,19 @@ from pangu.config.build import build
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.library.optimizers import Groups, options_of, require_alone, watch
 from pangu.library.regions import COPIES, Hook, Names, RegionHooks, nothing, regions_of
-from pangu.library.requirements import Offload, placed, require_agreement, require_no_tensor_hooks, storage_of
+from pangu.library.requirements import (
+    Offload,
+    Storage,
+    placed,
+    require_agreement,
+    require_no_tensor_hooks,
+    storage_of,
+)
 from pangu.optim.build import make_optimizer
-from pangu.optim.lamb import Lamb
-from pangu.optim.moments import updates_at_once
+from pangu.pipeline.stages import shards_sums
 from pangu.topology.mesh import Mesh
-from pangu.zero.sharded import ShardedParameters, Storage
+from pangu.zero.sharded import ShardedParameters
+from pangu.zero.stage_parameters import StageParameters
 
 
 class Update(NamedTuple):
@@ -65,8 +72,10 @@ class ShardedModel:
             names.setdefault(parameter, []).append(name)
         watch(names, self)
         parts = regions_of(model, chunks, regions)
-        each = mesh.layout.zero >= 2 and mesh.layout.shards > 1 if reduces is None else reduces
-        self.parameters = ShardedParameters(model, table, parts, mesh, storage, each)
+        each = shards_sums(mesh.layout) if reduces is None else reduces
+        grouping = storage.bucket_bytes, storage.offload, each, storage.overlap
+        stage = StageParameters.of(table, parts, mesh.layout, mesh.at, *grouping)
+        self.parameters = ShardedParameters(model, stage, mesh, storage.dtype, storage.message)
         for first, *others in names.values():
             for name in others:
                 owner, _, leaf = name.rpartition(".")
@@ -227,24 +236,14 @@ class ShardedModel:
             if layout.sequence:
                 loss = all_reduce(loss.clone(), self.mesh.group("tensor"))
         norm, total = parameters.norm_and_loss(loss, ()) / layout.replicas
-        overflow = norm.isfinite().logical_not()
-        divisor = torch.ones_like(norm) * layout.replicas
-        if clip is not None:
-            divisor = divisor * ((norm + 1e-6) / clip).clamp(min=1.0)
         self.hooks.hide_gradients(False)
         for shard in parameters.trained_shards:  # which `optimizer.zero_grad` takes away
             if shard.host_grad is None:
                 shard.main.grad = shard.grad
         self.is_stepping = True
-        scales = getattr(optimizer, "_step_supports_amp_scaling", False) and updates_at_once(norm.device)
         try:
-            if isinstance(optimizer, Lamb) or scales:
-                alone = not any(group.get("adapt") for group in optimizer.param_groups)
-                parameters.update(optimizer, (overflow, divisor), one_by_one=alone)
-            elif not overflow:
-                for flat in parameters.trained:
-                    flat.grad.div_(divisor)
-                parameters.update(optimizer, (), one_by_one=False)
+            divisor = torch.full_like(norm, layout.replicas)
+            parameters.update(optimizer, norm, norm.isfinite().logical_not(), divisor, clip)
         finally:
             self.is_stepping = False
         self.hooks.guard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.point_to_point import Channels
+from pangu.collectives.regions import TensorRegion
 from pangu.common.errors import LostError
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
@@ -22,6 +23,7 @@ from pangu.schedule.schedule import Schedule
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 from pangu.topology.recorder import Recorder
+from pangu.zero.sharded import ShardedParameters
 
 if TYPE_CHECKING:
     from pangu.collectives.point_to_point import Transfer
@@ -74,19 +76,6 @@ class _Live:
     """Gradients of the chunk's output, filled in before its backward pass; empty for the last chunk."""
 
 
-@dataclass
-class ParameterHooks:
-    """Callbacks of a schedule's actions; all but `begin` get a chunk."""
-
-    unshard: Callable[[int], None] = lambda chunk: None
-    """Keep the chunk's parameters, once gathered, until `reshard`."""
-    reshard: Callable[[int], None] = lambda chunk: None
-    expect: Callable[[int, Collection[Tensor] | None], None] = lambda chunk, parameters: None
-    """Arm gradient reduction: the next backward pass is the last one to add to these parameters (None: all)."""
-    reduce: Callable[[int], None] = lambda chunk: None
-    begin: Callable[[Action], None] = lambda action: None
-
-
 # Messages start where the schedule says, and are waited for where their tensors are used; sent tensors are freed as
 # soon as they have left. At most the schedule's number of micro-batches is alive at a time.
 @dataclass
@@ -104,7 +93,10 @@ class Runner(Generic[M]):
     """Dtype of the hidden states between chunks."""
     region: TensorRank
     store: WeightGradientStore | None = None
-    hooks: ParameterHooks = field(default_factory=ParameterHooks)
+    parameters: ShardedParameters | None = None
+    """Parameters to unshard and reduce when the schedule says; None: those of the model are there, and not trained."""
+    note: Callable[[Action], None] | None = None
+    """Callback that receives every action before it is executed."""
     recorder: Recorder = field(default_factory=Recorder)
     action: Action | None = field(default=None, init=False)
     began: float = field(default=0.0, init=False)
@@ -117,13 +109,23 @@ class Runner(Generic[M]):
     _leaving: list[tuple[Action, Transfer]] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
-    def on(cls, mesh: Mesh, model: M, parts: Mapping[int, ModelPart], schedule: Schedule, **fields: Any) -> Runner[M]:
+    def on(
+        cls,
+        mesh: Mesh,
+        model: M,
+        parts: Mapping[int, ModelPart],
+        schedule: Schedule,
+        dtype: torch.dtype,
+        region: TensorRank | None = None,
+        **fields: Any,
+    ) -> Runner[M]:
         """Return the runner of this rank's stage, with the channels of a schedule and further `fields`."""
         name = f"{mesh.name}, stage {mesh.at.pipeline}"
         channels = None
         if mesh.layout.pipeline > 1:
             channels = Channels(mesh, schedule.channels)
-        return cls(model, parts, mesh.at.pipeline, name, channels, recorder=mesh.recorder, **fields)
+        region = TensorRegion.of(mesh) if region is None else region
+        return cls(model, parts, mesh.at.pipeline, name, channels, dtype, region, recorder=mesh.recorder, **fields)
 
     def run(
         self,
@@ -158,7 +160,8 @@ class Runner(Generic[M]):
 
         for action in schedule.actions[self.stage]:
             self.action, self.began = action, time.perf_counter()
-            self.hooks.begin(action)
+            if self.note is not None:
+                self.note(action)
             with self.recorder.span(action):
                 match action.kind:
                     case Kind.FORWARD:
@@ -170,10 +173,10 @@ class Runner(Generic[M]):
                         self._send(action)
                     case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
                         self._receive(action, batches)
-                    case Kind.UNSHARD:
-                        self.hooks.unshard(action.chunk)
-                    case Kind.RESHARD:
-                        self.hooks.reshard(action.chunk)
+                    case Kind.UNSHARD if self.parameters is not None:
+                        self.parameters.unsharder.unshard(action.chunk)
+                    case Kind.RESHARD if self.parameters is not None:
+                        self.parameters.unsharder.reshard(action.chunk)
             self._free_sent()
         # all actions are done: wait for the sends in flight
         while self._leaving:
@@ -219,10 +222,11 @@ class Runner(Generic[M]):
             self._live[chunk, micro] = _Live(received, root, gradients)
 
     def _backward(self, action: Action) -> None:
+        gradients = self.parameters.gradients if self.parameters is not None and action.reduce else None
         match action.kind:
             case Kind.BACKWARD:
-                if action.reduce:
-                    self.hooks.expect(action.chunk, None)
+                if gradients is not None:
+                    gradients.expect(action.chunk)
                 self._go_back(action)
             case Kind.BACKWARD_INPUT:
                 assert self.store is not None
@@ -230,11 +234,11 @@ class Runner(Generic[M]):
                     self._go_back(action)
             case Kind.BACKWARD_WEIGHT:
                 assert self.store is not None
-                if action.reduce:
-                    self.hooks.expect(action.chunk, self.store.parameters(_key(action)))
+                if gradients is not None:
+                    gradients.expect(action.chunk, self.store.parameters(_key(action)))
                 self.store.flush(_key(action))
-        if action.reduce:
-            self.hooks.reduce(action.chunk)
+        if gradients is not None:
+            gradients.reduce(action.chunk)
 
     def _go_back(self, action: Action) -> None:
         chunk, micro = _key(action)

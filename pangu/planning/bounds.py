@@ -18,7 +18,7 @@ from pangu.pipeline.stages import shards_sums
 from pangu.planning.cost import collective_seconds, phase_seconds
 from pangu.planning.program import SKETCHED, Plan, Program, StagePart, shortest
 from pangu.schedule.actions import Kind
-from pangu.schedule.buffers import Formats, buffers_of, copied_bytes, lasting_bytes
+from pangu.schedule.buffers import buffers_of, copied_bytes, lasting_bytes
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
@@ -28,6 +28,7 @@ from pangu.schedule.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers, place_stage
+from pangu.zero.states import Formats
 
 _GIB = 2.0**30
 
@@ -232,8 +233,7 @@ def _holds(chunk: ModelPart, module: str) -> bool:
 
 def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, bool]]]:
     """Return the elements of each module on a rank; a matrix that two modules share counts for the first."""
-    whole = ModelPart.whole(config.model)
-    table, uses, _ = place_stage(config, layout, Coordinates(0, 0, 0), {0: whole})
+    table, uses = place_stage(config, layout, Coordinates(0, 0, 0), {0: ModelPart.whole(config.model)})
     seen, numels = set[str](), dict[str, Counter[tuple[bool, bool]]]()
     for module, names in uses[0].items():
         numels[module] = Counter()

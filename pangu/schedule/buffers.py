@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import NamedTuple, cast
 
-from pangu.config.schema import RunConfig
 from pangu.schedule.spans import Axis, Collective
 from pangu.topology.placement import PlacementTable
 from pangu.zero.grouping import Sharding, buffer_table
 from pangu.zero.stage_parameters import FlatNumbers
-from pangu.zero.states import BYTES, sum_bytes
+from pangu.zero.states import Formats
 
 GRAIN = 512
 """Allocation granularity in bytes: device allocators round up to multiples of it."""
@@ -41,24 +39,6 @@ class Buffers(NamedTuple):
     """Bytes copied from host memory for each gather."""
 
 
-class Formats(NamedTuple):
-    """Bytes per element of each kind of buffer."""
-
-    weights: int
-    sums: int
-    """Gradients accumulated over micro-batches, and main parameters."""
-    messages: int
-    """Gradients sent to replicas."""
-    moments: int
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Formats:
-        """Return the formats of a configuration."""
-        wide = sum_bytes(config)
-        sent = 2 if config.precision.reduce == "bf16" else wide
-        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
-
-
 class Shards(NamedTuple):
     """Logical tensors of a flat parameter that a rank's shard contains."""
 
@@ -74,19 +54,10 @@ class Shards(NamedTuple):
     @classmethod
     def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
         """Return the shards of a flat parameter."""
-        span, begin, num_tensors, partial = flat.sharding.span(flat.padded), 0, 0, 0
-        numels, shared = list[int](), set[str]()
-        for name in flat.names:
-            for entry in table.stored_in(name):
-                start = begin + entry.offset
-                held = min(start + entry.local_numel, span.stop) - max(start, span.start)
-                num_tensors += 1
-                if held > 0:
-                    numels.append(held)
-                    partial += held * entry.partial
-                    shared |= {entry.shared} if entry.shared else set()
-            begin += math.prod(table.shapes[name])
-        return cls(tuple(numels), num_tensors, partial, frozenset(shared))
+        held = [(entry, span.stop - span.start) for entry, span, _ in flat.shard_ranges(table)]
+        shared = frozenset(entry.shared for entry, _ in held if entry.shared)
+        partial = sum(numel for entry, numel in held if entry.partial)
+        return cls(tuple(numel for _, numel in held), sum(1 for _ in flat.tensor_ranges(table)), partial, shared)
 
 
 def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:

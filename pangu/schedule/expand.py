@@ -43,7 +43,7 @@ class _Unsharding(UnshardRules[FlatNumbers]):
     """Rules that list the operations on weights."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
-        super().__init__(parameters.uses, parameters.regions, parameters.trained, parameters.overlap)
+        super().__init__(parameters, parameters.flats)
         self._ops = ops
 
     def do(self, operation: Operation, flat: FlatNumbers) -> None:
@@ -54,7 +54,7 @@ class _Reducing(ReduceRules[FlatNumbers]):
     """Rules that list the operations on gradients."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
-        super().__init__(parameters.reduced, parameters.reduce_each, parameters.overlap)
+        super().__init__(parameters, parameters.flats)
         self._ops = ops
 
     def do(self, operation: Operation, flat: FlatNumbers) -> None:

@@ -16,7 +16,7 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 from pangu.models.size import hidden_state_shapes
 from pangu.schedule.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
-from pangu.schedule.buffers import Formats, Shards, allocated, buffers_of, copied_bytes, lasting_bytes
+from pangu.schedule.buffers import Shards, allocated, buffers_of, copied_bytes, lasting_bytes
 from pangu.schedule.expand import Expansion
 from pangu.schedule.groups import Group
 from pangu.schedule.ledger import Fold, Pass
@@ -24,7 +24,7 @@ from pangu.schedule.schedule import Schedule
 from pangu.schedule.spans import Axis, Collective, Trace, Work
 from pangu.topology.placement import TensorRank
 from pangu.zero.stage_parameters import StageParameters
-from pangu.zero.states import BYTES
+from pangu.zero.states import BYTES, Formats
 
 ModuleKinds = Mapping[int, Mapping[str, str]]
 HIDDEN = 0.9

@@ -14,7 +14,6 @@ from torch import Tensor
 from pangu.collectives.reduce import gather_objects, largest
 from pangu.config.schema import FaultsConfig
 from pangu.topology.mesh import Mesh
-from pangu.training.saved_state import state_of
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
 
@@ -134,7 +133,7 @@ def find_non_finite(trainer: Trainer) -> str | None:
     """
     mesh = trainer.mesh
     world = mesh.group("world")
-    names = _non_finite_names((name, part.tensor) for name, part in state_of(trainer))
+    names = _non_finite_names((name, part.tensor) for name, part in trainer.state())
     most = largest(torch.tensor(len(names), dtype=torch.int32, device=mesh.device), world)
     return _first_ranks(mesh, gather_objects(names, world)) if int(most) else None
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects
 from pangu.topology.mesh import Mesh
-from pangu.training.saved_state import state_of
 from pangu.training.step import Trainer
 
 AXES = ("replicas", "expert_replicas", "tensor", "pipeline")
@@ -76,13 +75,13 @@ def _named(mesh: Mesh, rank: int) -> str:
 
 def _digests(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
     """Yield the digest of all state of this rank; all ranks call this together, since weights are gathered."""
-    for name, part in state_of(trainer):
+    for name, part in trainer.state():
         yield (name, part.offsets, tuple(part.tensor.shape)), _digest(part.tensor)
     parameters = trainer.parameters
     for flat in parameters.flat_parameters:
         with parameters.unsharder.gathered(flat) as weights:
             for name, span in flat.tensors:
-                placement = parameters.placements[name]
+                placement = parameters.stage.table[name]
                 if placement.local_numel:
                     yield (f"computing/{name}", placement.offsets, placement.local_shape), _digest(weights[span])
     for flat in parameters.trained if trainer.config.precision.compute in ("bf16", "fp16") else ():

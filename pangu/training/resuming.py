@@ -14,6 +14,7 @@ from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing
+from pangu.checkpoint.states import weights_of
 from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
 from pangu.common.errors import UserError
@@ -23,7 +24,6 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.models.parameters import logical_shapes
 from pangu.topology.mesh import Mesh
-from pangu.training.saved_state import state_of, weights_of
 from pangu.training.step import MOMENTS, Trainer
 
 log = logging.getLogger("pangu")
@@ -76,7 +76,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     _compare_order(path, index, config.data)
     unfrozen = {f"{kind}/{name}" for name in _unfrozen(index, config) for kind in MOMENTS}
     trainer.restart_optimizer(index["step"], index["skipped"], _first_updates(index, config))
-    saved = [(name, part) for name, part in state_of(trainer) if name not in unfrozen]
+    saved = [(name, part) for name, part in trainer.state() if name not in unfrozen]
     agree(trainer.mesh, lambda: load(path, index, saved), runs_here=True)
     trainer.parameters.publish()
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
@@ -152,7 +152,7 @@ def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> No
 
 def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     """Initialize a new run with a checkpoint's weights, a dense one's with `checkpoint.upcycle`. Raises UserError."""
-    weights, model, upcycle = weights_of(trainer), config.model, config.checkpoint.upcycle
+    weights, model, upcycle = weights_of(trainer.parameters), config.model, config.checkpoint.upcycle
     if model.experts is not None:
         require_kind(intact(path, trainer.mesh), upcycle)
         weights, model = (of_dense_model(weights), model.without_experts) if upcycle else (weights, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
@@ -25,10 +25,8 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.resuming import begin_with, in_sequences_of, intact, load_checkpoint, place_to_continue
-from pangu.training.saved_state import state_of
 from pangu.training.standings import Standings
 from pangu.training.step import Trainer
-from pangu.zero.norms import counts
 
 log = logging.getLogger("pangu")
 
@@ -90,7 +88,7 @@ class Saver:
         self._mesh = trainer.mesh.background()
         self._arena = None
         if config.checkpoint.every and config.checkpoint.asynchronous:
-            self._arena = Arena(self._mesh.device, _slices(trainer, every_kind=True))
+            self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
         self._save: Future[Path] | None = None
         """Last save, until its result is known."""
         self.newest: Path | None = None
@@ -129,7 +127,7 @@ class Saver:
         # first: what is pruned after this save depends on it, however long the save before took
         self.standings.note(watch.get("good_steps", 0), writing=False)
         self.standings.add(path, watch.get("good_steps", 0))
-        slices = _slices(trainer)
+        slices = trainer.state(owned=True)
         self._save = Future()
         if self._arena is not None:
             copies, trainer.copied = self._arena.copy(slices)
@@ -230,10 +228,3 @@ class Saver:
         except UserError as error:
             log.warning("%s", error)  # what was saved is whole
         return path
-
-
-def _slices(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
-    """Yield this rank's rectangles to write; of replicated ones, only the first rank's."""
-    at, layout = trainer.mesh.at, trainer.mesh.layout
-    skipped = {shard.placement.name for shard in trainer.shards if not counts(shard.placement, layout, at)}
-    yield from (named for named in state_of(trainer, every_kind) if named[0].partition("/")[2] not in skipped)

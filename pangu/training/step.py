@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pangu.checkpoint.files import Slice
+from pangu.checkpoint.states import state_of
 from pangu.collectives.reduce import all_reduce
-from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.builder import DTYPES, Builder
@@ -24,9 +25,10 @@ from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import Options, build_model
 from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
+from pangu.optim.lamb import Lamb
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
-from pangu.pipeline.runner import ParameterHooks, Runner
+from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Algorithms, Mesh
@@ -116,21 +118,17 @@ class Trainer:
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=self.scales)
         options, frozen = Options.of(config, kernel), config.train.frozen
-        self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
+        self.model, _ = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
-        self.parameters = ShardedParameters.of_run(self.model, table, chunks, mesh, config, schedule.reduce_each)
+        self.parameters = ShardedParameters.of_run(self.model, chunks, mesh, config, schedule.reduce_each)
         store.sums = WeightProducts(self.parameters.gradients, self.model)
         if config.compile is True or (choices is not None and choices.compile == "true"):
             self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         self.optimizer = make_optimizer(config.optimizer, trained, self.parameters.squares.over)
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
-        unsharder, gradients = self.parameters.unsharder, self.parameters.gradients
-        dtype, region = DTYPES[config.precision.compute], TensorRegion.of(mesh)
-        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
-        self.runner = Runner.on(
-            mesh, self.model, chunks, schedule, dtype=dtype, region=region, store=store, hooks=hooks
-        )
+        dtype = DTYPES[config.precision.compute]
+        self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)
         self.check = None
         if config.train.check_step:
             self.check = StepCheck(self)
@@ -139,6 +137,11 @@ class Trainer:
     def shards(self) -> list[Shard]:
         """Shards of logical tensors on this rank, frozen ones included."""
         return self.parameters.shards
+
+    def state(self, every_kind: bool = False, owned: bool = False) -> Iterator[tuple[str, Slice]]:
+        """Yield this rank's rectangles as `KIND/NAME`: weights and, after the first update, the optimizer's moments."""
+        kinds = ("weight", *MOMENTS) if every_kind or self.step > self.skipped else ("weight",)
+        return state_of(self.parameters, self.optimizer, kinds, owned)
 
     def start_over(self) -> None:
         """Return to the state before the first step: initial weights of the seed, and a new optimizer."""
@@ -156,14 +159,14 @@ class Trainer:
         Bias correction counts from `moments_since`, see the attribute, and without the `skipped` steps.
         """
         self.step, self.skipped, self.moments_since = step, skipped, dict(moments_since)
-        counts: dict[tuple[int, int], Tensor] = {}  # tensors that shared a count still do, where it is the same
-        old = [self.optimizer.state[shard.main]["step"] for shard in self.parameters.trained_shards]
-        for shard, count in zip(self.parameters.trained_shards, old, strict=True):
+        for shard in self.parameters.trained_shards:
             state = self.optimizer.state[shard.main]
             made = step - skipped - self.moments_since.get(shard.placement.name, 0)
-            state["step"] = counts.setdefault((id(count), made), torch.full_like(count, made))
+            state["step"] = torch.full_like(state["step"], made)
             for moment in MOMENTS:
                 state[moment].zero_()
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.share_steps()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Run one step and wait for its result."""
@@ -222,12 +225,8 @@ class Trainer:
         rate = learning_rate(self.config.lr_schedule, optimizer.lr, self.config.train.steps, self.step - self.skipped)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
-        divisor = old_scale
-        if optimizer.clip is not None:  # Pascanu et al. 2013, Algorithm 1
-            divisor = divisor * ((norm + 1e-6) / optimizer.clip).clamp(min=1.0)
         self.copied.precede()
-        # LAMB meets the other ranks in its step
-        self.parameters.update(self.optimizer, (overflow, divisor), one_by_one=optimizer.name == "adam")
+        self.parameters.update(self.optimizer, norm, overflow, old_scale, optimizer.clip)
         if self.check is not None:
             self.check.end()
         self.loss_scale.update(overflow)

@@ -13,7 +13,6 @@ from pangu.schedule.actions import MESSAGES, Action, Kind
 from pangu.schedule.expand import UPDATE, StepOp, expand
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation
-from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.unshard import passing
 
 if TYPE_CHECKING:
@@ -30,10 +29,8 @@ class StepCheck(ModuleHooks):
     def __init__(self, trainer: Trainer) -> None:
         """Watch a trainer's steps from now on."""
         mesh, schedule, parameters = trainer.mesh, trainer.stages.schedule, trainer.parameters
-        chunks = trainer.stages.of(mesh.at.pipeline)
-        self._stage = StageParameters.of_run(trainer.config, mesh.layout, mesh.at, chunks, schedule.reduce_each)
+        self._stage = parameters.stage
         self._actions = schedule.actions[mesh.at.pipeline]
-        self._numbers = dict(zip(parameters.flat_parameters, self._stage.flats, strict=True))
         self._one_by_one = trainer.config.optimizer.name == "adam"
         self._name = mesh.name
         self._expected: Iterator[StepOp] | None = None
@@ -45,14 +42,14 @@ class StepCheck(ModuleHooks):
         self._below, trainer.model.hooks = trainer.model.hooks, self
         self._unsharder = parameters.unsharder
         parameters.unsharder.note = parameters.gradients.note = self._note_flat
-        trainer.runner.hooks.begin = self._begin_action
+        trainer.runner.note = self._begin_action
         trainer.optimizer.register_step_pre_hook(lambda *_: self._note_update())
 
     def begin(self) -> None:
         """Start to compare a step."""
         if self._is_stopped:
             return
-        in_flight = {self._numbers[flat].index for flat in self._unsharder.in_flight}
+        in_flight = {flat.numbers.index for flat in self._unsharder.in_flight}
         ops = expand(self._actions, self._stage, in_flight, self._one_by_one)
         self._expected, self._count = filter(self._is_compared, ops), 0
 
@@ -91,7 +88,7 @@ class StepCheck(ModuleHooks):
         return not op.module or not alone
 
     def _note_flat(self, operation: Operation, flat: FlatParameter) -> None:
-        self._note(StepOp(operation.value, flat=self._numbers[flat]))
+        self._note(StepOp(operation.value, flat=flat.numbers))
 
     def _note_update(self) -> None:
         self._note(StepOp(UPDATE))

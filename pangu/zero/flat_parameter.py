@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from pangu.layers.initial import fill, replace_parameter
 from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement, PlacementTable
-from pangu.zero.grouping import Sharding, buffer_table
+from pangu.zero.grouping import buffer_table
+from pangu.zero.stage_parameters import FlatNumbers
 
 
 @dataclass(frozen=True)
@@ -74,53 +75,47 @@ def _rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[t
             yield (last, *place), (1, *rest)
 
 
-class FlatParameter:
+class FlatParameter(FlatNumbers):
     """Parameters of consecutive layers with their weights, gradients and main parameters in flat buffers."""
 
     def __init__(
         self,
         model: nn.Module,
-        names: Sequence[str],
+        numbers: FlatNumbers,
         table: PlacementTable,
         seed: int | None,
         dtype: torch.dtype,
         device: torch.device,
-        sharding: Sharding,
     ) -> None:
-        """Allocate and initialize the buffers, and turn the parameters `names` of `model` into views of them."""
-        # The weights are up to date after `publish`. All `names` are trained or all are frozen; frozen ones have only
-        # weights, in `dtype`. A `seed` of None keeps the values of the model.
-        self.sharding, self.trained = sharding, table.is_trained(names[0])
-        shapes = {name: model.get_parameter(name).shape for name in names}
-        self.numel = sum(shape.numel() for shape in shapes.values())
-        self.padded = sharding.padded(self.numel)
-        self.span = sharding.span(self.padded)
+        """Allocate and initialize the buffers, and turn the parameters of `model` into views of them."""
+        # The weights are up to date after `publish`. All parameters are trained or all are frozen; frozen ones have
+        # only weights, in `dtype`. A `seed` of None keeps the values of the model.
+        super().__init__(**vars(numbers))
+        self.numbers, self.span = numbers, self.sharding.span(self.padded)
         wide = torch.promote_types(dtype, torch.float32)
-        self.table = buffer_table(self.padded, wide != dtype, sharding, self.trained)
-        on_host = {row.name: row.on_host for row in self.table}
-        self.local_on_host, self.main_on_host = on_host["local"], on_host["main"]
+        self.table = buffer_table(self.padded, wide != dtype, self.sharding, self.trained)
+        self.local_on_host = next(row.on_host for row in self.table if row.name == "local")
         self._allocate(dtype, wide, device)
-        self.shards: list[Shard] = []
+        self.shards = [
+            self._shard(placement, place, first, model.get_parameter(placement.stored_in).detach())
+            for placement, place, first in self.shard_ranges(table)
+        ]
         self.parameters: list[tuple[nn.Parameter, slice]] = []
         """Parameters of the model with their ranges in the buffer."""
-        self.tensors: list[tuple[str, slice]] = []
+        self.tensors = [(placement.name, span) for placement, span in self.tensor_ranges(table)]
         """Names of logical tensors with the ranges of this rank's slices in the buffer."""
 
         offset = 0
-        for name, shape in shapes.items():
+        for name in self.names:
+            shape = model.get_parameter(name).shape
             span = slice(offset, offset + shape.numel())
             offset = span.stop
-            values = model.get_parameter(name).detach()
-            for placement in table.stored_in(name):
-                begin = span.start + placement.offset
-                self.tensors.append((placement.name, slice(begin, begin + placement.local_numel)))
-                self._add_shard(placement, begin, values)
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
             parameter.requires_grad_(self.trained)
             self.parameters.append((parameter, span))
         if seed is not None:
             self.fill(seed)
-        if sharding.stage == 3:
+        if self.sharding.stage == 3:
             self.free()
 
     def fill(self, seed: int) -> None:
@@ -155,20 +150,16 @@ class FlatParameter:
         self.host_grad = buffers.get("host_grad")
         """Host copy of `grad` for the update, if the main parameters are offloaded."""
 
-    def _add_shard(self, placement: Placement, begin: int, values: Tensor) -> None:
-        low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
-        if low >= high:
-            return
-        place = slice(low - self.span.start, high - self.span.start)
+    def _shard(self, placement: Placement, place: slice, start: int, values: Tensor) -> Shard:
         grad = self.grad[place] if self.trained else None
         host_grad = None if self.host_grad is None else self.host_grad[place]
-        shard = Shard(placement, low - begin, self.main[place], grad, host_grad)
+        shard = Shard(placement, start, self.main[place], grad, host_grad)
         if not values.is_meta:
-            first = placement.offset + shard.start
+            first = placement.offset + start
             shard.main.copy_(values.reshape(-1)[first : first + shard.main.numel()])
         if not self.main_on_host:
             shard.main.grad = grad
-        self.shards.append(shard)
+        return shard
 
     def publish(self) -> None:
         """Round the main parameters to the weights."""

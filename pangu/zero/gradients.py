@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pangu.collectives.reduce import Completion, Handle, all_reduce, start_ordered_all_reduce, start_reduce_scatter
+from pangu.collectives.reduce import (
+    Completion,
+    Handle,
+    all_reduce,
+    start_all_reduce,
+    start_ordered_all_reduce,
+    start_reduce_scatter,
+)
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Mesh
-from pangu.zero.copies import start_sum
+from pangu.topology.recorder import AxisGroup
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation, ReduceRules
+from pangu.zero.stage_parameters import StageParameters
 
 Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 """Per flat parameter, in the order of reduction: the ranges of its tensors, and their gradient norms."""
@@ -47,15 +55,10 @@ class GradientSum(ReduceRules[FlatParameter]):
     """Gradient accumulation: adds each gradient to its flat buffer in the backward pass, and reduces complete ones."""
 
     def __init__(
-        self,
-        chunks: Mapping[int, Sequence[FlatParameter]],
-        mesh: Mesh,
-        reduce_each: bool,
-        overlap: bool,
-        message: torch.dtype | None,
+        self, stage: StageParameters, flats: Sequence[FlatParameter], mesh: Mesh, message: torch.dtype | None
     ) -> None:
         """Register the hooks; `message`: dtype of the reduction (None: that of the buffers). See `ReduceRules`."""
-        super().__init__(chunks, reduce_each, overlap)
+        super().__init__(stage, flats)
         self.mesh, self._message = mesh, message
         self._all = [flat for flats in self.flat_parameters.values() for flat in flats]
         self._partial = [
@@ -197,3 +200,17 @@ class GradientSum(ReduceRules[FlatParameter]):
                 flat.grad.copy_(part)
 
         return Completion(finish)
+
+
+def start_sum(part: Tensor, scattered: Handle, copies: AxisGroup, beside: CopyStream) -> Handle:
+    """Start to all-reduce `part` over the replicas of the same shard, after the reduce-scatter `scattered`."""
+    # Hybrid sharding: groups of replicas hold copies of the same shard, whose gradients are summed over the groups.
+    # computation       B  B  B  B ...
+    # side stream       waits for the reduce-scatter, so that neither computation nor the host does
+    # shard, copies     reduce-scatter -> all-reduce
+    # A CPU has no side stream: the host sums in the wait of the returned handle.
+    if beside.device.type == "cpu":
+        return Completion(lambda: (scattered.wait(), all_reduce(part, copies)))
+    with beside.after_computation():
+        scattered.wait()
+        return start_all_reduce(part, copies)

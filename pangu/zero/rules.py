@@ -7,12 +7,13 @@ They turn the events of a step into operations, without tensors. The runtime exe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pangu.zero.grouping import IN_FLIGHT, Regions, Sharding, backward_order
+from pangu.zero.grouping import IN_FLIGHT, backward_order
+from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 
 
 class Operation(StrEnum):
@@ -29,19 +30,7 @@ class Operation(StrEnum):
     WAIT_REDUCE = "WAIT_REDUCE"
 
 
-class Shardable(Hashable, Protocol):
-    """Interface of a flat parameter that the rules need."""
-
-    @property
-    def sharding(self) -> Sharding:
-        """ZeRO sharding of the parameter."""
-
-    @property
-    def main_on_host(self) -> bool:
-        """True if the main weights live in host memory."""
-
-
-F = TypeVar("F", bound=Shardable)
+F = TypeVar("F", bound=FlatNumbers)
 Following = Mapping[str, str]
 """Module -> module that is used next."""
 
@@ -54,21 +43,22 @@ class UnshardRules(ABC, Generic[F]):
     schedule unshards stays gathered from its first use until `reshard`.
     """
 
-    def __init__(
-        self, uses: Mapping[int, Mapping[str, Sequence[F]]], regions: Regions, trained: Collection[str], overlap: bool
-    ) -> None:
-        """Prepare for `uses`, chunk -> module in forward order -> flat parameters; `overlap`: prefetch the next."""
-        # `trained`: modules whose output has a gradient whatever their input
-        self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
-        self.regions, self.trained, self.overlap = regions, trained, overlap
-        self.flat_parameters = list(dict.fromkeys(flat for flats in self.uses.values() for flat in flats))
+    def __init__(self, stage: StageParameters, flats: Sequence[F]) -> None:
+        """Prepare for a stage, whose flat parameters are `flats`, with or without tensors."""
+        uses, regions = stage.uses, stage.regions
+        self.uses = {
+            m: [flats[one.index] for one in used] for of_chunk in uses.values() for m, used in of_chunk.items()
+        }
+        self.regions, self.trained, self.overlap = regions, stage.trained, stage.overlap
+        self.flat_parameters = list(dict.fromkeys(flat for used in self.uses.values() for flat in used))
         self._of_chunk = {
-            chunk: {flat: None for flats in modules.values() for flat in flats} for chunk, modules in uses.items()
+            chunk: {flats[one.index]: None for used in modules.values() for one in used}
+            for chunk, modules in uses.items()
         }
         alone = len(uses) == 1
         self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != regions.shared}
         """Module -> next one in the forward pass; none for a module that several chunks follow."""
-        orders = [backward_order(list(names), trained, regions) for names in uses.values()]
+        orders = [backward_order(list(names), stage.trained, regions) for names in uses.values()]
         self.backward = {a: b for order in orders for a, b in pairwise(order)}
         self.in_flight: dict[F, None] = {}
         """Flat parameters whose gather or copy is in flight."""
@@ -179,12 +169,13 @@ class ReduceRules(ABC, Generic[F]):
     replica issues the same collectives in the same order.
     """
 
-    def __init__(self, chunks: Mapping[int, Sequence[F]], reduce_each: bool, overlap: bool) -> None:
-        """Prepare for `chunks`: chunk -> flat parameters in forward order; -1: of several chunks, reduced last."""
+    def __init__(self, stage: StageParameters, flats: Sequence[F]) -> None:
+        """Prepare for a stage, whose flat parameters are `flats`, with or without tensors."""
         # With `reduce_each`, `reduce` runs after each micro-batch and no full gradients are stored (ZeRO-2 and 3);
         # without `overlap`, each reduction is waited for at once.
-        self.flat_parameters = {chunk: list(reversed(flats)) for chunk, flats in chunks.items()}
-        self.reduce_each, self.overlap = reduce_each, overlap
+        self.flat_parameters = {c: [flats[one.index] for one in reversed(used)] for c, used in stage.reduced.items()}
+        """Chunk -> flat parameters in backward order; -1: of several chunks, reduced last."""
+        self.reduce_each, self.overlap = stage.reduce_each, stage.overlap
         self._missing: dict[int, list[int]] = {}
         """Chunk being reduced -> number of gradients that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}

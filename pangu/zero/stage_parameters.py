@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from itertools import count
 
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import PlacementTable, TensorRank
+from pangu.topology.placement import Placement, PlacementTable, TensorRank
 from pangu.zero.grouping import Regions, Sharding, Uses, divide, trained_modules
-from pangu.zero.rules import Shardable
-
-F = TypeVar("F", bound=Shardable)
 
 
-def regions_of(uses: Uses) -> Regions:
-    """Return the regions of a language model, which consists of the modules of `ModuleHooks`."""
-    return Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FlatNumbers:
     """Flat parameter without tensors."""
 
@@ -44,6 +36,22 @@ class FlatNumbers:
         """True if its main parameters are in host memory."""
         return self.trained and "optimizer" in self.sharding.offload
 
+    def tensor_ranges(self, table: PlacementTable) -> Iterator[tuple[Placement, slice]]:
+        """Yield its logical tensors, each with the range of this rank's slice in the buffer."""
+        begin = 0
+        for name in self.names:
+            for entry in table.stored_in(name):
+                yield entry, slice(begin + entry.offset, begin + entry.offset + entry.local_numel)
+            begin += math.prod(table.shapes[name])
+
+    def shard_ranges(self, table: PlacementTable) -> Iterator[tuple[Placement, slice, int]]:
+        """Yield the tensors of the local shard, each with its range in the shard and its first element there."""
+        local = self.sharding.span(self.padded)
+        for entry, span in self.tensor_ranges(table):
+            low, high = max(span.start, local.start), min(span.stop, local.stop)
+            if low < high:
+                yield entry, slice(low - local.start, high - local.start), low - span.start
+
     def __str__(self) -> str:
         """Return the name in messages."""
         return f"flat parameter {self.index} ({self.names[0]}{', ...' if len(self.names) > 1 else ''})"
@@ -51,7 +59,7 @@ class FlatNumbers:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of a rank's stage, as the rules and the expansion of a step need them."""
+    """Parameters of a rank's stage, as the rules, the runtime and the expansion of a step need them."""
 
     table: PlacementTable
     regions: Regions
@@ -61,65 +69,71 @@ class StageParameters:
     uses: Mapping[int, Mapping[str, Sequence[FlatNumbers]]]
     """Chunk -> module, in the order of the forward pass -> flat parameters."""
     reduced: Mapping[int, Sequence[FlatNumbers]]
-    """Chunk -> trained flat parameters in the order of the forward pass, as `ReduceRules` needs them."""
+    """Chunk -> trained flat parameters in the order of the forward pass; -1: of several chunks, reduced last."""
+    offload: tuple[str, ...]
+    """Host-memory states, as in `memory.offload`."""
     reduce_each: bool
     overlap: bool
-    loss_in_chunks: bool
+    loss_in_chunks: bool = False
     """True if the loss is computed in chunks: the head then computes its weight gradient in the forward pass."""
+
+    @classmethod
+    def of(
+        cls,
+        table: PlacementTable,
+        regions: Regions,
+        layout: Layout,
+        at: Coordinates,
+        bucket_bytes: float,
+        offload: Collection[str],
+        reduce_each: bool,
+        overlap: bool,
+        loss_in_chunks: bool = False,
+    ) -> StageParameters:
+        """Group the parameters of the rank at `at` into flat parameters of about `bucket_bytes` of fp32 gradients.
+
+        With `reduce_each`, gradients are reduced after every micro-batch (ZeRO-2 and 3) instead of once per step.
+        """
+        kinds = (False, True) if layout.splits_experts else (False,)
+        shardings = {apart: Sharding.of(layout, at, offload, apart) for apart in kinds}
+        reduced: dict[int, list[FlatNumbers]] = {}
+        indices = count()
+
+        def make(chunk: int, names: list[str]) -> FlatNumbers:
+            sharding, trained = shardings[table.is_expert(names[0])], table.is_trained(names[0])
+            numel = sum(math.prod(table.shapes[name]) for name in names)
+            flat = FlatNumbers(next(indices), chunk, tuple(names), numel, sharding.padded(numel), sharding, trained)
+            if trained:
+                # a sum in the buffer that the next micro-batch adds to cannot be reduced before the last one
+                late = reduce_each and sharding.size == 1
+                reduced.setdefault(-1 if late else chunk, []).append(flat)
+            return flat
+
+        flats, uses = divide(table, regions.uses, bucket_bytes, make)
+        trained, on_host = frozenset(trained_modules(table, regions)), shardings[False].offload
+        return cls(table, regions, trained, tuple(flats), uses, reduced, on_host, reduce_each, overlap, loss_in_chunks)
 
     @classmethod
     def of_run(
         cls, config: RunConfig, layout: Layout, at: Coordinates, chunks: Mapping[int, ModelPart], reduce_each: bool
     ) -> StageParameters:
         """Return the parameters of the rank at `at`, whose stage has these chunks; `reduce_each`: see `Schedule`."""
-        table, uses, shardings = place_stage(config, layout, at, chunks)
-        regions, numel = regions_of(uses), {name: math.prod(shape) for name, shape in table.shapes.items()}
-        made: list[FlatNumbers] = []
-
-        def make(chunk: int, names: list[str]) -> FlatNumbers:
-            sharding, count = shardings[table.is_expert(names[0])], sum(numel[name] for name in names)
-            flat = FlatNumbers(
-                len(made), chunk, tuple(names), count, sharding.padded(count), sharding, table.is_trained(names[0])
-            )
-            made.append(flat)
-            return flat
-
-        bucket = config.parallel.bucket_bytes(layout.zero, layout.replicas)
-        flats, uses_of, reduced = group(table, regions, bucket, reduce_each, make)
-        trained = frozenset(trained_modules(table, regions))
-        overlap, in_chunks = config.parallel.overlap, config.loss_chunk is not None
-        return cls(table, regions, trained, tuple(flats), uses_of, reduced, reduce_each, overlap, in_chunks)
+        table, uses = place_stage(config, layout, at, chunks)
+        # the modules of `ModuleHooks`
+        regions = Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
+        bucket_bytes = config.parallel.bucket_bytes(layout.zero, layout.replicas)
+        grouping = bucket_bytes, config.memory.offload, reduce_each, config.parallel.overlap
+        return cls.of(table, regions, layout, at, *grouping, loss_in_chunks=config.loss_chunk is not None)
 
 
 def place_stage(
     config: RunConfig, layout: Layout, at: Coordinates, chunks: Mapping[int, ModelPart]
-) -> tuple[PlacementTable, Uses, dict[bool, Sharding]]:
-    """Return the placement of a stage's parameters, their uses by modules, and shardings by is_expert."""
-    share, shardings = None, {False: Sharding.of(layout, at, config.memory.offload)}
-    if layout.splits_experts:
-        share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
+) -> tuple[PlacementTable, Uses]:
+    """Return the placement of a stage's parameters, and their uses by modules."""
+    share = ExpertRank.of(layout, at) if layout.splits_experts else None
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
     table = _placed(config.model, tuple(chunks.values()), tensor_rank, tuple(config.train.frozen), share)
-    uses = {chunk: parameters_by_module(config.model, table, part) for chunk, part in chunks.items()}
-    return table, uses, shardings
+    return table, {chunk: parameters_by_module(config.model, table, part) for chunk, part in chunks.items()}
 
 
 _placed = lru_cache(maxsize=100)(place_tensors)  # a search places the same stage for many layouts
-
-
-def group(
-    table: PlacementTable, regions: Regions, bucket: float, reduce_each: bool, make: Callable[[int, list[str]], F]
-) -> tuple[list[F], dict[int, dict[str, list[F]]], dict[int, list[F]]]:
-    """Return flat parameters and uses as in `divide`, and the trained ones by chunk as `ReduceRules` needs them."""
-    reduced: dict[int, list[F]] = {}
-
-    def make_and_sort(chunk: int, names: list[str]) -> F:
-        flat = make(chunk, names)
-        if table.is_trained(names[0]):
-            # a sum in the buffer that the next micro-batch adds to cannot be reduced before the last one
-            late = reduce_each and flat.sharding.size == 1
-            reduced.setdefault(-1 if late else chunk, []).append(flat)
-        return flat
-
-    flats, uses = divide(table, regions.uses, bucket, make_and_sort)
-    return flats, uses, reduced

@@ -6,19 +6,17 @@ memory is left to a dry run.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
-from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
-from pangu.topology.experts import ExpertRank
+from pangu.models.parameters import ModelPart
 from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import PlacementTable, TensorRank
-from pangu.zero.grouping import Sharding, buffer_table, divide
+from pangu.zero.grouping import buffer_table
+from pangu.zero.stage_parameters import StageParameters
 
 if TYPE_CHECKING:  # planning does not need torch
     from torch import Tensor
@@ -47,6 +45,24 @@ def sum_bytes(config: RunConfig) -> int:
     return max(4, BYTES[config.precision.compute])
 
 
+class Formats(NamedTuple):
+    """Bytes per element of each kind of buffer."""
+
+    weights: int
+    sums: int
+    """Gradients accumulated over micro-batches, and main parameters."""
+    messages: int
+    """Gradients sent to replicas."""
+    moments: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Formats:
+        """Return the formats of a configuration."""
+        wide = sum_bytes(config)
+        sent = 2 if config.precision.reduce == "bf16" else wide
+        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
+
+
 @dataclass(frozen=True)
 class StatePlan:
     """Memory that one rank keeps between steps."""
@@ -67,42 +83,18 @@ class StatePlan:
 
 def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int, ModelPart]) -> StatePlan:
     """Return the memory that a rank keeps for the chunks `parts` of its stage, from the configuration alone."""
-    at = layout.coordinates(rank)
-    share = None
-    shardings = {False: Sharding.of(layout, at, config.memory.offload)}
-    if layout.splits_experts:
-        share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
-    tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
-    table = place_tensors(config.model, list(parts.values()), tensor_rank, config.train.frozen, share)
-    numel = {name: math.prod(shape) for name, shape in table.shapes.items()}
-    used = {chunk: parameters_by_module(config.model, table, part) for chunk, part in parts.items()}
-    narrow, wide = BYTES[config.precision.compute], sum_bytes(config)
-    moment = 2 if config.optimizer.moments == "bf16" else wide
-    total: Counter[str] = Counter()
-
-    def add(chunk: int, names: list[str]) -> None:
-        sharding = shardings[table.is_expert(names[0])]
-        padded = sharding.padded(sum(numel[name] for name in names))
-        trained = table.is_trained(names[0])
-        for row in buffer_table(padded, narrow < wide, sharding, trained):
+    stage = StageParameters.of_run(config, layout, layout.coordinates(rank), parts, reduce_each=False)
+    formats, total = Formats.of(config), Counter[str]()
+    for flat in stage.flats:
+        for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
             if row.alias is None and row.lasting:
-                total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * (wide if row.wide else narrow)
-        if trained and (unpadded := _unpadded(table, names, numel, sharding.span(padded))):
-            total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unpadded * moment
-
-    divide(table, used, config.parallel.bucket_bytes(layout.zero, layout.replicas), add)
+                itemsize = formats.sums if row.wide else formats.weights
+                total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * itemsize
+        # neither padding of the shard nor of the vocabulary belongs to a tensor
+        held = sum(span.stop - span.start for _, span, _ in flat.shard_ranges(stage.table))
+        if flat.trained and held:
+            total[MOMENTS + HOST * flat.main_on_host] += 2 * held * formats.moments
     return StatePlan(dict(total))
-
-
-def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, int], shard: slice) -> int:
-    """Return the number of elements of logical tensors in a shard, without padding of the shard or the vocabulary."""
-    begin = total = 0
-    for name in names:
-        for entry in table.stored_in(name):
-            start = begin + entry.offset
-            total += max(0, min(start + entry.local_numel, shard.stop) - max(start, shard.start))
-        begin += numel[name]
-    return total
 
 
 def peak_states(config: RunConfig, layout: Layout, parts_of: Callable[[int], Mapping[int, ModelPart]]) -> StatePlan:

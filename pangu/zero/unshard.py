@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from pangu.models.language_model import ModuleHooks
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
-from pangu.zero.grouping import Regions
 from pangu.zero.rules import Operation, UnshardRules
+from pangu.zero.stage_parameters import StageParameters
 
 
 class _Passing(Function):
@@ -47,17 +47,9 @@ def passing(x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[],
 class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
     """Module hooks that unshard the weights before a module uses them."""
 
-    def __init__(
-        self,
-        uses: Mapping[int, Mapping[str, Sequence[FlatParameter]]],
-        regions: Regions,
-        trained: Collection[str],
-        mesh: Mesh,
-        stream: CopyStream,
-        overlap: bool,
-    ) -> None:
+    def __init__(self, stage: StageParameters, flats: Sequence[FlatParameter], mesh: Mesh, stream: CopyStream) -> None:
         """Prepare as in `UnshardRules`; `stream` is the one of copies from the host."""
-        super().__init__(uses, regions, trained, overlap)
+        super().__init__(stage, flats)
         self._mesh, self._stream = mesh, stream
         self._handles: dict[FlatParameter, Handle] = {}
 

@@ -25,7 +25,6 @@ from pangu.topology.copy_stream import CopyStream, Moment  # noqa: E402
 from pangu.topology.recorder import AxisGroup  # noqa: E402
 from pangu.topology.recording import stop  # noqa: E402
 from pangu.training.profile import Profile  # noqa: E402
-from pangu.training.saved_state import state_of  # noqa: E402
 from pangu.training.step import Trainer  # noqa: E402
 from pangu.zero import copies, gradients, norms, unshard  # noqa: E402
 from tests.dryrun.layouts import values  # noqa: E402
@@ -122,7 +121,7 @@ def saving(trainer: Trainer, batches: list[Batch]) -> None:
     """A step, a save that begins before the host knows its end, and the next update beside the copies."""
     trainer.forward_backward(batches)
     trainer.update()
-    copies, trainer.copied = Arena(trainer.mesh.device, state_of(trainer)).copy(state_of(trainer))
+    copies, trainer.copied = Arena(trainer.mesh.device, trainer.state()).copy(trainer.state())
     trainer.update()
     assert len(list(copies)) > len(trainer.shards)
 

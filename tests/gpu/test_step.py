@@ -18,7 +18,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.recorder import AxisGroup
 from pangu.training.step import Trainer
-from pangu.zero.copies import start_sum
+from pangu.zero.gradients import start_sum
 
 pytestmark = [
     pytest.mark.gpu,

@@ -38,11 +38,11 @@ class Run:
         memory = config.memory
         options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk)
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
-        self.model, table = build_model(
+        self.model, _ = build_model(
             config.model, options, Builder(PlacementTable(), region=region, store=store, layers_store=store)
         )
         parts = {0: ModelPart.whole(config.model)}
-        self.parameters = ShardedParameters.of_run(self.model, table, parts, self.mesh, config, reduce_each=False)
+        self.parameters = ShardedParameters.of_run(self.model, parts, self.mesh, config, reduce_each=False)
         self.gradients = self.parameters.gradients
         tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))
         rows = [(2 * i, 2 * i + 1) for i in range(MICRO_BATCHES)]

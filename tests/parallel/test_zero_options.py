@@ -14,6 +14,8 @@ from pangu.models.parameters import count_frozen
 from pangu.topology.layout import Layout
 from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import FlatParameter
+from pangu.zero.grouping import Sharding
+from pangu.zero.stage_parameters import FlatNumbers
 from tests.configs import tiny
 from tests.parallel import harness
 from tests.parallel.cases import FROZEN
@@ -161,11 +163,10 @@ def test_masters_on_the_host_lie_beside_the_device() -> None:
     """Nothing is shared: what the copies carry is all that a device sees."""
     config = tiny("precision=bf16")
     model, table = build_model(config.model)
-    from pangu.zero.flat_parameter import Sharding
-
     sharding = Sharding(stage=3, offload=("optimizer", "parameters"))
-    names = [name for name, _ in model.named_parameters()]
-    unit = FlatParameter(model, names, table, 1, torch.bfloat16, torch.device("cpu"), sharding)
+    names, numel = tuple(table.shapes), sum(parameter.numel() for parameter in model.parameters())
+    numbers = FlatNumbers(0, 0, names, numel, numel, sharding, trained=True)
+    unit = FlatParameter(model, numbers, table, 1, torch.bfloat16, torch.device("cpu"))
     tensors = [unit.weights, unit.local, unit.main, unit.grad, unit.host_grad]
     assert len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}) == 5
 
