@@ -23,14 +23,14 @@ def state_of(
 ) -> Iterator[tuple[str, Slice]]:
     """Yield this rank's rectangles as `KIND/NAME`: kind `weight`, the main parameters, or a state of the optimizer.
 
-    `owned`: only those that this rank writes, of ranks that hold the same.
+    States that are not elementwise are left out. `owned`: of ranks that hold the same, only the one that writes it.
     """
     shards = [shard for shard in parameters.shards if not owned or parameters.counts(shard)]
     states = {} if optimizer is None else optimizer.state
     for kind in kinds:
         for shard in shards:
             values = shard.main if kind == "weight" else states.get(shard.main, {}).get(kind)
-            if values is not None:
+            if isinstance(values, Tensor) and values.shape == shard.main.shape:
                 yield from ((f"{kind}/{name}", part) for name, part in _rectangles(shard, values))
 
 

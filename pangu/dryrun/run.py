@@ -220,7 +220,7 @@ def _label_states(audit: Audit, trainer: Trainer) -> None:
     """Tell the audit which owner each persistent buffer belongs to."""
     kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
     for flat in trainer.parameters.flat_parameters:
-        for row in reversed(flat.table):  # an alias is labeled as the buffer it points to
+        for row in reversed(flat.table.values()):  # an alias is labeled as the buffer it points to
             tensor = getattr(flat, row.name)
             if row.alias is None and tensor is not None:
                 audit.memory.label(tensor, kinds.get(row.name, "parameters") if row.lasting else "gathered")

@@ -44,19 +44,14 @@ def save(
     """
     sharded.require_same()
     mesh, path, parameters = sharded.mesh, Path(path), sharded.parameters
-    states = [] if optimizer is None else [(main, optimizer.state.get(main, {})) for main in sharded.main_parameters()]
-    kinds = {
-        kind: None
-        for main, state in states
-        for kind, values in state.items()
-        if isinstance(values, Tensor) and values.shape == main.shape
-    }
+    states = [] if optimizer is None else [optimizer.state.get(main, {}) for main in sharded.main_parameters()]
+    kinds = dict.fromkeys(kind for state in states for kind in state)
     slices = [*state_of(parameters, optimizer, ("weight", *kinds), owned=True)]
     agree(mesh, lambda: _require_savable(sharded, path, facts), runs_here=True)
     if mesh.replica == 0 and mesh.at.tensor == 0:
         for name, buffer in _buffers(sharded):
             slices.append((f"buffer/{name}", _slice(buffer.to(_stored(buffer)))))
-    (steps,) = largest_of([max((float(state.get("step", 0.0)) for _, state in states), default=0.0)], mesh)
+    (steps,) = largest_of([max((float(state.get("step", 0.0)) for state in states), default=0.0)], mesh)
     if optimizer is not None:
         shards = filter(parameters.counts, parameters.trained_shards)
         slices += ((f"step/{name}", _slice(step)) for name, step in _other_steps(shards, optimizer, steps))

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pangu.common.errors import UserError
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import Regions
+from pangu.zero.sharded import ShardedParameters
 from pangu.zero.unshard import Unsharder
 
 T = TypeVar("T", bound=Tensor)
@@ -244,9 +245,7 @@ class RegionHooks:
         self,
         model: nn.Module,
         chunks: Mapping[int, str],
-        regions: Regions,
-        flats: Sequence[FlatParameter],
-        unsharder: Unsharder | None,
+        parameters: ShardedParameters,
         begins: Callable[[], None],
         ends: Callable[[], None],
         turns: bool,
@@ -256,13 +255,12 @@ class RegionHooks:
         Args:
             model: The model.
             chunks: Paths of the computed modules, by index.
-            regions: Regions of the chunks.
-            flats: All flat parameters.
-            unsharder: The unsharder; None: nothing is sharded.
+            parameters: Parameters of the model.
             begins: Callback at the start of backward.
             ends: Callback at the end of backward.
             turns: Backward starts with the last chunk as soon as its forward ends.
         """
+        regions, unsharder = parameters.stage.regions, parameters.unsharder if parameters.unshards else None
         self._regions, self._unsharder, self._begins, self._ends = regions, unsharder, begins, ends
         self._stack: list[_Use] = []
         """Uses whose forward is running."""
@@ -270,7 +268,7 @@ class RegionHooks:
         """True if an error has ended a pipeline's forwards and backwards."""
         self._open: dict[_Use, None] = {}
         self._in_backward = False
-        self._flats, self.is_pending = flats, False
+        self._flats, self.is_pending = parameters.flat_parameters, False
         """True while gradients wait for the step."""
 
         def is_pending() -> bool:
@@ -278,7 +276,7 @@ class RegionHooks:
 
         self._hiding = hiding(nn.Parameter, is_pending)
         self._guarded = None if unsharder is None else guarded(unsharder, is_pending)
-        for shard in (shard for flat in flats if flat.trained for shard in flat.shards):
+        for shard in parameters.trained_shards:
             shard.main.__class__ = hiding(Tensor, is_pending)
         self._chunks = set(chunks.values())
         last = max(chunks)

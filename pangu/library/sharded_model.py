@@ -87,17 +87,15 @@ class ShardedModel:
         self._scheduled = reduces is not None
         self._known_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.is_stepping = False
-        unsharder = self.parameters.unsharder if self.parameters.unshards else None
         begins, ends = self._begin_backward, self._end_backward
         if self._scheduled:
             begins = ends = nothing
-        flats = self.parameters.flat_parameters
-        self.hooks = RegionHooks(model, chunks, parts, flats, unsharder, begins, ends, turns)
+        self.hooks = RegionHooks(model, chunks, self.parameters, begins, ends, turns)
         model.register_state_dict_pre_hook(Hook(self._before_state))
         model.register_load_state_dict_pre_hook(Hook(_refuse_state))
         self.parameters.gradients.start_step()
         watch(self.main_parameters(), self)
-        self._flats = {id(parameter): flat for flat in flats for parameter, _ in flat.parameters}
+        self._flats = {id(one): flat for flat in self.parameters.flat_parameters for one, _ in flat.parameters}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied."""

@@ -14,7 +14,7 @@ from pangu.schedule.simulate import simulate
 from pangu.schedule.stage_ledger import message_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
-from pangu.zero.states import sum_bytes
+from pangu.zero.states import Formats
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class StageView:
 def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[StageView]:
     """Return the stages of the pipeline from the model and schedule of a run, without a dry run."""
     idle, held = simulate(stages.schedule, stages.durations).stage_bubbles, stages.schedule.peak_live()
-    message, wide, rank = sum(message_bytes(config)), sum_bytes(config), TensorRank(0, layout.tensor, layout.sequence)
+    message, wide, rank = (
+        sum(message_bytes(config)),
+        Formats.of(config).sums,
+        TensorRank(0, layout.tensor, layout.sequence),
+    )
     views = []
     for stage, actions in enumerate(stages.schedule.actions):
         parts = list(stages.of(stage).values())

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from pangu.schedule.spans import Axis, Collective
 from pangu.topology.placement import PlacementTable
-from pangu.zero.grouping import Sharding, buffer_table
+from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers
 from pangu.zero.states import Formats
 
@@ -64,7 +64,7 @@ def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_eac
     """Return the transient buffers and collectives of a flat parameter with `num_tensors` logical tensors."""
     sharding, padded = flat.sharding, flat.padded
     size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
-    rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
+    rows = flat.buffers(formats.weights < formats.sums)
     weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
     gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) * (size > 1)
     fetched = share * formats.weights * rows["local"].on_host
@@ -90,8 +90,8 @@ def axis_of(sharding: Sharding, name: str) -> Axis:
 
 def lasting_bytes(flat: FlatNumbers, numels: Collection[int], formats: Formats) -> int:
     """Return the device bytes of a flat parameter, whose shard has tensors of `numels`, that persist across steps."""
-    rows = buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained)
-    own = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+    rows = flat.buffers(formats.weights < formats.sums)
+    own = (row for row in rows.values() if row.alias is None and row.lasting and not row.on_host)
     lasting = sum(allocated(row.numel * (formats.sums if row.wide else formats.weights)) for row in own)
     on_device = flat.trained and not flat.main_on_host
     return lasting + on_device * sum(2 * allocated(numel * formats.moments) for numel in numels)
@@ -101,6 +101,6 @@ def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
     """Return the bytes an update copies between device and host: gradients to the host, updated weights back."""
     if not flat.trained:
         return 0.0
-    rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
+    rows = flat.buffers(narrow=True)
     published = rows["rounded"].on_host != rows["local"].on_host
     return flat.padded // flat.sharding.size * (formats.sums * flat.main_on_host + formats.weights * published)

@@ -28,17 +28,6 @@ class Held(NamedTuple):
     part: int
     """Part that computes: 0 forward, 1 backward or its input part, 2 weight part."""
 
-    @property
-    def begins(self) -> bool:
-        """True if this is the first backward pass of a chunk."""
-        return self.part == 1 and bool(self.summed) and not self.summed[self.chunk]
-
-    @property
-    def has_sums_ahead(self) -> bool:
-        """True if the head may have computed gradients in a forward pass while no backward pass of it has run yet."""
-        came = self.part == 1 and self.chunk == len(self.forwards) - 1
-        return self.forwards[-1] > 0 and bool(self.summed) and not (self.summed[-1] or came)
-
 
 @lru_cache(maxsize=10_000)
 def most_held(name: str, stages: int, virtual_stages: int, micro_batches: int) -> list[tuple[int, int]]:

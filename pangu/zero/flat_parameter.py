@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from pangu.layers.initial import fill, replace_parameter
 from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement, PlacementTable
-from pangu.zero.grouping import buffer_table
 from pangu.zero.stage_parameters import FlatNumbers
 
 
@@ -90,11 +89,11 @@ class FlatParameter(FlatNumbers):
         """Allocate and initialize the buffers, and turn the parameters of `model` into views of them."""
         # The weights are up to date after `publish`. All parameters are trained or all are frozen; frozen ones have
         # only weights, in `dtype`. A `seed` of None keeps the values of the model.
-        super().__init__(**vars(numbers))
+        vars(self).update(vars(numbers))
         self.numbers, self.span = numbers, self.sharding.span(self.padded)
         wide = torch.promote_types(dtype, torch.float32)
-        self.table = buffer_table(self.padded, wide != dtype, self.sharding, self.trained)
-        self.local_on_host = next(row.on_host for row in self.table if row.name == "local")
+        self.table = self.buffers(wide != dtype)
+        self.local_on_host = self.table["local"].on_host
         self._allocate(dtype, wide, device)
         self.shards = [
             self._shard(placement, place, first, model.get_parameter(placement.stored_in).detach())
@@ -126,7 +125,7 @@ class FlatParameter(FlatNumbers):
 
     def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
         buffers: dict[str, Tensor] = {}
-        for row in self.table:
+        for row in self.table.values():
             row_dtype = wide if row.wide else dtype
             if row.alias is not None:
                 base = buffers[row.alias]

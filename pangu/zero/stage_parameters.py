@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 
 from pangu.config.schema import RunConfig
@@ -13,7 +13,7 @@ from pangu.models.parameters import ModelPart, parameters_by_module, place_tenso
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
-from pangu.zero.grouping import Regions, Sharding, Uses, divide, trained_modules
+from pangu.zero.grouping import Buffer, Regions, Sharding, Uses, buffer_table, divide, trained_modules
 
 
 @dataclass(eq=False)
@@ -31,10 +31,14 @@ class FlatNumbers:
     sharding: Sharding
     trained: bool
 
-    @property
+    @cached_property
     def main_on_host(self) -> bool:
         """True if its main parameters are in host memory."""
         return self.trained and "optimizer" in self.sharding.offload
+
+    def buffers(self, narrow: bool) -> dict[str, Buffer]:
+        """Return its buffers by name; `narrow`: the compute dtype is below fp32."""
+        return {row.name: row for row in buffer_table(self.padded, narrow, self.sharding, self.trained)}
 
     def tensor_ranges(self, table: PlacementTable) -> Iterator[tuple[Placement, slice]]:
         """Yield its logical tensors, each with the range of this rank's slice in the buffer."""

@@ -15,7 +15,6 @@ from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.parameters import ModelPart
 from pangu.topology.layout import Coordinates, Layout
-from pangu.zero.grouping import buffer_table
 from pangu.zero.stage_parameters import StageParameters
 
 if TYPE_CHECKING:  # planning does not need torch
@@ -40,17 +39,12 @@ PURPOSES = {
 HOST = " on the host"
 
 
-def sum_bytes(config: RunConfig) -> int:
-    """Return the bytes per element of losses, gradient sums and main parameters: fp32, or fp64 in fp64."""
-    return max(4, BYTES[config.precision.compute])
-
-
 class Formats(NamedTuple):
     """Bytes per element of each kind of buffer."""
 
     weights: int
     sums: int
-    """Gradients accumulated over micro-batches, and main parameters."""
+    """Losses, gradients accumulated over micro-batches, and main parameters: fp32, or fp64 in fp64."""
     messages: int
     """Gradients sent to replicas."""
     moments: int
@@ -58,7 +52,7 @@ class Formats(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig) -> Formats:
         """Return the formats of a configuration."""
-        wide = sum_bytes(config)
+        wide = max(4, BYTES[config.precision.compute])
         sent = 2 if config.precision.reduce == "bf16" else wide
         return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
 
@@ -69,11 +63,6 @@ class StatePlan:
 
     bytes: dict[str, int]
     """Bytes by purpose; entries ending in `HOST` live in host memory."""
-
-    @property
-    def on_device(self) -> int:
-        """Bytes on the device."""
-        return sum(count for name, count in self.bytes.items() if not name.endswith(HOST))
 
     def words(self) -> str:
         """Format the plan like `24.0 MiB: parameters 8.0 MiB, gradients 8.0 MiB, ...`."""
@@ -86,7 +75,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
     stage = StageParameters.of_run(config, layout, layout.coordinates(rank), parts, reduce_each=False)
     formats, total = Formats.of(config), Counter[str]()
     for flat in stage.flats:
-        for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
+        for row in flat.buffers(formats.weights < formats.sums).values():
             if row.alias is None and row.lasting:
                 itemsize = formats.sums if row.wide else formats.weights
                 total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * itemsize
@@ -128,7 +117,7 @@ def held_bytes(units: Iterable[FlatParameter], optimizer: Optimizer) -> dict[str
                 total[name + HOST * away] = total.get(name + HOST * away, 0) + storage.nbytes()
 
     for unit in units:
-        for row in unit.table:
+        for row in unit.table.values():
             add(PURPOSES[row.name], row.on_host, getattr(unit, row.name))
         for shard in unit.shards:
             state = optimizer.state.get(shard.main, {})
