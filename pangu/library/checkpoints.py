@@ -84,16 +84,15 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
             for kind in kinds:
                 state.setdefault(kind, torch.zeros_like(shard.main))
         slices += state_of(sharded.parameters, optimizer, kinds)
-    buffers = [(buffer, _slice(torch.empty_like(buffer, dtype=_stored(buffer)))) for _, buffer in _buffers(sharded)]
-    names = (f"buffer/{name}" for name, _ in _buffers(sharded))
-    slices += ((name, part) for name, (_, part) in zip(names, buffers, strict=True))
+    buffers = [(name, one, _slice(torch.empty_like(one, dtype=_stored(one)))) for name, one in _buffers(sharded)]
+    slices += ((f"buffer/{name}", part) for name, _, part in buffers)
     agree(mesh, lambda: load_slices(path, index, slices), runs_here=True)
     for state, own in counts_of:
         if own:
             state["step"] = torch.full_like(state.get("step", torch.zeros(())), float(own))
     if isinstance(optimizer, Lamb):
         optimizer.share_steps()
-    for buffer, part in buffers:
+    for _, buffer, part in buffers:
         buffer.copy_(part.tensor.view(buffer.shape))
     sharded.parameters.publish()
     return dict(index["facts"])

@@ -38,7 +38,6 @@ class Carried(Protocol):
 
     @property
     def hidden(self) -> Any:
-        """Iterate over the tensors."""
         """Hidden states from which a result is made, after the last part."""
 
     def __iter__(self) -> Iterator[Tensor | None]:
