@@ -112,7 +112,8 @@ class Pipeline:
             self.schedule = make_schedule(schedule, stages, virtual_stages, micro_batches, shards_sums(mesh.layout))
         except NumbersError as error:
             raise UserError(str(error)) from error
-        _require_chunks(regions or {}, len(chunks))
+        if unknown := sorted(set(regions or {}) - set(range(len(chunks)))):
+            raise UserError(f"regions: unknown chunk {unknown[0]}; use 0 to {len(chunks) - 1}")
         local = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
         self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in local})
         """Chunks of this rank, by index."""
@@ -232,11 +233,6 @@ def _look(chunk: int, module: nn.Module, given: Any) -> Made:
     if len(formats := {str(x.dtype) for x in tensors}) > 1:
         raise UserError(f"chunk {chunk} returns {', '.join(sorted(formats))}: one format is needed")
     return [tuple(x.shape) for x in tensors], tensors[0].dtype
-
-
-def _require_chunks(regions: Mapping[int, Sequence[str]], count: int) -> None:
-    if unknown := sorted(set(regions) - set(range(count))):
-        raise UserError(f"regions: unknown chunk {unknown[0]}; use 0 to {count - 1}")
 
 
 def _described(value: Any) -> Any:

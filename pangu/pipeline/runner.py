@@ -23,11 +23,11 @@ from pangu.schedule.schedule import Schedule
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 from pangu.topology.recorder import Recorder
-from pangu.zero.sharded import ShardedParameters
 
 if TYPE_CHECKING:
     from pangu.collectives.point_to_point import Transfer
     from pangu.layers.weight_gradient_store import WeightGradientStore
+    from pangu.zero.sharded import ShardedParameters
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
