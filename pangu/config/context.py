@@ -56,7 +56,7 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
 def _kernel(kernel: str, kind: str, window: int | None) -> Iterator[Problem]:
     key = f"with parallel.context_kind = {kind}"
     if not ABILITIES[kernel].blocks:
-        able = ", ".join(name for name, can in ABILITIES.items() if can.blocks)
-        yield Problem("model.attention", kernel, f"{key} needs one of {able}", "use auto, or set context_kind=ulysses")
+        rule = f"{key} needs one of {', '.join(name for name, can in ABILITIES.items() if can.blocks)}"
+        yield Problem("model.attention", kernel, rule, "use auto, or set parallel.context_kind=ulysses")
     elif kernel == "flash" and kind == "ring" and window is not None:
         yield Problem("model.attention", kernel, f"does not support a window {key}", "set parallel.context_kind=gather")

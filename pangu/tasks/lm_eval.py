@@ -61,7 +61,7 @@ class PanguLM(TemplateLM):
             mesh = process.enter_context(connected(tensor, pipeline, device, Launch.from_environment(), replicas=True))
             pretrained = load_model(Path(pretrained), mesh, precision, rows=int(batch_size))
         if pretrained.tokenizer is None or pretrained.eod is None:
-            raise UserError("the model has no tokenizer or end-of-document id; set data.tokenizer and packing.eod")
+            raise UserError("the model has no tokenizer or end-of-document id; set data.tokenizer and data.packing.eod")
         self._model, self._tokens, self._eod = pretrained, pretrained.tokenizer, pretrained.eod
         self._bos = pretrained.bos
         self._first = self._eod if self._bos is None else self._bos

@@ -39,7 +39,7 @@ CONTRADICTIONS = {
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flex": (
         "model.attention = flex: with parallel.context_kind = ring needs one of reference, sdpa, flash, triton; use "
-        "auto, or set context_kind=ulysses"
+        "auto, or set parallel.context_kind=ulysses"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flash model.window=8": (
         "model.attention = flash: does not support a window with parallel.context_kind = ring; set "
