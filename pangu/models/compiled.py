@@ -92,8 +92,10 @@ class CompiledBlocks:
             keys = self._shared(keys, dropouts[0].region).at(dropouts)
         if isinstance(bounds := vars(kernel).get("bounds"), Tensor):
             torch._dynamo.maybe_mark_dynamic(bounds, 0)  # as many as the micro-batch has documents
+        trains = any(tensor.requires_grad for tensor in (below.hidden, *block.parameters()))
         try:
-            return self._compute(block, below, replace(context, keys=keys, saved=GraphTensors()), queries, on)
+            with torch.set_grad_enabled(trains):  # torch recomputes no dropout in a graph without a backward pass
+                return self._compute(block, below, replace(context, keys=keys, saved=GraphTensors()), queries, on)
         except torch._dynamo.exc.TorchDynamoException as error:
             if is_out_of_memory(error):
                 raise

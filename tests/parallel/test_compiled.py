@@ -141,6 +141,17 @@ def test_the_compiler_keeps_no_more_for_backward(recompute: str) -> None:
     assert 0 < found < 1.02 * kept_bytes(f"memory.recompute={recompute}")
 
 
+def test_layers_without_gradients_are_not_recomputed() -> None:
+    """Below the first that is trained, with dropout in a kernel, which torch refuses to recompute there."""
+    words = (*OVERRIDES, "model.attention=sdpa", "model.kind=gpt", "memory.recompute=selective")
+    with patch.object(compiled, "BACKEND", TRACED), inductor_config.patch(fallback_random=True):
+        found = gradients(*words, "train.frozen=[embedding.*,layers.0.*,layers.1.*]", "compile=true")
+    plain = gradients(*words, "train.frozen=[embedding.*,layers.0.*,layers.1.*]")
+    assert found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
+
+
 def test_where_nothing_can_be_compiled_a_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder, exc
 
