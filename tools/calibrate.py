@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import socket
 import sys
@@ -25,7 +24,6 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
 from pangu.common.cores import available_cores
@@ -36,9 +34,8 @@ from pangu.config.build import build
 from pangu.config.cluster import ClusterConfig, LinkConfig, MatmulConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
-from pangu.layers.fp32_matmul import MATMUL_TIE, MatmulShape, matmul_precision, matmul_precisions, matmul_trial
+from pangu.layers.cpu import precisions
 from pangu.metrics.devices import device_here
-from pangu.metrics.timing import fastest, time_candidates
 from pangu.planning.auto import cluster_names, cluster_of_device, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
 from pangu.planning.program import Plan, Program
@@ -46,7 +43,7 @@ from pangu.schedule.groups import Group
 from pangu.schedule.spans import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device, is_first_process
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh, exchanges
 from pangu.topology.recorder import AxisGroup
 from pangu.training.autotune import choose
 from pangu.training.step import Trainer
@@ -259,35 +256,32 @@ def measure_link(
 ) -> LinkConfig:
     """Times of collectives of groups by their size, and latency and bandwidth of the largest group: least squares over
     sizes and kinds of collectives, on relative errors."""
-    samples: dict[tuple[str, int, int, int], Callable[[], float]] = {}
+    samples: dict[tuple[str, int, int], Callable[[], float]] = {}
     for count in _SIZES[clock.on_host][1 if quick else 0 :: 2 if quick else 1]:
         for size, group in groups.items():
             samples |= _collectives(clock, count, size, group or dist.group.WORLD)
-    best: dict[tuple[str, int, int], float] = {}
-    for (kind, size, nbytes, _), taken in clock.in_turns(samples, often=2).items():
-        best[kind, size, nbytes] = min(best.get((kind, size, nbytes), math.inf), max(1e-6, taken))
+    times = {which: max(1e-6, taken) for which, taken in clock.in_turns(samples, often=2).items()}
     rows = [
         [term / taken for term in collective_terms(kind, nbytes, size, base)]
-        for (kind, size, nbytes), taken in best.items()
+        for (kind, size, nbytes), taken in times.items()
         if size == max(groups)
     ]
     latency, inverse = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
-    measured = tuple((*which, round(1e6 * taken, 1)) for which, taken in best.items())
+    measured = tuple((*which, round(1e6 * taken, 1)) for which, taken in times.items())
     return LinkConfig(max(0.1, float(latency)), 1 / max(1e-6, float(inverse)), measured)
 
 
 def _collectives(
     clock: Clock, nbytes: int, size: int, group: dist.ProcessGroup | None
-) -> dict[tuple[str, int, int, int], Callable[[], float]]:
-    """Samples by kind, ranks, bytes and algorithm. On a host a collective begins after some computing, as in a step:
+) -> dict[tuple[str, int, int], Callable[[], float]]:
+    """Samples by kind, ranks and bytes. On a host a collective begins after some computing, as in a step:
     processes that share cores do not all come at once."""
     buffer = torch.zeros(nbytes // 4 // size * size, device=clock.device)
     matrix = torch.randn(_BEFORE, _BEFORE)
     before = (lambda: matrix @ matrix) if clock.on_host else None
     return {
-        (kind, size, buffer.nbytes, number): clock.meeting(action, 3 if nbytes >= _LONG else 10, before)
-        for kind, actions in actions_of(buffer, group, size).items()
-        for number, action in enumerate(actions)
+        (kind, size, buffer.nbytes): clock.meeting(action, 3 if nbytes >= _LONG else 10, before)
+        for kind, action in actions_of(buffer, group, size).items()
     }
 
 
@@ -299,23 +293,14 @@ def collective_terms(kind: str, nbytes: int, size: int, base: ClusterConfig) -> 
     return alone, whole - alone
 
 
-def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, list[Callable[[], object]]]:
-    """The collectives of layers and replicas on a buffer, each by the algorithms that autotuning chooses from."""
+def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, Callable[[], object]]:
+    """The collectives of layers and replicas on a buffer."""
     shard = torch.zeros_like(buffer[: buffer.numel() // size])
-    along = AxisGroup(group, "replicas")
-    scatters = RepeatedCollective("scatter", along, buffer.numel(), buffer.dtype).algorithms
-    gathers = RepeatedCollective("gather", along, buffer.numel(), buffer.dtype).algorithms
-
-    def gather(algorithm: str) -> object:
-        return start_all_gather(buffer, shard, along, Algorithms(gather=algorithm)).wait()
-
-    def scatter(algorithm: str) -> object:
-        return start_reduce_scatter(shard, buffer, along, Algorithms(scatter=algorithm)).wait()
-
+    along = AxisGroup(group, "replicas", exchanges=exchanges(buffer.device))
     return {
-        "all_reduce": [lambda: dist.all_reduce(buffer, group=group)],
-        "all_gather": [partial(gather, algorithm) for algorithm in gathers],
-        "reduce_scatter": [partial(scatter, algorithm) for algorithm in scatters],
+        "all_reduce": lambda: dist.all_reduce(buffer, group=group),
+        "all_gather": lambda: start_all_gather(buffer, shard, along).wait(),
+        "reduce_scatter": lambda: start_reduce_scatter(shard, buffer, along).wait(),
     }
 
 
@@ -470,7 +455,7 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
     on_host, world, node = clock.on_host, launch.world, launch.local_world
     dtype = torch.float32 if on_host else torch.bfloat16
     if on_host:
-        torch.set_float32_matmul_precision(_products(clock))
+        torch.set_float32_matmul_precision(precisions("auto", "fp32", clock.device)[-1])
     matmul = measure_matmuls(clock, base.matmul, dtype, quick)
     bandwidth = measure_memory(clock) / 1e9
     memory = replace(base.memory, gb_s=max(base.memory.gb_s, bandwidth))
@@ -513,15 +498,6 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
         cluster = measure_steps(clock, cluster)
         cluster = replace(cluster, message_us=0.0, alone=clock.crowding)
     return cluster, borrowed
-
-
-def _products(clock: Clock) -> str:
-    """How a run computes products of fp32 on this host, in the words of torch.set_float32_matmul_precision."""
-    matmul = MatmulShape(_SIDE, _SIDE, _SIDE)
-    once = matmul_trial(matmul, torch.float32, clock.device)
-    names = matmul_precisions("auto", clock.device, torch.float32, matmul)
-    trials = {name: matmul_precision(name)(once) for name in names}
-    return fastest(time_candidates(trials, clock.device, 1.0), clock.device, MATMUL_TIE)
 
 
 def _neighbours(node: int, world: int) -> dist.ProcessGroup | None:

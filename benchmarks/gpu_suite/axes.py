@@ -30,7 +30,7 @@ from pangu.collectives.reduce import (
 )
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import GROUPS
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 
 SENT = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 SENT += ("all_to_all_single", "all_gather", "all_gather_object", "broadcast", "isend", "irecv")
@@ -51,8 +51,7 @@ def mesh_with_groups(values: dict[str, Any], device: torch.device) -> Iterator[M
     try:
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         groups = {"world": dist.group.WORLD, **{axis: mesh.new_group([0], axis) for axis in GROUPS}}
-        algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
-        yield replace(mesh, groups=groups, algorithms=algorithms)
+        yield replace(mesh, groups=groups)
     finally:
         dist.destroy_process_group()
 
@@ -103,12 +102,11 @@ def collectives(mesh: Mesh, axis: str) -> dict[str, Callable[[], object]]:
         "maximum": lambda: largest_of([1.0, 2.0], mesh),
         "objects": lambda: gather_objects({"rank": 0}, group),
     }
-    for way in ("own", "exchange"):
-        algorithms = Algorithms(way, way)
+    for way, along in (("own", replace(group, exchanges=False)), ("exchange", replace(group, exchanges=True))):
         actions |= {
-            f"all-gather, {way}": lambda a=algorithms: start_all_gather(whole, part, group, a).wait(),
-            f"reduce-scatter, {way}": lambda a=algorithms: start_reduce_scatter(part, whole, group, a).wait(),
-            f"ordered all-reduce, {way}": lambda a=algorithms: start_ordered_all_reduce(whole, group, a).wait(),
+            f"all-gather, {way}": lambda g=along: start_all_gather(whole, part, g).wait(),
+            f"reduce-scatter, {way}": lambda g=along: start_reduce_scatter(part, whole, g).wait(),
+            f"ordered all-reduce, {way}": lambda g=along: start_ordered_all_reduce(whole, g).wait(),
         }
     return actions
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pangu.collectives.conjugate import conjugate
-from pangu.collectives.reduce import Completion, Handle, start_all_gather, start_reduce_scatter
+from pangu.collectives.exchange import exchange_rows, start_exchange
+from pangu.collectives.reduce import Handle, start_all_gather, start_reduce_scatter
 from pangu.config.context import context_kind
 from pangu.config.schema import RunConfig
 from pangu.topology.context import ContextRank, by_rank, in_order
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 
 
@@ -23,20 +24,18 @@ class ContextRegion(ContextRank):
     """Context-parallel group and this rank's position in it."""
 
     group: AxisGroup | None = None
-    algorithms: Algorithms = field(default_factory=Algorithms)
     kind: str = "gather"
     """Attention algorithm, a value of `parallel.context_kind` other than `auto`."""
 
     @classmethod
     def of(cls, mesh: Mesh, config: RunConfig) -> ContextRegion:
         """Return the region of a mesh, with the algorithm that the configuration chooses."""
-        size, group = mesh.layout.context, mesh.group("context")
-        return cls(mesh.at.context, size, group, mesh.algorithms, context_kind(config))
+        return cls(mesh.at.context, mesh.layout.context, mesh.group("context"), context_kind(config))
 
     def totals(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return integer counts [2, ...] of this rank summed over all chunks [...] and before its own ones [2, ...]."""
         parts = counts.new_empty((self.size, *counts.shape))
-        start_all_gather(parts.view(-1), counts.view(-1), self.group, self.algorithms).wait()
+        start_all_gather(parts.view(-1), counts.view(-1), self.group).wait()
         whole = in_order(parts.flatten(2)).view(2 * self.size, *counts.shape[1:])
         before = whole.cumsum(0, dtype=whole.dtype) - whole
         return whole.sum(0), torch.stack([before[number] for number in self.chunks])
@@ -52,15 +51,14 @@ class GatheredKeys:
     def __iter__(self) -> Iterator[tuple[int | None, Tensor]]:
         """Yield None, for all ranks, and the keys and values [2, batch, heads, sequence, head size]."""
         whole = self.part.new_empty((self.region.size, *self.part.shape))
-        start_all_gather(whole.view(-1), self.part.view(-1), self.region.group, self.region.algorithms).wait()
+        start_all_gather(whole.view(-1), self.part.view(-1), self.region.group).wait()
         yield None, in_order(whole)
 
     def give_back(self, gradient: Tensor) -> None:
         """Reduce-scatter the gradient of the keys and values that were yielded last."""
         whole = by_rank(gradient.to(self.part.dtype), self.region.size)
         self._sum = torch.empty_like(self.part)
-        group, algorithms = self.region.group, self.region.algorithms
-        start_reduce_scatter(self._sum.view(-1), whole.view(-1), group, algorithms).wait()
+        start_reduce_scatter(self._sum.view(-1), whole.view(-1), self.region.group).wait()
 
     def gradient(self) -> Tensor:
         """Return the gradient of `part`, summed over the ranks, after the last `give_back`."""
@@ -124,32 +122,18 @@ class PassedKeys:
 
 def _start_shift(received: Tensor, sent: Tensor, by: int, group: AxisGroup | None) -> Handle:
     """Start to send a contiguous tensor to the rank `by` positions ahead, and to receive from the rank `by` behind."""
-    if group is None:
-        received.copy_(sent)
-        return Completion()
+    assert group is not None
     rank, size = dist.get_rank(group.process_group), group.size
     come, go = ([sent.numel() * (peer == (rank + way) % size) for peer in range(size)] for way in (-by, by))
-    flat = (received.view(-1), sent.view(-1))
-    work = dist.all_to_all_single(*flat, come, go, group=group.process_group, async_op=True)
-    return group.recorder.watched(group.axis, work, sent)
-
-
-def _exchanged(parts: Tensor, region: ContextRegion) -> Tensor:
-    """Return the all-to-all of `parts` [ranks, ...]: row i goes to rank i, and comes from rank i."""
-    if region.group is None:
-        return parts
-    received = torch.empty_like(parts)
-    with region.group.recorder.meeting(region.group.axis):
-        dist.all_to_all_single(received.view(-1), parts.view(-1), group=region.group.process_group)
-    return received
+    return start_exchange(received.view(-1), sent.view(-1), come, go, group)
 
 
 def _to_heads(x: Tensor, region: ContextRegion) -> Tensor:
-    return in_order(_exchanged(x.movedim(1, 0).contiguous(), region))
+    return in_order(exchange_rows(x.movedim(1, 0), region.group))
 
 
 def _to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
-    return _exchanged(by_rank(x, region.size), region).movedim(0, 1)
+    return exchange_rows(by_rank(x, region.size), region.group).movedim(0, 1)
 
 
 def to_heads(x: Tensor, region: ContextRegion) -> Tensor:

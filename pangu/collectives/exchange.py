@@ -30,11 +30,11 @@ class ExpertRegion(ExpertRank):
         return cls(share.rank, share.size, share.tensor, mesh.group("expert"))
 
 
-def exchange_counts(counts: Tensor, group: AxisGroup | None) -> Tensor:
-    """Send row i of the integer `counts` [ranks, ...] to rank i, and return the rows that the ranks sent here."""
-    received = torch.empty_like(counts)
-    one_each = [1] * len(counts)
-    start_exchange(received, counts, one_each, one_each, group).wait()
+def exchange_rows(rows: Tensor, group: AxisGroup | None) -> Tensor:
+    """Send row i of `rows` [ranks, ...] to rank i, and return the rows that the ranks sent here."""
+    received = torch.empty_like(rows)
+    one_each = [1] * len(rows)
+    start_exchange(received, rows, one_each, one_each, group).wait()
     return received
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 
 
@@ -55,12 +55,11 @@ def start_all_reduce(tensor: Tensor, group: AxisGroup | None, largest: bool = Fa
     return _watched(group, dist.all_reduce(tensor, op=op, group=group.process_group, async_op=True), tensor)
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
+def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None) -> Handle:
     """Start to all-gather the flat shards `part`, which may be a view of `whole`."""
     if group is None:
         return Completion()
-    # gloo's all-gather goes round a ring; an exchange takes one step and a copy of the shard per rank.
-    if algorithms.gather == "exchange":
+    if group.exchanges:  # one step, and a copy of the shard per rank
         copies = part.expand(group.size, -1).contiguous().view(-1)
         work = dist.all_to_all_single(whole, copies, group=group.process_group, async_op=True)
         return _watched(group, work, copies)
@@ -68,14 +67,14 @@ def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algor
     return _watched(group, gather(whole, part, group=group.process_group, async_op=True), part)
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None) -> Handle:
     """Start to sum the flat `whole` over the group; this rank's shard goes to `part`, which may be a view of it."""
     if group is None:
         return Completion()
-    # gloo's reduces everything everywhere; an exchange adds in rank order, wherever an element lies in a message.
-    if algorithms.scatter == "own":
+    if not group.exchanges:
         scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
         return _watched(group, scatter(part, whole, group=group.process_group, async_op=True), whole)
+    # add in rank order, wherever an element lies in a message
     received = torch.empty_like(whole)
     exchange = _watched(group, dist.all_to_all_single(received, whole, group=group.process_group, async_op=True), whole)
 
@@ -89,16 +88,16 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, a
     return Completion(add)
 
 
-def start_ordered_all_reduce(whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
+def start_ordered_all_reduce(whole: Tensor, group: AxisGroup | None) -> Handle:
     """Start an all-reduce with the sums of `start_reduce_scatter`, bit for bit; the group size divides the length."""
-    if group is None or algorithms.scatter == "own" or group.size == 2:  # a + b = b + a
+    if group is None or not group.exchanges or group.size == 2:  # a + b = b + a
         return start_all_reduce(whole, group)
     part = torch.empty_like(whole.chunk(group.size)[0])
-    scattered = start_reduce_scatter(part, whole, group, algorithms)
+    scattered = start_reduce_scatter(part, whole, group)
 
     def join() -> None:
         scattered.wait()
-        start_all_gather(whole, part, group, algorithms).wait()
+        start_all_gather(whole, part, group).wait()
 
     return Completion(join)
 

@@ -7,7 +7,7 @@ are the identity on one rank. Sequences lie along dimension 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pangu.collectives.conjugate import conjugate
 from pangu.collectives.reduce import Handle, start_all_gather, start_all_reduce, start_reduce_scatter
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 from pangu.topology.recorder import AxisGroup
 
@@ -27,13 +27,11 @@ class TensorRegion(TensorRank):
     group: AxisGroup | None = None
     chunks: int = 1
     """Number of chunks of a matmul, so that communication overlaps computation; fewer for short sequences."""
-    algorithms: Algorithms = field(default_factory=Algorithms)
 
     @classmethod
     def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
         """Return the region of a mesh."""
-        at, layout = mesh.at, mesh.layout
-        return cls(at.tensor, layout.tensor, layout.sequence, mesh.group("tensor"), chunks, mesh.algorithms)
+        return cls(mesh.at.tensor, mesh.layout.tensor, mesh.layout.sequence, mesh.group("tensor"), chunks)
 
     def local_sequence(self, x: Tensor) -> Tensor:
         """Return this rank's slice of `x` [sequence, ...] under sequence parallelism, else `x`; not differentiable."""
@@ -45,7 +43,7 @@ def start_gather(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
     if not region.slices_sequence:
         return lambda: x
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    handle = start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group, region.algorithms)
+    handle = start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group)
     return _result(whole, handle)
 
 
@@ -56,7 +54,7 @@ def start_sum(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
         handle, total = start_all_reduce(x, region.group), x
     else:
         total = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
-        handle = start_reduce_scatter(total.view(-1), x.view(-1), region.group, region.algorithms)
+        handle = start_reduce_scatter(total.view(-1), x.view(-1), region.group)
     return _result(total, handle)
 
 

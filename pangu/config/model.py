@@ -129,7 +129,7 @@ class ModelConfig:
     window; `flex`: torch's FlexAttention; `flash_attn`: the package flash-attn; `triton`: pangu's flash attention in
     Triton. All but the first two need a GPU, and all of these but `flex` need bf16 or fp16. `reference`, `flex` and
     `triton` drop the same probabilities in every layout. `auto`: the fastest kernel on this device (one of those three
-    with `attention_dropout`), timed at the start and named in the log."""
+    with `attention_dropout`), timed at the start on an accelerator and named in the log."""
 
     # Younger than the first run folders, whose config.yaml lacks them: the defaults are what those runs computed.
     head_dim: Annotated[int, Bounds(least=1, most=2**16)] | None = None

@@ -31,8 +31,7 @@ class PrecisionConfig:
     """Format of weights and activations in forward and backward. fp64 is for exact comparisons."""
     fp32_matmul: Literal["auto", "highest", "high", "medium"]
     """Precision of fp32 matmuls, as in `torch.set_float32_matmul_precision`: `highest`: fp32; `high`: also TF32,
-    `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster method, timed at the start and named
-    in the log."""
+    `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster library, timed on AMD processors."""
     reduce: Literal["fp32", "bf16"]
     """Format of gradient reduction over replicas. fp32: that of their sums (fp64 in fp64). bf16: half the bytes on the
     wire, and each gradient is rounded to 8 bits before it is added to those of other replicas."""

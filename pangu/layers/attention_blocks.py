@@ -210,43 +210,6 @@ def bias_of(terms: MaskAndBias, block: Tile, dtype: torch.dtype) -> Tensor | Non
     return torch.where(seen, bias, -math.inf)
 
 
-class CpuBlocks:
-    """Blocks with torch's flash attention for CPUs; mask and bias are a matrix, shared by all layers."""
-
-    def __init__(self, terms: MaskAndBias) -> None:
-        """Prepare for `terms` of the full sequence."""
-        self.terms = terms
-        self._made: dict[Tile, Tensor | None] = {}
-
-    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
-        """Attend to a block of keys; see `Blocks`."""
-        whole, is_causal, mask = part.ungrouped(), *self._mask(block)
-        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *whole, 0.0, is_causal, attn_mask=mask
-        )
-        if mask is not None:
-            log_sum = log_sum.masked_fill((mask == -math.inf).all(-1), -math.inf)
-        return Attended(output, log_sum)
-
-    def backward(
-        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
-    ) -> None:
-        """Add the gradients of a block; see `Blocks`."""
-        is_causal, mask = self._mask(block)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *part.ungrouped(), whole.output, whole.log_sum, 0.0, is_causal, attn_mask=mask
-        )
-        for total, gradient in zip(into.of, grads, strict=True):
-            total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
-
-    def _mask(self, block: Tile) -> tuple[bool, Tensor | None]:
-        if self.terms.bias is None and self.terms.mask.is_plain_causal and block.is_square:
-            return True, None
-        if block not in self._made:
-            self._made[block] = bias_of(self.terms, block, self.terms.dtype)
-        return False, self._made[block]
-
-
 class FlashBlocks:
     """Blocks with torch's flash attention (Dao 2023) for GPUs."""
 

@@ -18,7 +18,6 @@ from pangu.config.model import ModelConfig
 from pangu.layers.attention_blocks import (
     Attended,
     Blocks,
-    CpuBlocks,
     Drops,
     ExplicitBlocks,
     FlashBlocks,
@@ -28,9 +27,10 @@ from pangu.layers.attention_blocks import (
     merge,
 )
 from pangu.layers.biases import Bias
+from pangu.layers.cpu import CpuBlocks
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import TritonBlocks
-from pangu.layers.kernel_table import kernel_named
+from pangu.layers.kernel_choice import kernel_named
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
 from pangu.layers.recompute import checkpointed
 

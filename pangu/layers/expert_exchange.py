@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pangu.collectives.exchange import Exchange, ExpertRegion, exchange_counts, host_numbers
+from pangu.collectives.exchange import Exchange, ExpertRegion, exchange_rows, host_numbers
 from pangu.layers.routing import Dispatch, permute, unpermute
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def exchanged(
     parts = list(_parts(layer, region, tokens, choices))
     ends = torch.stack([F.pad(part.dispatch.ends, (1, 0)) for part in parts]).long()
     to_each = ends.diff(dim=1).unflatten(1, (region.size, -1)).transpose(0, 1).contiguous()
-    from_ranks = exchange_counts(to_each, region.group)
+    from_ranks = exchange_rows(to_each, region.group)
     most = [len(part.weights) * region.tensor.size // layer.region.size for part in parts]
     numbers = host_numbers(torch.stack([to_each, from_ranks]).sum(-1), most)
     sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)

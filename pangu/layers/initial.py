@@ -27,9 +27,6 @@ def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ..
         return
     matrix = tensor.view(tensor.shape[0], -1)
     row, column = (*(offsets or placement.offsets), 0)[:2]
-    if matrix.device.type == "cpu" and matrix.dtype == torch.float32:
-        draw(matrix, placement, seed, row, column)
-        return
     stop, band = row + matrix.shape[0], max(1, BAND // (TILE * matrix.shape[1])) * TILE
     for top in range(row // TILE * TILE, stop, band):
         low, high = max(top, row), min(top + band, stop)

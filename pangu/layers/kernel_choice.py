@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from pangu.common.errors import ConfigError
 from pangu.config.attention import ABILITIES, obstacles
@@ -18,13 +19,18 @@ from pangu.layers.biases import Bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.fp32_matmul import random
-from pangu.layers.gpu_kernels import candidates, missing
-from pangu.layers.kernel_table import KERNELS, kernel_named
-from pangu.layers.kernels import QKV, MaskAndBias
+from pangu.layers.gpu_kernels import GPU_KERNELS, candidates, missing
+from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Reference, Sdpa
 from pangu.layers.masks import AttentionMask
-from pangu.layers.root import Root
 from pangu.topology.placement import PlacementTable
+
+KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
+"""Kernels that run on every device."""
+
+
+def kernel_named(name: str) -> type[Kernel]:
+    """Return the kernel class of a value of `model.attention`; see `pangu.config.attention` for their abilities."""
+    return KERNELS[name] if name in KERNELS else GPU_KERNELS[name]
 
 
 def attention_kernels(
@@ -73,7 +79,8 @@ def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
     if config.parallel.context > 1:
         context = context_kind(config)
     documents, ordered = config.data.packing.reset_mask, config.train.deterministic
-    return attention_kernels(config.model, config.precision.compute, device, documents, context, ordered)
+    kernels = attention_kernels(config.model, config.precision.compute, device, documents, context, ordered)
+    return kernels[:1] if device.type == "cpu" else kernels
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,12 @@ class AttentionShape:
         return smaller, self.work / smaller.work
 
 
+def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return normal random tensors from a separate generator, so that the run's generator is not changed."""
+    source = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
+
+
 def attention_trial(
     kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
@@ -140,6 +153,6 @@ def attention_trial(
 
     def once() -> object:
         output, _ = core(heads, compute, keys)
-        return torch.autograd.grad(Root.apply([output.detach()], output), joined, retain_graph=True)
+        return torch.autograd.grad(output, joined, output.detach(), retain_graph=True)
 
     return once

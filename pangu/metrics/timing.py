@@ -14,13 +14,11 @@ import torch
 Name = TypeVar("Name", bound=Hashable)
 Trial = Callable[[], object]
 """Function that does the work of a candidate once."""
-Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, float]]
+Timer = Callable[[Mapping[Any, Trial], torch.device, float], dict[Any, float]]
 """Signature of `time_candidates` and its replacements."""
 
 ROUNDS = 20
 """Maximum timings per candidate, after one warm-up that loads libraries and compiles kernels."""
-COLLECTIVE_ROUNDS = 10
-"""Number of timings per collective; none is dropped early, because the ranks wait for one another."""
 SURE = 2
 """Number of timings after which a hopeless candidate is dropped."""
 HOPELESS = 2.0
@@ -36,7 +34,7 @@ HOST_TIE = 1.1
 def time_candidates(
     candidates: Mapping[Name, Trial],
     device: torch.device,
-    budget_s: float | None,
+    budget_s: float,
     clock: Callable[[], float] | None = None,
 ) -> dict[Name, float]:
     """Return the smallest time of each candidate, in seconds.
@@ -47,27 +45,24 @@ def time_candidates(
 
     Args:
         candidates: Functions by name.
-        device: Device to compute on; an accelerator is timed by events, or to completion for collectives.
+        device: Device to compute on; an accelerator is timed by events.
         budget_s: Seconds after which no further round starts, without warm-up; a candidate that takes a quarter of it
-            is not repeated. None: the candidates are collectives, which all ranks must repeat equally often.
+            is not repeated.
         clock: Function that returns seconds; None: chosen as above.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and budget_s is not None
-    read = clock or (time.process_time if alone else time.perf_counter)
-    on_device = device.type != "cpu" and budget_s is not None
-    seconds = partial(_of_device, device=device) if on_device else partial(_timed, device=device, read=read)
+    read = clock or (time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
+    seconds = partial(_timed, read=read) if device.type == "cpu" else partial(_of_device, device=device)
     best = dict.fromkeys(candidates, math.inf)
     for once in candidates.values():
         seconds(once)
     running, began = list(candidates), time.perf_counter()
-    for number in range(1, (COLLECTIVE_ROUNDS if budget_s is None else ROUNDS) + 1):
+    for number in range(1, ROUNDS + 1):
         for name in running:
             best[name] = min(best[name], seconds(candidates[name]))
-        if budget_s is not None:
-            if time.perf_counter() - began > budget_s:
-                break
-            limit = min(budget_s / 4, HOPELESS * min(best.values()) if number >= SURE else math.inf)
-            running = [name for name in running if best[name] < limit]
+        if time.perf_counter() - began > budget_s:
+            break
+        limit = min(budget_s / 4, HOPELESS * min(best.values()) if number >= SURE else math.inf)
+        running = [name for name in running if best[name] < limit]
     return best
 
 
@@ -97,21 +92,17 @@ def _of_device(once: Trial, device: torch.device) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def _timed(once: Trial, device: torch.device, read: Callable[[], float]) -> float:
+def _timed(once: Trial, read: Callable[[], float]) -> float:
     start = read()
     once()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
     return read() - start
 
 
-def fastest(times: Mapping[Name, float], device: torch.device, tie: float = TIE) -> Name:
-    """Return the first candidate whose time is within the noise (`tie`) of the fastest.
+def fastest(times: Mapping[Name, float], device: torch.device) -> Name:
+    """Return the first candidate whose time is within the noise of the fastest.
 
     The order is a preference, so that the choice among equals does not change between runs. An infinite time marks a
     candidate that cannot be used.
     """
-    if device.type == "cpu":
-        tie = max(tie, HOST_TIE)
-    limit = tie * min(times.values())
+    limit = (HOST_TIE if device.type == "cpu" else TIE) * min(times.values())
     return next(name for name, seconds in times.items() if seconds <= limit)

@@ -19,7 +19,7 @@ from pangu.layers.context_attention import context_kernel
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.layers.experts import Routes
-from pangu.layers.kernel_table import kernel_named
+from pangu.layers.kernel_choice import kernel_named
 from pangu.layers.kernels import Kernel, MaskAndBias, densely_masked
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head

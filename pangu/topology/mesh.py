@@ -25,12 +25,10 @@ def is_silence(error: RuntimeError) -> bool:
     return (isinstance(error, dist.DistError) or "/gloo/" in str(error)) and not is_out_of_memory(error)
 
 
-@dataclass(frozen=True)
-class Algorithms:
-    """Algorithm of each collective: `own` (the backend's) or `exchange` (all-to-all, summed in rank order)."""
-
-    gather: str = "exchange"
-    scatter: str = "exchange"
+def exchanges(device: torch.device) -> bool:
+    """Return whether groups of this device exchange shards; see `AxisGroup.exchanges`."""
+    # gloo's all-gather goes round a ring; its reduce-scatter reduces everything everywhere, in ring order.
+    return device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Mesh:
     """Store in which the processes meet outside collectives; None: single process."""
     keeper: int | None = None
     """Rank of the process that serves the store; None: the launcher does."""
-    algorithms: Algorithms = field(default_factory=Algorithms)
     hosts: list[str] = field(default_factory=list)
     """Host names of all ranks, in order; empty until they are known, and in runs on one node."""
     recorder: Recorder = field(default_factory=Recorder)
@@ -86,10 +83,9 @@ class Mesh:
         if dist.get_world_size() != layout.world:
             raise UserError(f"{layout} needs {layout.world} processes, got {dist.get_world_size()}")
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         groups = {"world": dist.group.WORLD}
         store = dist.distributed_c10d._get_default_store()
-        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, algorithms)
+        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper)
         for axis, ranks in mesh._axes():
             if len(set(ranks)) > 1:
                 # torch names a group by its ranks and by how many groups this process has: every process must create
@@ -163,7 +159,7 @@ class Mesh:
     def group(self, axis: str) -> AxisGroup | None:
         """Return the group along an axis, or None if this rank is alone on it."""
         group = self.groups.get(axis)
-        return None if group is None else AxisGroup(group, axis, self.recorder)
+        return None if group is None else AxisGroup(group, axis, self.recorder, exchanges(self.device))
 
     def close(self) -> None:
         """Destroy the process groups."""

@@ -67,6 +67,8 @@ class AxisGroup:
     process_group: dist.ProcessGroup
     axis: str
     recorder: Recorder = field(default_factory=Recorder)
+    exchanges: bool = False
+    """True to all-gather and reduce-scatter by all-to-all exchanges that are summed in rank order."""
 
     def __deepcopy__(self, memo: Any) -> AxisGroup:
         """Return this group itself: process groups cannot be copied, and copies of layers communicate in it."""

@@ -9,14 +9,13 @@ import itertools
 import json
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pangu.collectives.algorithms import RepeatedCollective
 from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.common.errors import LocalError, writing
 from pangu.common.files import write_atomically
@@ -24,29 +23,20 @@ from pangu.config.attention import ABILITIES
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
-from pangu.layers.fp32_matmul import (
-    MATMUL_TIE,
-    MatmulShape,
-    matmul_precision,
-    matmul_precisions,
-    matmul_trial,
-    work_limit,
-)
-from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
-from pangu.layers.kernel_table import KERNELS
+from pangu.layers.cpu import precisions
+from pangu.layers.kernel_choice import KERNELS, AttentionShape, attention_trial, kernels_of, random
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, one_thread, time_candidates
 from pangu.models.compiled import ways
-from pangu.models.size import layer_matrices
 from pangu.topology.mesh import Mesh
 from pangu.training.layer_timing import time_layers
 
 log = logging.getLogger("pangu")
 
-PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.3, 0.3, 0.05
+ATTENTION_S, FORMATS_S = 0.3, 0.05
 """Time budgets for timing, in seconds."""
-MESSAGE_BYTES = 2**20
-"""Largest message that is timed, bytes."""
+LARGEST_TRIAL = 2**33
+"""Multiplications of an attention trial, which take a few milliseconds."""
 SLOW = 1.25
 """Slowdown over fp32 from which on a 16-bit format counts as unsupported by the processor."""
 
@@ -59,17 +49,12 @@ class Choices:
     """Attention kernel, a key of `ABILITIES`."""
     products: str
     """Precision of fp32 matmuls, a value of `torch.set_float32_matmul_precision`."""
-    gather: str
-    """All-gather algorithm, see `Algorithms.gather`."""
-    scatter: str
-    """Reduce-scatter algorithm, see `Algorithms.scatter`."""
     device: str
     """Device types of the run when it chose."""
     compute: str
     """Value of `precision.compute` when the run chose."""
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Measured times by choice and candidate, for a micro-batch (on a CPU: one thread) or a message; empty where there
-    was only one candidate."""
+    """Measured times of a micro-batch by choice and candidate, where there were several."""
     compile: str = "false"
     """Compile layers: `true` or `false`."""
 
@@ -82,56 +67,39 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     device.
     """
     compute, device = config.precision.compute, mesh.device
-    kernels, shared = kernels_of(config, device), config.parallel.context > 1
-    compiles = ["false"]
-    if config.compile and not shared:
+    kernels, compiles = kernels_of(config, device), ["false"]
+    if config.compile and config.parallel.context == 1:
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
-    precisions = matmul_precisions(config.precision.fp32_matmul, device, DTYPES[compute], _matmul(config, mesh)[0])
-    of_ranks = gather_objects((processor_name(device), kernels, precisions, compiles), mesh.group("world"))
-    processors, kernels_of_ranks, precisions_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
-    device_kinds = ", ".join(sorted(set(processors)))
-    collectives = _collectives(config, mesh) if mesh.groups else []
-    gathers, scatters = ([one for one in collectives if one.kind == kind] for kind in ("gather", "scatter"))
-    every = _common(kernels_of_ranks, "")
+    own = processor_name(device), kernels, precisions(config.precision.fp32_matmul, compute, device), compiles
+    of_ranks = gather_objects(own, mesh.group("world"))
+    processors, kernels_of_ranks, products_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
+    device_kinds, every = ", ".join(sorted(set(processors))), _common(kernels_of_ranks)
     candidates = {
         "attention": _affordable(config.model, every),
-        "products": _common(precisions_of_ranks, ""),
-        "gather": _common([gather.algorithms for gather in gathers], mesh.algorithms.gather),
-        "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),
-        "compile": _common(compiles_of_ranks, ""),
+        "products": _common(products_of_ranks),
+        "compile": _common(compiles_of_ranks),
     }
     if config.train.deterministic:  # times differ from start to start
         candidates = {key: names[:1] for key, names in candidates.items()}
     previous = _previous(config.model, recorded, candidates["attention"][0])
     recalled = _recall(candidates, previous, device_kinds, compute)
-    seconds = {
-        "products": _time_matmuls(config, mesh, candidates["products"], timer),
-        "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
-        "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
-    }
-    for times in seconds.values():  # the slowest rank decides
-        times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
-    seconds["attention"] = _time_attention(config, mesh, candidates, every, timer)
-    # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
-    both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
-    attention, _ = fastest(both, device)
+    seconds = {"attention": _time_attention(config, mesh, candidates["attention"], every, timer)}
+    attention = fastest(seconds["attention"], device)
     recalled = [key for key in recalled if key != "attention" or attention == previous[key]]
-    of_kernel = {p: time for (kernel, p), time in both.items() if kernel == attention}
-    products = fastest(of_kernel, device, MATMUL_TIE)
-    seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
-    seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
-    seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
-    if len(seconds["compile"]) > 1:
-        seconds["compile"] = time_layers(config, mesh, attention, products, timer)
+    of_layers = dict.fromkeys(itertools.product(candidates["products"], candidates["compile"]), 0.0)
+    if len(of_layers) > 1:
+        of_layers = time_layers(config, mesh, attention, list(of_layers), timer)
+    products, compiled = fastest(of_layers, device)
+    seconds["products"] = {one: of_layers[one, compiled] for one in candidates["products"]}
+    seconds["compile"] = {one: of_layers[products, one] for one in candidates["compile"]}
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
     for key, times in seconds.items():
         if len(times) > 1:
             milliseconds[key] = {k: round(1000 * time, 3) for k, time in times.items() if math.isfinite(time)}
-    gather, scatter, compiled = (fastest(seconds[key], device) for key in ("gather", "scatter", "compile"))
-    choices = Choices(attention, products, gather, scatter, device_kinds, compute, milliseconds, compiled)
-    _log_choices(config, choices, recalled, "" if device.type != "cpu" else " on one thread")
+    choices = Choices(attention, products, device_kinds, compute, milliseconds, compiled)
+    _log_choices(config, choices, recalled)
     return choices
 
 
@@ -146,9 +114,10 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
     compute, device = config.precision.compute, mesh.device
     if compute not in ("bf16", "fp16") or not mesh.is_first:
         return
-    size = round((work_limit(device) / 16) ** (1 / 3))  # a slow format shows in a short product too
-    formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", compute)}
-    trials = {name: matmul_trial(MatmulShape(size, size, size), dtype, device) for name, dtype in formats.items()}
+    size = 160 if device.type == "cpu" else 800  # a slow format shows in a short product too
+    trials: dict[str, Trial] = {}
+    for name in dict.fromkeys(("fp32", "bf16", compute)):
+        trials[name] = partial(operator.matmul, *random(device, DTYPES[name], (size, size), (size, size)))
     with one_thread(device):
         times = timer(trials, device, FORMATS_S)
     best = min(times, key=lambda name: times[name])
@@ -163,32 +132,9 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
         )
 
 
-def _collectives(config: RunConfig, mesh: Mesh) -> list[RepeatedCollective]:
-    layout, model = mesh.layout, config.model
-    weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
-    compute = DTYPES[config.precision.compute]
-    sums = torch.bfloat16 if config.precision.reduce == "bf16" else torch.promote_types(compute, torch.float32)
-    states = model.sequence // layout.context * config.batch.micro_size * model.hidden
-    keys = 2 * model.sequence * config.batch.micro_size * model.kv_size // layout.tensor
-    whole, kinds = layout.zero == 0 and layout.replicas > 2, ("gather", "scatter")
-    collectives = []
-    for axis, used, numel, dtype, axis_kinds in (
-        ("tensor", layout.sequence, states, compute, kinds),
-        ("context", layout.context > 1, keys, compute, kinds),
-        ("gather", layout.zero > 0, weights, compute, kinds[:1]),
-        ("shard", layout.zero > 0, weights, sums, kinds[1:]),
-        ("replicas", whole, weights, sums, kinds),
-    ):
-        group = mesh.group(axis) if used else None
-        if group is not None:
-            share = min(numel, MESSAGE_BYTES // dtype.itemsize) // mesh.layout.world + 1
-            collectives += [RepeatedCollective(kind, group, share * mesh.layout.world, dtype) for kind in axis_kinds]
-    return collectives
-
-
-def _common(lists: Sequence[list[str]], default: str) -> list[str]:
-    """Return the candidates that are in all lists, in the order of the first; `default` if there is no list."""
-    return [name for name in lists[0] if all(name in names for names in lists)] if lists else [default]
+def _common(lists: Sequence[list[str]]) -> list[str]:
+    """Return the candidates that are in all lists, in the order of the first."""
+    return [name for name in lists[0] if all(name in names for names in lists)]
 
 
 def _affordable(model: ModelConfig, kernels: list[str]) -> list[str]:
@@ -229,59 +175,27 @@ def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[s
     return {key: value for key, value in previous.items() if key != "attention"}
 
 
-def _matmul(config: RunConfig, mesh: Mesh) -> tuple[MatmulShape, float]:
-    """Return the largest matmul of a rank, cut to the timed size, and the number of them in a micro-batch's matmuls.
-
-    Cut to one size, all hardly differ in shape, and kernels for each would stay in the process.
-    """
-    model, ranks = config.model, mesh.layout.tensor
-    tokens = model.sequence // mesh.layout.context * config.batch.micro_size
-    sizes = [size for layer in range(model.layers) for size in layer_matrices(model, ranks, layer)]
-    head = (model.hidden, -(-model.vocab // ranks))
-    multiplications = tokens * sum(math.prod(size) for size in (*sizes, head))
-    largest = max(
-        *((tokens, *size) for size in sizes), (min(tokens, config.loss_chunk or tokens), *head), key=math.prod
-    )
-    return MatmulShape(*largest, repeats=multiplications / math.prod(largest)).cut(work_limit(mesh.device))
-
-
-def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
-    """Return the seconds of a micro-batch's matmuls per tensor-parallel rank, by precision; 0 without a choice."""
-    if len(precisions) == 1:
-        return dict.fromkeys(precisions, 0.0)
-    with one_thread(mesh.device):
-        matmul, repeats = _matmul(config, mesh)
-        trial = matmul_trial(matmul, DTYPES[config.precision.compute], mesh.device)
-        trials = {precision: matmul_precision(precision)(trial) for precision in precisions}
-        times = timer(trials, mesh.device, PRODUCTS_S)
-    return {precision: repeats * time for precision, time in times.items()}
-
-
 def _time_attention(
-    config: RunConfig, mesh: Mesh, candidates: Mapping[str, list[str]], every: list[str], timer: Timer
-) -> dict[Any, float]:
+    config: RunConfig, mesh: Mesh, candidates: list[str], every: list[str], timer: Timer
+) -> dict[str, float]:
     """Return the kernels' times on the slowest rank; if no candidate runs on all ranks, those of others of `every`."""
-    times: dict[Any, float] = {}
-    others = [kernel for kernel in _affordable(config.model, every) if kernel not in candidates["attention"]]
-    for kernels in filter(None, (candidates["attention"], others, every[-1:])):
-        with one_thread(mesh.device):
-            times = _time_kernels(config, mesh, kernels, candidates["products"], timer)
+    times: dict[str, float] = {}
+    others = [kernel for kernel in _affordable(config.model, every) if kernel not in candidates]
+    for kernels in filter(None, (candidates, others, every[-1:])):
+        times = _time_kernels(config, mesh, kernels, timer)
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
         if min(times.values()) < math.inf:
             break
     return times
 
 
-def _time_kernels(
-    config: RunConfig, mesh: Mesh, kernels: Sequence[str], precisions: Sequence[str], timer: Timer
-) -> dict[Any, float]:
-    """Return the seconds of a micro-batch's attention by kernel and precision; 0: no choice, inf: cannot run."""
+def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: Timer) -> dict[str, float]:
+    """Return the seconds of a micro-batch's attention by kernel; 0: no choice, inf: cannot run."""
     # with parts of sequences there is a choice only where the ranks share heads
     model, ranks = config.model, mesh.layout.tensor * mesh.layout.context
-    pairs = list(itertools.product(kernels, precisions))
     is_sure = model.attention != "auto" or mesh.layout.context > 1 or kernels[0] in KERNELS
-    if len(pairs) == 1 and is_sure:
-        return dict.fromkeys(pairs, 0.0)
+    if len(kernels) == 1 and is_sure:
+        return {kernels[0]: 0.0}
     whole = AttentionShape(
         rows=config.batch.micro_size,
         heads=model.heads // ranks,
@@ -294,49 +208,31 @@ def _time_kernels(
         sparse=model.sparse,
         dropout=model.attention_dropout,
     )
-    shape, repeats = whole.cut(work_limit(mesh.device))
-    dtype = DTYPES[config.precision.compute]
-    trials: dict[Any, Trial] = {}
+    shape, repeats = whole.cut(LARGEST_TRIAL)
+    trials: dict[str, Trial] = {}
     for kernel in kernels:
         try:
-            (trial := attention_trial(kernel, shape, dtype, mesh.device))()
+            (trial := attention_trial(kernel, shape, DTYPES[config.precision.compute], mesh.device))()
         except (RuntimeError, LocalError) as error:  # what compilers and libraries demand, no table says
             log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
         else:
-            trials |= {(kernel, precision): matmul_precision(precision)(trial) for precision in precisions}
-    if len(pairs) == 1:
-        return dict.fromkeys(pairs, 0.0 if trials else math.inf)
+            trials[kernel] = trial
+    if len(kernels) == 1:
+        return {kernels[0]: 0.0 if trials else math.inf}
     times = timer(trials, mesh.device, ATTENTION_S) if trials else {}
-    return {pair: model.layers * repeats * times.get(pair, math.inf) for pair in pairs}
+    return {kernel: model.layers * repeats * times.get(kernel, math.inf) for kernel in kernels}
 
 
-def _time_collectives(
-    collectives: Sequence[RepeatedCollective], algorithms: Sequence[str], mesh: Mesh, timer: Timer
-) -> dict[Any, float]:
-    seconds = dict.fromkeys(algorithms, 0.0)
-    if len(algorithms) > 1:
-        trials = {(name, i): one.trial(name) for name in algorithms for i, one in enumerate(collectives)}
-        for (name, _), time in timer(trials, mesh.device, None).items():
-            seconds[name] += time
-    return seconds
-
-
-def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str], where: str) -> None:
+def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -> None:
     keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_matmul={config.precision.fp32_matmul}",
         **({"compile": f"compile={str(config.compile).lower()}"} if config.compile else {}),
     }
-    for name in ("attention", "products", "gather", "scatter", "compile"):
+    for name, key in keys.items():
         figures = choices.milliseconds.get(name, {})
-        if name not in keys and not figures:
-            continue
-        reasons = [keys[name]] if name in keys else []
-        reasons += ["kept from the checkpoint"] if name in recalled else []
+        reasons = [key, "kept from the checkpoint"] if name in recalled else [key]
         if figures:
-            timed = "of a micro-batch" if name in keys else "of a message"
-            timed += where if name in ("attention", "products") else ""
-            reasons.append(
-                f"ms {timed}: " + ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items())
-            )
+            times = ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items())
+            reasons.append(f"ms of a micro-batch: {times}")
         log.info("%-12s %s (%s)", name, getattr(choices, name), "; ".join(reasons))

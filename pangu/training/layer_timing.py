@@ -1,9 +1,10 @@
-"""Timing of a layer on a run's shapes, compiled and not."""
+"""Timing of a layer on a run's shapes, compiled and not, by fp32 matmul precision."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,11 @@ from pangu.common.errors import LocalError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.builder import DTYPES, Builder
+from pangu.layers.cpu import matmul_precision
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp8 import Fp8Scales
-from pangu.layers.fp32_matmul import matmul_precision, random
 from pangu.layers.initial import replace_parameter
+from pangu.layers.kernel_choice import random
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.metrics.timing import Timer, Trial
 from pangu.models.compiled import CompiledBlocks
@@ -34,23 +36,26 @@ BUDGET_S = 2.0
 """Time budget in seconds; compilation comes on top."""
 
 
-def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer: Timer) -> dict[str, float]:
-    """Return the slowest rank's seconds per micro-batch of all layers, compiled ("true") or not; inf: cannot compile.
+def time_layers(
+    config: RunConfig, mesh: Mesh, kernel: str, ways: Sequence[tuple[str, str]], timer: Timer
+) -> dict[tuple[str, str], float]:
+    """Return the slowest rank's seconds per micro-batch of all layers by `ways`; inf: cannot compile.
 
-    Nothing is communicated, which takes both the same time.
+    A way is an fp32 matmul precision, and "true" for compiled layers or "false". Nothing is communicated, which takes
+    all the same time.
     """
-    with matmul_precision(products):
-        trials = {"false": _trial(config, mesh, kernel, compiled=False)}
-        compiled = _trial(config, mesh, kernel, compiled=True)
+    trials: dict[tuple[str, str], Trial] = {}
+    for precision, compiled in ways:
+        trial = matmul_precision(precision)(_trial(config, mesh, kernel, compiled == "true"))
         try:
-            compiled()
+            trial()
         except (RuntimeError, LocalError) as error:  # out of memory, or what compilers demand
             log.info("%-12s %s", "compile", " ".join(str(error).splitlines()[:2]))
         else:
-            trials["true"] = compiled
-        times = timer(trials, mesh.device, BUDGET_S)
-    seconds = [config.model.layers * times.get(name, math.inf) for name in ("false", "true")]
-    return dict(zip(("false", "true"), largest_of(seconds, mesh), strict=True))
+            trials[precision, compiled] = trial
+    times = timer(trials, mesh.device, BUDGET_S)
+    seconds = [config.model.layers * times.get(way, math.inf) for way in ways]
+    return dict(zip(ways, largest_of(seconds, mesh), strict=True))
 
 
 class _Discarded:

@@ -31,7 +31,7 @@ from pangu.optim.lr_schedule import learning_rate
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.training.step_check import StepCheck
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.gradients import Norms, layer_products_add
@@ -95,10 +95,7 @@ class Trainer:
         self.stages = stages or plan_stages(config, mesh.layout)
         self.choices = None if choices is None else asdict(choices)
         """Resolved choices of `auto`, as saved in checkpoints."""
-        if choices is None:
-            kernel = kernels_of(config, mesh.device)[0]
-        else:
-            kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
+        kernel = kernels_of(config, mesh.device)[0] if choices is None else choices.attention
         mesh.recorder.watches = config.profile or config.faults.straggler_every > 0
         self.mesh = mesh
         self.step = 0

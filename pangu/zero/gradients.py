@@ -180,12 +180,12 @@ class GradientSum(ReduceRules[FlatParameter]):
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if sharding.size == 1:
             part = flat.grad.to(message)
-            handle = start_ordered_all_reduce(part, mesh.group(sharding.axis("replicas")), mesh.algorithms)
+            handle = start_ordered_all_reduce(part, mesh.group(sharding.axis("replicas")))
         else:
             total = total.to(message)
             in_place = not self.reduce_each and message == flat.grad.dtype
             part = flat.grad if in_place else torch.empty_like(flat.grad, dtype=message)
-            handle = start_reduce_scatter(part, total, mesh.group(sharding.axis("shard")), mesh.algorithms)
+            handle = start_reduce_scatter(part, total, mesh.group(sharding.axis("shard")))
             if (copies := mesh.group(sharding.axis("copies"))) is not None:
                 handle = start_sum(part, handle, copies, self._stream)
             if sharding.stage >= 2:
@@ -208,9 +208,6 @@ def start_sum(part: Tensor, scattered: Handle, copies: AxisGroup, beside: CopySt
     # computation       B  B  B  B ...
     # side stream       waits for the reduce-scatter, so that neither computation nor the host does
     # shard, copies     reduce-scatter -> all-reduce
-    # A CPU has no side stream: the host sums in the wait of the returned handle.
-    if beside.device.type == "cpu":
-        return Completion(lambda: (scattered.wait(), all_reduce(part, copies)))
     with beside.after_computation():
         scattered.wait()
         return start_all_reduce(part, copies)

@@ -108,7 +108,7 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
             self._handles[flat] = self._copies() if flat.sharding.size == 1 else gather
 
     def _gather(self, flat: FlatParameter, whole: Tensor, local: Tensor) -> Handle:
-        return start_all_gather(whole, local, self._mesh.group(flat.sharding.axis("gather")), self._mesh.algorithms)
+        return start_all_gather(whole, local, self._mesh.group(flat.sharding.axis("gather")))
 
     def _copies(self) -> Handle:
         return Completion(partial(CopyStream.wait, self._stream.record()))

@@ -25,10 +25,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> Non
     elif total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
     else:
-        # convert to the dtype of the sum a few rows at a time, which stay in a cache
-        stops = tuple(range(1024, total.shape[0], 1024))
-        for rows, factors in zip(total.tensor_split(stops), left.tensor_split(stops), strict=True):
-            (rows.copy_ if begins else rows.add_)(factors @ right)
+        (total.copy_ if begins else total.add_)(left @ right)
 
 
 class WeightProducts:

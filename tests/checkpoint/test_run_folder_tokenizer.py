@@ -47,8 +47,8 @@ def test_training_keeps_a_copy(tmp_path: Path) -> None:
     data.mkdir()
     (data / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "run").mkdir()
-    choices = Choices("sdpa", "highest", "own", "own", "cpu", "fp32")
-    _describe_folder(tmp_path / "run", config(f"data.folder={data}"), choices, [])
+    choices = Choices("sdpa", "highest", "cpu", "fp32")
+    _describe_folder(tmp_path / "run", config(f"data.folder={data}"), choices, [], None)
     assert (tmp_path / "run" / "tokenizer.model").read_bytes() == b"pieces"
     assert (tmp_path / "run" / "config.yaml").is_file()
 

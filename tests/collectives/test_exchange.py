@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives import exchange
-from pangu.collectives.exchange import Exchange, exchange_counts
+from pangu.collectives.exchange import Exchange, exchange_rows
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.spawn import Pool
@@ -30,7 +30,7 @@ def send_all(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
     """What a rank is told, what it receives, and the gradient of what it sent, for one of each row's square."""
     mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
     group = mesh.group("replicas")
-    told = exchange_counts(COUNTS[rank], group)
+    told = exchange_rows(COUNTS[rank], group)
     rows = torch.cat([rows_between(rank, target) for target in range(world)]).requires_grad_()
     between = Exchange(COUNTS[rank].tolist(), told.tolist(), group)
     received = between.end(between.begin(rows))
@@ -63,7 +63,7 @@ def test_one_rank_keeps_its_rows() -> None:
     assert torch.equal(received, rows)
     assert rows.grad is not None
     assert torch.equal(rows.grad, torch.ones(4, 2))
-    assert exchange_counts(torch.tensor([4]), None).tolist() == [4]
+    assert exchange_rows(torch.tensor([4]), None).tolist() == [4]
 
 
 class _Noted(torch.autograd.Function):

@@ -15,7 +15,7 @@ from pangu.data.sources import open_sources
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 from pangu.training.step import Trainer
 from pangu.zero.gradients import start_sum
@@ -67,7 +67,7 @@ def test_a_sum_over_copies_waits_for_its_reduction_beside_the_computation() -> N
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(2**31)
-            scattered = start_reduce_scatter(part, whole, shard, Algorithms("own", "own"))
+            scattered = start_reduce_scatter(part, whole, shard)
         summed = start_sum(part, scattered, copies, CopyStream(device))
         torch.cuda.current_stream().record_event().synchronize()
         assert isinstance(summed, dist.Work)

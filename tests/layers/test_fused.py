@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from pangu.layers import fp8, fused, loss_operators, vocab_parallel_loss
+from pangu.layers import fp8, fused, vocab_parallel_loss
 from pangu.layers.builder import Builder
 from pangu.layers.loss import Head
 from pangu.layers.loss_rows import row_statistics
@@ -71,15 +71,15 @@ def test_any_number_of_scored_tokens_shares_a_kernel() -> None:
     operator = fused.fused(
         "statistics_of_a_test(Tensor logits, Tensor labels, int start, int width) -> Tensor",
         row_statistics,
-        loss_operators._like_statistics,
-        on_cpu=compiled(loss_operators._statistics),
+        vocab_parallel_loss._like_statistics,
+        on_cpu=compiled(vocab_parallel_loss._statistics),
     )
     head = Head(Builder(PlacementTable()), 37, None)
     hidden, table, labels = torch.randn(16, 2, 8), torch.randn(37, 8), torch.randint(37, (2, 16))
     expected = F.cross_entropy((hidden @ table.t()).flatten(0, 1), labels.t().flatten(), reduction="none")
     with (
         patch.object(fused, "has_triton", lambda: True),
-        patch.object(vocab_parallel_loss, "_row_functions", lambda device: (operator, None)),
+        patch.object(vocab_parallel_loss, "loss_statistics", operator),
         torch.no_grad(),
     ):
         for count in range(2, 16):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pangu.collectives.regions import TensorRegion
-from pangu.layers import loss, loss_operators, loss_rows
+from pangu.layers import loss, loss_rows, vocab_parallel_loss
 from pangu.layers.builder import Builder
 from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 from pangu.topology.placement import PlacementTable
@@ -33,8 +33,8 @@ def whole(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_statistics_and_gradients_of_shares_make_up_the_whole(dtype: torch.dtype, compiled: bool) -> None:
-    statistics = loss_operators._statistics if compiled else loss_rows.row_statistics
-    gradient = loss_operators._gradient if compiled else loss_rows.overwrite_with_gradient
+    statistics = vocab_parallel_loss._statistics if compiled else loss_rows.row_statistics
+    gradient = vocab_parallel_loss._gradient if compiled else loss_rows.overwrite_with_gradient
     logits, labels, grad = whole(dtype)
     exact = logits.double().clone().requires_grad_()
     expected = F.cross_entropy(exact, labels, reduction="none")

@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 from pangu.topology import mesh
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Algorithms
 from pangu.training import step
 from tests.covering import Case, Rule
 from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
@@ -293,9 +292,8 @@ def name_of(case: Case) -> str:
 def ways_of(case: Case) -> Iterator[None]:
     """On all ranks, lets collectives do what they do on gloo, or not, and products of layers add to the buffers of
     gradients, or not."""
-    way = "exchange" if case["exchange"] == "true" else "own"
     with (
-        patch.object(mesh, "Algorithms", lambda: Algorithms(way, way)),
+        patch.object(mesh, "exchanges", lambda device: case["exchange"] == "true"),
         patch.object(step, "layer_products_add", lambda device: case["products"] == "true"),
     ):
         yield

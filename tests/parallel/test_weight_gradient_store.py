@@ -119,7 +119,7 @@ def test_every_parameter_counts_once(tied: str, chunk: str) -> None:
     run.backward(0)  # not held: as usual
     sent: list[tuple[Tensor, Tensor]] = []
 
-    def send(grad: Tensor, group: object, ways: object) -> None:
+    def send(grad: Tensor, group: object) -> None:
         sent.append((grad, grad.clone()))
 
     with patch.object(gradients, "start_ordered_all_reduce", send):
@@ -145,7 +145,7 @@ def test_a_unit_goes_when_its_products_are_added(tied: str, chunk: str) -> None:
         matrices.add(total.data_ptr())
         torch.addmm(total, left, right, beta=0 if begins else 1, out=total)
 
-    def send(grad: Tensor, group: object, ways: object) -> None:
+    def send(grad: Tensor, group: object) -> None:
         sent.append((grad, grad.clone()))
 
     for store in (None, WeightGradientStore()):

@@ -1,5 +1,5 @@
-"""`auto` takes the fastest of the ways that are exact, on all ranks alike, and a resumed run keeps it. Nothing here is
-really timed: a table says how long everything takes."""
+"""`auto` takes the fastest kernel, on all ranks alike, and a resumed run keeps it. Nothing here is really timed: a
+table says how long everything takes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pangu.checkpoint.index import read_index
-from pangu.collectives.algorithms import RepeatedCollective
-from pangu.collectives.reduce import start_reduce_scatter
 from pangu.common.errors import LocalError, UserError
 from pangu.interop.loading import load_model
-from pangu.layers import fp8, fp32_matmul
-from pangu.layers.fp32_matmul import MatmulShape, matmul_precisions
+from pangu.layers import fp8
 from pangu.layers.kernel_choice import AttentionShape
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer
 from pangu.models import compiled
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Algorithms, Mesh
-from pangu.topology.recorder import AxisGroup
+from pangu.topology.mesh import Mesh
 from pangu.training import autotune
 from pangu.training import run as running
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
@@ -40,19 +35,17 @@ from tests.spawn import Pool
 
 CPU = torch.device("cpu")
 ONE = Mesh(Layout(), 0, CPU)
-SDPA_SLOW = {"medium": 1.0, "highest": 2.0, ("sdpa", "medium"): 9.0, "sdpa": 3.0, "reference": 4.0}
-"""Products are faster by `medium`, which slows `sdpa` down by more."""
 
 
 def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer:
-    """A timer that looks a way up by its whole name, or by its first word; what is not there takes for ever."""
+    """A timer that looks a way up by its name, or by a word of it; what is not there takes for ever."""
 
     def look_up(name: Any) -> float:
-        words = (name, *name[:1]) if isinstance(name, tuple) else (name,)
+        words = name if isinstance(name, tuple) else (name,)
         return next((seconds[word] for word in words if word in seconds), 1e6)
 
     def timer(
-        candidates: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
+        candidates: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float
     ) -> dict[Any, float]:
         if asked is not None:
             asked.extend(candidates)
@@ -61,25 +54,27 @@ def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer
     return timer
 
 
+def two_kernels(*_: object) -> list[str]:
+    """Kernels to choose from, as an accelerator has them."""
+    return ["sdpa", "reference"]
+
+
 @pytest.fixture
-def two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if both ways to fp32 products were exact, whatever processor this is."""
-    monkeypatch.setattr(fp32_matmul, "_error_of_medium", lambda matmul: 0.0)
+def choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "kernels_of", two_kernels)
 
 
-@pytest.mark.usefixtures("two_ways")
-def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFixture) -> None:
-    """Products alone would say `medium`; with the only kernels that are fast then a micro-batch takes longer."""
+@pytest.mark.usefixtures("choice")
+def test_the_fastest_kernel_is_taken_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with_sdpa = choose(tiny("model.layers=1"), ONE, timer=table(SDPA_SLOW | {("reference", "medium"): 90.0}))
-    assert (with_sdpa.attention, with_sdpa.products) == ("sdpa", "highest")
-    explicit = choose(tiny("model.layers=1"), ONE, timer=table(SDPA_SLOW | {("reference", "medium"): 0.5}))
-    assert (explicit.attention, explicit.products) == ("reference", "medium")
-    assert with_sdpa.milliseconds["attention"]["sdpa"] == pytest.approx(3000)
-    lines = [record.getMessage() for record in caplog.records]
-    timed = "ms of a micro-batch on one thread"
-    assert lines[0].startswith(f"attention    sdpa (model.attention=auto; {timed}: sdpa 3e+03, ")
-    assert lines[1].startswith(f"products     highest (precision.fp32_matmul=auto; {timed}: highest ")
+    run = tiny("model.layers=1", "precision.fp32_matmul=highest")
+    assert choose(run, ONE, timer=table({"sdpa": 4.0, "reference": 3.0})).attention == "reference"
+    found = choose(run, ONE, timer=table({"sdpa": 3.0, "reference": 4.0}))
+    assert (found.attention, found.products) == ("sdpa", "highest")
+    assert found.milliseconds["attention"]["sdpa"] == pytest.approx(3000)
+    lines = [record.getMessage() for record in caplog.records][-2:]
+    assert lines[0] == "attention    sdpa (model.attention=auto; ms of a micro-batch: sdpa 3e+03, reference 4e+03)"
+    assert lines[1] == "products     highest (precision.fp32_matmul=highest)"
 
 
 def test_layers_whose_compilation_needs_too_much_memory_are_not_compiled(
@@ -118,8 +113,8 @@ def test_layers_are_compiled_where_that_is_faster(
 
     with patch.object(fp8, "product", side_effect=fp8.product) as product:
         choose(tiny(*words, "precision=bf16", "precision.matmul=fp8"), ONE, timer=once_each)
-    # forward and both gradients of four matrices: without, and twice with, which compiles at first
-    assert product.call_count == 3 * 4 * (1 + 2)
+    # forward and both gradients of four matrices, twice without and with, which compiles at first
+    assert product.call_count == 3 * 4 * (2 + 2)
 
     def broken(*arguments: object) -> None:
         raise RuntimeError("no room for C++")
@@ -129,26 +124,18 @@ def test_layers_are_compiled_where_that_is_faster(
     assert "a layer cannot be compiled" in caplog.text
 
 
-def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32_matmul, "_error_of_medium", lambda matmul: 1e-2)
-    asked: list[Any] = []
-    assert choose(tiny(), ONE, timer=table({"medium": 1e-6, "sdpa": 1.0}, asked)).products == "highest"
-    assert asked
-    assert not any("medium" in way for way in asked)
-
-
-@pytest.mark.usefixtures("two_ways")
 def test_what_is_asked_for_is_taken_and_what_leaves_no_choice_is_not_timed() -> None:
     asked: list[Any] = []
-    keys = ("model.attention=reference", "precision.fp32_matmul=highest")
+    keys = ("model.attention=reference", "precision.fp32_matmul=high")
     found = choose(tiny(*keys), ONE, timer=table({}, asked))
-    assert (found.attention, found.products, found.milliseconds, asked) == ("reference", "highest", {}, [])
-    drops = choose(
-        tiny("model.attention_dropout=0.1"), ONE, timer=table({"reference": 0.0, "medium": 1.0, "highest": 2.0})
-    )
-    assert (drops.attention, drops.products) == ("reference", "medium")
+    assert (found.attention, found.products, found.milliseconds) == ("reference", "high", {})
+    highest = "precision.fp32_matmul=highest"
+    assert choose(tiny(highest, "model.attention_dropout=0.1"), ONE, timer=table({}, asked)).attention == "reference"
+    assert choose(tiny(highest), ONE, timer=table({}, asked)).attention == "sdpa"
+    assert asked == []
 
 
+@pytest.mark.usefixtures("choice")
 def test_a_kernel_that_fails_here_is_left_out(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +149,7 @@ def test_a_kernel_that_fails_here_is_left_out(
     asked: list[Any] = []
     found = choose(tiny("precision.fp32_matmul=highest"), ONE, timer=table({"reference": 9.0}, asked))
     assert (found.attention, set(found.milliseconds["attention"])) == ("reference", {"reference"})
-    assert asked == [("reference", "highest")]
+    assert asked == ["reference"]
     assert "attention    sdpa cannot run here: no available kernel" in [r.getMessage() for r in caplog.records]
 
 
@@ -177,7 +164,7 @@ def test_with_dropout_the_fastest_of_those_that_drop_the_same(monkeypatch: pytes
 
     monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton", "flex"])
     monkeypatch.setattr(autotune, "attention_trial", trial)
-    timer = table({"triton": 9.0, "flex": 1.0, "medium": 1.0, "highest": 1.0}, asked)
+    timer = table({"triton": 9.0, "flex": 1.0}, asked)
     first = choose(given, ONE, timer=timer)
     assert first.attention == "flex"
     assert set(drops) == {0.1}
@@ -188,10 +175,9 @@ def test_a_kernel_that_drops_others_in_every_layout_is_not_gone_on_with(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As `auto` took it before there was one that does not, and the log says how to keep it."""
-    given, timer = tiny("model.attention_dropout=0.1"), table({"medium": 1.0, "highest": 1.0})
+    given, timer = tiny("model.attention_dropout=0.1"), table({})
     monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton"])
     monkeypatch.setattr(autotune, "attention_trial", lambda *_: lambda: None)
-    monkeypatch.setattr(autotune, "matmul_precisions", lambda *_: ["highest"])
     before = asdict(choose(given, ONE, timer=timer))
     with caplog.at_level(logging.INFO, "pangu"):
         assert choose(given, ONE, before | {"attention": "flash"}, timer).attention == "triton"
@@ -212,7 +198,6 @@ def test_a_recorded_kernel_that_can_be_compiled_no_longer_leaves_the_others(
         return lambda: None
 
     given, timer = tiny("model.attention_dropout=0.1"), table({"triton": 2.0, "reference": 3.0, "flex": 1.0})
-    monkeypatch.setattr(autotune, "matmul_precisions", lambda *_: ["highest"])
     monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton", "flex", "reference"])
     monkeypatch.setattr(autotune, "attention_trial", lambda *_: lambda: None)
     recorded = choose(given, ONE, timer=timer)
@@ -248,6 +233,7 @@ def test_where_no_kernel_can_be_compiled_the_scores_are_computed(
     assert choose(named, ONE, timer=table({})).attention == "sdpa"
 
 
+@pytest.mark.usefixtures("choice")
 def test_explicit_scores_that_take_much_memory_are_no_candidate() -> None:
     asked: list[Any] = []
     for sequence in (16, 1024):
@@ -256,87 +242,48 @@ def test_explicit_scores_that_take_much_memory_are_no_candidate() -> None:
         asked.clear()
 
 
-def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any], list[str]]:
+def ranks_choose(rank: int, world: int, *overrides: str) -> dict[str, Any]:
     """Choices of one of two ranks, each of which finds another way the fastest."""
     given = config(*overrides)
     mesh = Mesh.connect(Layout(data=2, zero=1), CPU)
-    own: list[dict[Any, float]] = [
-        {"sdpa": 1.0, "flex": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
-        {"sdpa": 9.0, "flex": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
-    ]
-    group = mesh.group("gather")
-    assert group is not None
-    algorithms = RepeatedCollective("gather", group, 2, torch.float32).algorithms
-    return asdict(choose(given, mesh, timer=table(own[rank]))), algorithms
+    own: list[dict[Any, float]] = [{"sdpa": 1.0, "reference": 2.0}, {"sdpa": 9.0, "reference": 2.5}]
+    with patch.object(autotune, "kernels_of", two_kernels):
+        return asdict(choose(given, mesh, timer=table(own[rank])))
 
 
 def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
-    keys = ("model=pangu_quickstart", "data=synthetic", "precision.fp32_matmul=highest", "parallel.zero=1")
-    (first, ways), second = pool.run(2, ranks_choose, *keys)
-    assert (first, ways) == second
-    assert ways == ["exchange", "own"]
-    assert (first["attention"], first["gather"], first["scatter"]) == ("reference", "own", "own")
+    first, second = pool.run(2, ranks_choose, "model=pangu_quickstart", "data=synthetic", "parallel.zero=1")
+    assert first == second
+    assert first["attention"] == "reference"
 
 
-def both_ways(rank: int, world: int) -> tuple[list[str], bool]:
-    """Algorithms to scatter, and whether they give the same bits."""
-    assert dist.group.WORLD is not None
-    group = AxisGroup(dist.group.WORLD, "world")
-    whole = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
-    parts, ways = [], RepeatedCollective("scatter", group, len(whole), whole.dtype).algorithms
-    for way in ways:
-        parts.append(torch.empty(1000))
-        work = start_reduce_scatter(parts[-1], whole.clone(), group, Algorithms(scatter=way))
-        assert work is not None
-        work.wait()
-    return ways, all(torch.equal(part, parts[0]) for part in parts)
+HERE = Choices("reference", "highest", processor_name(CPU), "fp32", {"attention": {"reference": 7.0}})
 
 
-def test_ways_to_scatter_add_up_in_the_same_order(pool: Pool) -> None:
-    assert pool.run(2, both_ways) == [(["exchange", "own"], True)] * 2
-    assert pool.run(4, both_ways) == [(["exchange"], True)] * 4
-
-
-HERE = Choices(
-    "reference", "medium", "exchange", "exchange", processor_name(CPU), "fp32", {"attention": {"reference": 7.0}}
-)
-
-
-@pytest.mark.usefixtures("two_ways")
+@pytest.mark.usefixtures("choice")
 @pytest.mark.parametrize(
     ("recorded", "overrides", "expected", "says"),
     [
-        (asdict(HERE), (), ("reference", "medium"), "reference (model.attention=auto; kept from the checkpoint; ms"),
-        (
-            asdict(HERE),
-            ("model.attention=sdpa",),
-            ("sdpa", "medium"),
-            "sdpa (model.attention=sdpa)",
-        ),
-        (asdict(replace(HERE, device="another")), (), ("sdpa", "highest"), "chosen on 'another', 'fp32': timed again"),
-        (asdict(HERE), ("precision=bf16",), ("sdpa", "highest"), "timed again"),
-        (
-            asdict(replace(HERE, attention="blocked")),
-            (),
-            ("sdpa", "medium"),
-            "'blocked' is not available in this layout",
-        ),
-        (None, (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
-        ("hostile", (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
+        (asdict(HERE), (), "reference", "reference (model.attention=auto; kept from the checkpoint; ms"),
+        (asdict(replace(HERE, device="another")), (), "sdpa", "chosen on 'another', 'fp32': timed again"),
+        (asdict(HERE), ("precision=bf16",), "sdpa", "timed again"),
+        (asdict(replace(HERE, attention="blocked")), (), "sdpa", "'blocked' is not available in this layout"),
+        (None, (), "sdpa", "sdpa (model.attention=auto; ms"),
+        ("hostile", (), "sdpa", "sdpa (model.attention=auto; ms"),
         ({"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3}, (), None, "timed again"),
     ],
-    ids=["kept", "explicit", "device", "format", "impossible", "new", "hostile", "damaged"],
+    ids=["kept", "device", "format", "impossible", "new", "hostile", "damaged"],
 )
 def test_a_resumed_run_keeps_its_choices_where_it_can(
     recorded: object,
     overrides: tuple[str, ...],
-    expected: tuple[str, str] | None,
+    expected: str | None,
     says: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    found = choose(tiny("model.layers=1", *overrides), ONE, recorded, table({"sdpa": 1.0, "highest": 1.0}))
-    assert expected is None or (found.attention, found.products) == expected
+    found = choose(tiny("model.layers=1", *overrides), ONE, recorded, table({"sdpa": 1.0}))
+    assert expected is None or found.attention == expected
     assert says in caplog.text
     assert "\x1b" not in caplog.text
     if recorded == asdict(HERE) and not overrides:
@@ -359,9 +306,7 @@ def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None
 
 
 def test_the_trainer_computes_as_it_was_chosen() -> None:
-    trainer = Trainer(tiny(), ONE, choices=replace(HERE, gather="own", scatter="own"))
-    assert trainer.model.kernel.__name__ == "Reference"
-    assert trainer.mesh.algorithms == Algorithms("own", "own")
+    assert Trainer(tiny(), ONE, choices=HERE).model.kernel.__name__ == "Reference"
     assert Trainer(tiny(), ONE).model.kernel.__name__ == "Sdpa"
 
 
@@ -398,8 +343,23 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         choose(tiny("model.attention=flex", "model.hidden=64"), ONE)
 
 
-def test_really_timed_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The real timer, for what it returns: every candidate that this processor has gets a time."""
-    found = choose(tiny(), ONE)
-    assert set(found.milliseconds["attention"]) >= {"sdpa", "reference"}
-    assert found.products in matmul_precisions("auto", CPU, torch.float32, MatmulShape(128, 128, 128))
+def test_products_by_which_whole_layers_are_faster_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside compiled layers, of which each is timed by each."""
+    monkeypatch.setattr(autotune, "precisions", lambda *_: ["highest", "medium"])
+    assert choose(tiny(), ONE, timer=table({"highest": 2.0, "medium": 1.0})).products == "medium"
+    assert choose(tiny(), ONE, timer=table({"highest": 1.05, "medium": 1.0})).products == "highest"
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    times: dict[Any, float] = {("highest", "false"): 2.0, ("medium", "false"): 4.0, ("highest", "true"): 3.0}
+    found = choose(tiny("compile=auto"), ONE, timer=lambda ways, *_: {way: times.get(way, 1.0) for way in ways})
+    assert (found.products, found.compile) == ("medium", "true")
+    assert found.milliseconds["products"] == {"highest": 9000, "medium": 3000}
+    assert choose(tiny("train.deterministic=true"), ONE, timer=table({"medium": 1.0})).products == "highest"
+
+
+@pytest.mark.usefixtures("choice")
+def test_really_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real timer, for what it returns: every candidate gets a time."""
+    monkeypatch.setattr(autotune, "precisions", lambda *_: ["highest", "medium"])
+    found = choose(tiny(), ONE).milliseconds
+    assert set(found["attention"]) == {"sdpa", "reference"}
+    assert set(found["products"]) == {"highest", "medium"}

@@ -26,7 +26,7 @@ from pangu.planning.cost import StepTime
 from pangu.schedule.actions import Action, Kind
 from pangu.topology import copy_stream, recording
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup, Recorder
 from pangu.topology.recording import RecordedSpan, Recording, Tape, stop
 from pangu.training import loop
@@ -203,11 +203,10 @@ def test_waiting_for_a_late_rank_is_no_communication_and_hidden_communication_is
     assert 0 < max(each.hidden["replicas"] for each in (beside, beside_too)) < 0.9 * late_s
 
 
-OWN = Algorithms("own", "own")
 STARTS: dict[str, Callable[[torch.Tensor, AxisGroup], Any]] = {
     "all-reduce": start_all_reduce,
-    "all-gather": lambda read, group: start_all_gather(torch.empty(8), read, group, OWN),
-    "reduce-scatter": lambda read, group: start_reduce_scatter(torch.empty(2), read, group, OWN),
+    "all-gather": lambda read, group: start_all_gather(torch.empty(8), read, group),
+    "reduce-scatter": lambda read, group: start_reduce_scatter(torch.empty(2), read, group),
     "exchange of rows": lambda read, group: start_exchange(torch.empty(4), read, [4], [4], group),
     "round the ring": lambda read, group: _start_shift(torch.empty(4), read, 1, group),
 }
