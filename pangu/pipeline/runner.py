@@ -204,6 +204,7 @@ class Runner(Generic[M]):
     ) -> None:
         chunk, micro = _key(action)
         part, training = self.parts[chunk], torch.is_grad_enabled()
+        # hidden states of the chunk before: from another stage, or from this one (interleaved, V-shaped)
         received = None
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
@@ -229,6 +230,7 @@ class Runner(Generic[M]):
                 self._go_back(action)
             case Kind.BACKWARD_INPUT:
                 assert self.store is not None
+                # dgrad only: matmuls leave the wgrad of their weights in the store
                 with self.store.open(_key(action)):
                     self._go_back(action)
             case Kind.BACKWARD_WEIGHT:
@@ -245,6 +247,7 @@ class Runner(Generic[M]):
         if not self.parts[chunk].last:
             live.gradients += self._take("gradient", chunk, chunk + 1, micro)
         if live.root.requires_grad:  # False if all of it is frozen
+            # the root hands the received gradients to all outputs of the chunk at once
             live.root.backward()
         if live.received is not None:
             received = [tensor for tensor in live.received if tensor is not None]

@@ -50,7 +50,7 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
         yield f"over {axis}", "; ".join(words) + (f", {size(exposed)} exposed" if exposed else "")
     bound, flops = size(report["memory_bound_bytes"]), report["flops"]
     yield "step", f"{report['launches']:,} kernel launches, {bound} moved outside matmuls, {flops:.3g} FLOPs in matmuls"
-    yield "host waits", _places(report["host_syncs"], "read of a device value", "reads of device values")
+    yield "host waits", _places(report["host_syncs"], "host sync", "host syncs")
     yield "blocked by", _places(report["blocking_copies"], "copy", "copies")
     yield "races", _places(report["races"], "race", "races")
     if report["findings"]:

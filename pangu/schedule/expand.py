@@ -118,6 +118,7 @@ class Expansion:
         """Return the operations of a full step."""
         for action in actions:
             self.add(action)
+        # reductions that are still in flight after the last micro-batch
         self.reducing.finish_all()
         on_host = any("optimizer" in flat.sharding.offload for flat in self.parameters.flats)
         groups = [[flat] for flat in self.trained] if one_by_one and on_host else [self.trained]
@@ -137,11 +138,13 @@ class Expansion:
                 if module != regions.last or module not in backward:  # its backward pass follows directly
                     self.unsharding.end(module, self.unsharding.forward)
             return
+        # no gradient passes a lookup, so that lookups add theirs last
         order = [*backward, *(module for module in reversed(list(modules)) if module in regions.lookups)]
         order = [module for module in order if module in backward or self._adds(modules[module])]
         if action.kind is Kind.BACKWARD_WEIGHT:
             order = [module for module in order if self._postpones(module)]
         if action.reduce:
+            # a flat parameter is reduced when the last module that uses it has added its gradient
             users = Counter(flat for module in order for flat in modules[module])
             self.reducing.expect_counts(chunk, [users[flat] for flat in self.reducing.flat_parameters.get(chunk, [])])
         for module in order:

@@ -180,9 +180,11 @@ class Trainer:
             self.check.begin()
         self.doing = "counting target tokens"
         batches = [batch.cut(self.model.context).to(self.mesh.device) for batch in micro_batches]
+        # the divisor is known before the backward pass, so that gradients are plain sums over micro-batches and ranks
         num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
         self._per_token = 1.0 / all_reduce(num_targets, self.mesh.group("replicas")).clamp(min=1.0)
         scale = (self._per_token * self.loss_scale.scale).to(self.parameters.squares.dtype)
+        # masks are a function of (seed, step, sample): no generator has a state to save
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
         self.parameters.gradients.start_step()
         if self.balance is not None:
@@ -198,6 +200,7 @@ class Trainer:
                 self.check.stop()
             raise
         self.doing = "adding up gradients"
+        # the last reductions have overlapped the backward pass until here
         self.parameters.gradients.finish()
         self._loss = torch.stack(losses).double().sum() if losses else None
 
@@ -209,6 +212,7 @@ class Trainer:
         """
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = "adding up loss and norm"
+        # one collective for the norm, the loss and the flags of all ranks
         sums = self.parameters.norm_and_loss(self._loss, flags)
         if self.scales is not None:
             self.scales.start_update(self.mesh.group("world"))
@@ -218,10 +222,12 @@ class Trainer:
         numbers = torch.cat([torch.stack([sums[1] * self._per_token, norm, old_scale]), sums[2:]])
         if self.balance is not None:
             numbers = torch.cat([numbers, self.balance.finish_step(self.mesh.group("world"), overflow)])
+        # the host reads them while the next step computes
         on_host = host_memory(len(numbers), numbers.dtype, numbers.device).copy_(numbers, non_blocking=True)
         rate = learning_rate(self.config.lr_schedule, optimizer.lr, self.config.train.steps, self.step - self.skipped)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
+        # a save copies the weights that are about to change
         self.copied.precede()
         self.parameters.update(self.optimizer, norm, overflow, old_scale, optimizer.clip)
         if self.check is not None:

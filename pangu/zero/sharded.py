@@ -118,6 +118,7 @@ class ShardedParameters:
             divisor = torch.ones_like(divisor)
         scaling = overflow.float(), divisor.float()
         if on_device:
+            # the fused kernels decide on the device whether the step is skipped
             optimizer.found_inf, optimizer.grad_scale = scaling  # type: ignore[attr-defined]
         if "optimizer" not in self.offload:
             optimizer.step()
@@ -140,6 +141,7 @@ class ShardedParameters:
             arrivals.append(self._stream.record())
         for flats, arrival in zip(groups, arrivals, strict=True):
             if arrival is not None:
+                # the host works on the gradients itself, the only host sync of a step
                 arrival.synchronize()
             for flat in flats:
                 flat.lend_gradients(True)
