@@ -183,6 +183,9 @@ class ThreadGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, source: Tensor, out_sizes: Any = None, in_sizes: Any = None, opts: Any = None
     ) -> _Meeting:
+        assert output.is_contiguous(), "gloo fills memory in order, and NCCL refuses others"
+        assert source.is_contiguous()
+
         def work(data: list[tuple[list[Tensor], list[Tensor]]]) -> None:
             sources = [[part.clone() for part in parts] for _, parts in data]
             for at, (outs, _) in enumerate(data):

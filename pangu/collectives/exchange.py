@@ -32,7 +32,7 @@ class ExpertRegion(ExpertRank):
 
 def exchange_rows(rows: Tensor, group: AxisGroup | None) -> Tensor:
     """Send row i of `rows` [ranks, ...] to rank i, and return the rows that the ranks sent here."""
-    received = torch.empty_like(rows)
+    received = torch.empty_like(rows, memory_format=torch.contiguous_format)
     one_each = [1] * len(rows)
     start_exchange(received, rows, one_each, one_each, group).wait()
     return received

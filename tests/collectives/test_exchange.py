@@ -51,6 +51,20 @@ def test_rows_go_where_they_are_for_and_gradients_come_back(pool: Pool) -> None:
     check(pool.run(3, send_all))
 
 
+def transposed(rank: int, world: int) -> Tensor:
+    """What a rank receives of rows that are a view with other strides, [ranks, 3, 2] in memory as [3, ranks, 2]."""
+    rows = (100 * rank + torch.arange(3 * world * 2)).view(3, world, 2).movedim(1, 0)
+    return exchange_rows(rows, Mesh.connect(Layout(data=world), torch.device("cpu")).group("replicas"))
+
+
+def test_rows_may_be_views(pool: Pool) -> None:
+    """gloo fills memory in order, and NCCL takes contiguous tensors only."""
+    sent = torch.arange(12).view(3, 2, 2).movedim(1, 0)
+    for rank, received in enumerate(pool.run(2, transposed)):
+        assert received.is_contiguous()
+        assert torch.equal(received, torch.stack([sent[rank], 100 + sent[rank]]))
+
+
 def test_ranks_that_are_threads_exchange_alike(ranks: Ranks) -> None:
     check(ranks.run(3, send_all))
 
