@@ -75,9 +75,7 @@ def attention_kernels(
 
 def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
     """Return the kernels that a run chooses from."""
-    context = None
-    if config.parallel.context > 1:
-        context = context_kind(config)
+    context = context_kind(config) if config.parallel.context > 1 else None
     documents, ordered = config.data.packing.reset_mask, config.train.deterministic
     kernels = attention_kernels(config.model, config.precision.compute, device, documents, context, ordered)
     return kernels[:1] if device.type == "cpu" else kernels

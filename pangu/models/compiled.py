@@ -64,6 +64,8 @@ class CompiledBlocks:
         self._heads = model.config.heads
         self._last: tuple[DropoutKeys, TensorKeys] | None = None
         """Keys of the last micro-batch."""
+        self._bias = [] if model.position_bias is None else list(model.position_bias.parameters())
+        """Learned bias of all layers, which the kernel of a micro-batch holds."""
         for block in model.layers.values():
             assert isinstance(block, Block)
             if not isinstance(block.mlp, FeedForward):
@@ -92,7 +94,8 @@ class CompiledBlocks:
             keys = self._shared(keys, dropouts[0].region).at(dropouts)
         if isinstance(bounds := vars(kernel).get("bounds"), Tensor):
             torch._dynamo.maybe_mark_dynamic(bounds, 0)  # as many as the micro-batch has documents
-        trains = any(tensor.requires_grad for tensor in (below.hidden, *block.parameters()))
+        inputs = (below.hidden, queries, *self._bias, *block.parameters())
+        trains = any(one is not None and one.requires_grad for one in inputs)
         try:
             with torch.set_grad_enabled(trains):  # torch recomputes no dropout in a graph without a backward pass
                 return self._compute(block, below, replace(context, keys=keys, saved=GraphTensors()), queries, on)

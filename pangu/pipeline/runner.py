@@ -120,9 +120,7 @@ class Runner(Generic[M]):
     ) -> Runner[M]:
         """Return the runner of this rank's stage, with the channels of a schedule and further `fields`."""
         name = f"{mesh.name}, stage {mesh.at.pipeline}"
-        channels = None
-        if mesh.layout.pipeline > 1:
-            channels = Channels(mesh, schedule.channels)
+        channels = Channels(mesh, schedule.channels) if mesh.layout.pipeline > 1 else None
         region = TensorRegion.of(mesh) if region is None else region
         return cls(model, parts, mesh.at.pipeline, name, channels, dtype, region, recorder=mesh.recorder, **fields)
 

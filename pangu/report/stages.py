@@ -36,11 +36,8 @@ class StageView:
 def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[StageView]:
     """Return the stages of the pipeline from the model and schedule of a run, without a dry run."""
     idle, held = simulate(stages.schedule, stages.durations).stage_bubbles, stages.schedule.peak_live()
-    message, wide, rank = (
-        sum(message_bytes(config)),
-        Formats.of(config).sums,
-        TensorRank(0, layout.tensor, layout.sequence),
-    )
+    message, wide = sum(message_bytes(config)), Formats.of(config).sums
+    rank = TensorRank(0, layout.tensor, layout.sequence)
     views = []
     for stage, actions in enumerate(stages.schedule.actions):
         parts = list(stages.of(stage).values())

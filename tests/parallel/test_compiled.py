@@ -152,6 +152,25 @@ def test_layers_without_gradients_are_not_recomputed() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        ("position_bias", ("model.kind=gpt", "model.positions=relative")),
+        ("query_embedding", ("model.kind=pangu",)),
+    ],
+)
+def test_a_frozen_layer_passes_gradients_to_its_other_inputs(trained: str, words: tuple[str, ...]) -> None:
+    """To tables outside the layers, whose values do not come with the hidden states."""
+    keys = (*OVERRIDES, *words, "train.frozen=[embedding.*,layers.*,*_norm.*]")
+    plain = gradients(*keys)
+    with patch.object(compiled, "BACKEND", "eager"):
+        found = gradients(*keys, "compile=true")
+    (name,) = plain
+    assert name == f"{trained}.weight"
+    assert plain[name].any()
+    torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-14)
+
+
 def test_where_nothing_can_be_compiled_a_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder, exc
 
