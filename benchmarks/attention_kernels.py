@@ -103,10 +103,12 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--head-sizes", type=int, nargs="+", default=HEAD_SIZES)
     arguments = parser.parse_args()
     rows = []
-    for capability in CAPABILITIES:
-        for size in HEAD_SIZES:
+    for capability in arguments.capabilities:
+        for size in arguments.head_sizes:
             kernels = zip(KERNELS, compiled(capability, size), tiles_of(size, capability < 90), strict=True)
             for name, kernel, tiles in kernels:
                 row = {"capability": capability, "head_size": size, "kernel": name, **tiles._asdict()}
