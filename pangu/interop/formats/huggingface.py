@@ -22,7 +22,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-from pangu.interop.formats.huggingface_config import kind_in, kind_of, read_model, write_model
+from pangu.interop.formats.huggingface_config import ModelType, kind_in, kind_of, read_model, write_model
 from pangu.interop.formats.pickles import load_pickle
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table
 from pangu.layers.rotary import rotary_frequencies
@@ -33,10 +33,10 @@ SHARD_BYTES = 5 * 10**9
 """Largest size of a weight file in bytes, unless one tensor is larger."""
 
 
-def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """Return the tensors of a model. Raises ConfigError if transformers has no such model."""
+def table(model: ModelConfig, tensor: int, kind: ModelType | None = None) -> list[Stored]:
+    """Return the tensors of a model in files of `kind`, by default its own. Raises ConfigError if there is none."""
     # PanGu-α's files keep their padding; transformers would not load any other file with more rows than words
-    return make_table(model, kind_of(model).name, spare=PANGU_PADDING if model.kind == "pangu" else 0)
+    return make_table(model, kind_of(model, kind).name, spare=PANGU_PADDING if model.kind == "pangu" else 0)
 
 
 class HuggingFaceSource(WeightSource):
@@ -54,8 +54,9 @@ class HuggingFaceSource(WeightSource):
             raise UserError(
                 f"{path / 'adapter_config.json'}: transformers would add this adapter to the weights; merge it"
             )
+        self._kind = kind_in(config, path)
         # the prefix of all names but the head's, which some files omit
-        trunk = kind_in(config, path).tensors["layer"].partition(".")[0] + "."
+        trunk = self._kind.tensors["layer"].partition(".")[0] + "."
         self._places: dict[str, tuple[Path, str, Tensor]] = {}
         """File, name in it and meta tensor, by full name of the tensor."""
         for file in _weight_files(path):
@@ -86,7 +87,7 @@ class HuggingFaceSource(WeightSource):
     def table(self, model: ModelConfig) -> list[Stored]:
         """Return the tensors of a model in this format."""
         # how experts will be balanced in training is not the files' matter
-        return table(replace(model, router=replace(model.router, balance="none")), 1)
+        return table(replace(model, router=replace(model.router, balance="none")), 1, self._kind)
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
         """Return the tensors; omitted ones, which the configuration implies, must equal the implied value."""

@@ -48,9 +48,11 @@ def kinds() -> dict[str, ModelType]:
     return {name: ModelType(name, **values) for name, values in load_table("model_types").items() if "keys" in values}
 
 
-def kind_of(model: ModelConfig) -> ModelType:
-    """Return the type of a model. Raises ConfigError if none can express it."""
-    if model.kind == "pangu" or model.norm == "layernorm":
+def kind_of(model: ModelConfig, kind: ModelType | None = None) -> ModelType:
+    """Return the type of a model, or `kind` if it is given. Raises ConfigError if it cannot express the model."""
+    if kind is not None:
+        name = kind.name
+    elif model.kind == "pangu" or model.norm == "layernorm":
         name = "gpt_pangu" if model.kind == "pangu" else "gpt2"
     elif model.experts is not None:
         name = "qwen3_moe" if model.qk_norm else "mixtral"
