@@ -84,7 +84,7 @@ class Counts:
 
 
 class Conversation(NamedTuple):
-    """EncodedChunk conversation that fits into a sample."""
+    """Encoded conversation that fits into a sample."""
 
     ids: NDArray[np.int32]
     counted: NDArray[np.uint8]
@@ -94,7 +94,7 @@ class Conversation(NamedTuple):
 
 @dataclass
 class EncodedChunk:
-    """EncodedChunk conversations of a chunk, returned by a worker."""
+    """Encoded conversations of a chunk, returned by a worker."""
 
     conversations: list[Conversation] = field(default_factory=list)
     too_long: int = 0

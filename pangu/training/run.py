@@ -259,10 +259,10 @@ def _describe_folder(
         keep_tokenizer(output, tokenizer)
     if config.checkpoint.init_from is not None:
         keep_generation(output, Path(config.checkpoint.init_from))
-    if corpora is not None and isinstance(config.data, InstructionsData):
-        keep_template(output, corpora.portable_template(config.data))
-    else:
+    if not isinstance(config.data, InstructionsData):
         keep_template(output, None)
+    elif corpora is not None:
+        keep_template(output, corpora.portable_template(config.data))
 
 
 def _sources(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pangu.checkpoint.run_folder import CHAT_TEMPLATE
 from pangu.prepare import corpora
 from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.training.run import run
@@ -70,6 +71,14 @@ def test_defaults_that_are_written_out_are_no_difference(
     train(trained, tmp_path / "other", 1, *DEFAULTS, "model.activation=gelu")
     text = "".join(capsys.readouterr())
     assert text.count("were trained with") == text.count("were trained with gelu_tanh") == 1
+
+
+def test_a_run_that_prepares_nothing_keeps_the_chat_template(trained: Path, tmp_path: Path) -> None:
+    train(trained, tmp_path / "run", 1, "checkpoint.every=1")
+    template = (tmp_path / "run" / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    run(composed(*words_of(trained, tmp_path / "run", 2, "checkpoint.every=1")))
+    assert len(metrics(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / CHAT_TEMPLATE).read_text(encoding="utf-8") == template
 
 
 def test_a_checkpoint_learns_to_answer(trained: Path, tmp_path: Path) -> None:
