@@ -107,8 +107,8 @@ class ShardedParameters:
         """
         if clip is not None:  # Pascanu et al. 2013, Algorithm 1
             divisor = divisor * ((norm + 1e-6) / clip).clamp(min=1.0)
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False) and updates_at_once(norm.device)
-        on_device = isinstance(optimizer, Lamb) or is_fused
+        at_once = all(updates_at_once(flat.main.device) for flat in self.trained)
+        on_device = isinstance(optimizer, Lamb) or (at_once and getattr(optimizer, "_step_supports_amp_scaling", False))
         if not on_device and overflow:
             return
         if not on_device or self.squares.dtype == torch.float64:

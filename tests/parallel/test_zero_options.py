@@ -49,6 +49,21 @@ def test_what_lies_on_the_host_changes_no_bit(ranks: Ranks, layout: Layout, prec
     same_bits(away, here)
 
 
+def test_an_update_on_the_host_is_fused_whatever_the_device_of_gradients() -> None:
+    """As for an Ascend device, whose own fused AdamW cannot skip a step."""
+    trainer, _ = small_trainer(Layout(), *MODEL, "memory.offload=[optimizer]")
+    parameters, optimizer, steps = trainer.parameters, trainer.optimizer, []
+    for flat in parameters.trained:
+        flat.grad.fill_(torch.inf)
+    before = [flat.main.clone() for flat in parameters.trained]
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    norm = torch.empty((), device="meta")  # has no value for the host to read
+    parameters.update(optimizer, norm, torch.tensor(True), torch.ones(()), clip=None)
+    assert len(steps) == len(parameters.trained) > 1
+    for flat, main in zip(parameters.trained, before, strict=True):
+        assert torch.equal(flat.main, main)
+
+
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
 def test_every_unit_is_released(ranks: Ranks, kind: str, frozen: str) -> None:
