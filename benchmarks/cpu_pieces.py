@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -40,9 +40,12 @@ def plain_exchange() -> AbstractContextManager[Any]:
 
 def plain_dropout() -> AbstractContextManager[Any]:
     """Masks of whole tensors at a time."""
-    from pangu.layers import dropout_masks
+    from pangu.layers import attention_blocks, dropout_masks
 
-    return patch.object(dropout_masks, "dropout", dropout_masks.drop)
+    stack = ExitStack()
+    for owner in (attention_blocks, dropout_masks):
+        stack.enter_context(patch.object(owner, "dropout", dropout_masks.drop))
+    return stack
 
 
 def explicit_blocks() -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocu
         counted = np.memmap(path, np.uint8, "r")
     documents = PackedDocuments(packing, vocab, ids, counted)
     if len(counted) != len(documents.reader.tokens):
-        raise UserError(f"{path}: damaged; remove {path.parent}, and the next run prepares it again")
+        raise UserError(f"{path}: damaged; remove {path.parent}, and pretrain.py prepares it again")
     return documents
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Stream(Protocol):
         return
 
 
-class Dataset:
+class Dataset(ABC):
     """Repeatable part of a stream, whose samples are accessed by epoch and place in the epoch.
 
     With `shuffle` each epoch has a different permutation of the samples; without it they stay in order.
@@ -64,13 +65,13 @@ class Dataset:
         """Prepare dataset `number` of a stream, which has `num_samples` per epoch."""
         self.num_samples, self._seed, self._shuffle, self._number = num_samples, seed, shuffle, number
 
+    @abstractmethod
     def sample(self, epoch: int, place: int) -> Sample:
         """Return a sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def origin(self, epoch: int, place: int) -> str:
         """Return a description of where a sample comes from."""
-        raise NotImplementedError
 
     def padding(self, epoch: int, place: int) -> int:
         """Return the number of padding tokens in a sample."""

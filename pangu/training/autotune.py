@@ -151,16 +151,16 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
     same = previous.get("device") == device and previous.get("compute") == compute
     recalled = []
     for key, names in candidates.items():
-        if len(names) == 1 or key not in previous:
+        if key not in previous or names == [previous[key]]:
             continue
         if same and previous.get(key) in names:
             candidates[key] = [previous[key]]
             recalled.append(key)
         elif same:
-            log.info("%-12s the checkpoint's %r is not available in this layout: timed again", key, previous.get(key))
+            log.info("%-12s the checkpoint's %r is not available in this run: chosen again", key, previous.get(key))
         else:
             where = f"{previous.get('device')!r}, {previous.get('compute')!r}"
-            log.info("%-12s the checkpoint's %r was chosen on %s: timed again", key, previous.get(key), where)
+            log.info("%-12s the checkpoint's %r was chosen on %s: chosen again", key, previous.get(key), where)
     return recalled
 
 

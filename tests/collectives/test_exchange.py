@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pangu.collectives import exchange
 from pangu.collectives.exchange import Exchange, exchange_rows
+from pangu.collectives.reduce import start_all_gather, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.spawn import Pool
@@ -63,6 +65,26 @@ def test_rows_may_be_views(pool: Pool) -> None:
     for rank, received in enumerate(pool.run(2, transposed)):
         assert received.is_contiguous()
         assert torch.equal(received, torch.stack([sent[rank], 100 + sent[rank]]))
+
+
+def summed(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """What an ordered all-reduce of numbers of all magnitudes gives, and a reduce-scatter whose parts are gathered."""
+    group = Mesh.connect(Layout(data=world), torch.device("cpu")).group("replicas")
+    numbers = torch.randn(6 * world, generator=torch.Generator().manual_seed(rank)).exp() ** 5
+    part, gathered = torch.empty(6), torch.empty(6 * world)
+    start_reduce_scatter(part, numbers, group).wait()
+    start_all_gather(gathered, part, group).wait()
+    start_ordered_all_reduce(numbers, group).wait()
+    return numbers, gathered
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_ordered_all_reduce_has_the_sums_of_a_reduce_scatter(pool: Pool, world: int) -> None:
+    """Bit for bit, and in rank order."""
+    parts = [torch.randn(6 * world, generator=torch.Generator().manual_seed(rank)).exp() ** 5 for rank in range(world)]
+    for numbers, gathered in pool.run(world, summed):
+        assert torch.equal(numbers, gathered)
+        assert torch.equal(numbers, functools.reduce(torch.add, parts))
 
 
 def test_ranks_that_are_threads_exchange_alike(ranks: Ranks) -> None:

@@ -265,12 +265,17 @@ HERE = Choices("reference", "highest", processor_name(CPU), "fp32", {"attention"
     ("recorded", "overrides", "expected", "says"),
     [
         (asdict(HERE), (), "reference", "reference (model.attention=auto; kept from the checkpoint; ms"),
-        (asdict(replace(HERE, device="another")), (), "sdpa", "chosen on 'another', 'fp32': timed again"),
-        (asdict(HERE), ("precision=bf16",), "sdpa", "timed again"),
-        (asdict(replace(HERE, attention="blocked")), (), "sdpa", "'blocked' is not available in this layout"),
+        (asdict(replace(HERE, device="another")), (), "sdpa", "chosen on 'another', 'fp32': chosen again"),
+        (asdict(HERE), ("precision=bf16",), "sdpa", "chosen again"),
+        (asdict(replace(HERE, attention="blocked")), (), "sdpa", "'blocked' is not available in this run"),
         (None, (), "sdpa", "sdpa (model.attention=auto; ms"),
         ("hostile", (), "sdpa", "sdpa (model.attention=auto; ms"),
-        ({"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3}, (), None, "timed again"),
+        (
+            {"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3},
+            (),
+            None,
+            "chosen again",
+        ),
     ],
     ids=["kept", "device", "format", "impossible", "new", "hostile", "damaged"],
 )
