@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pangu.dryrun.device import FakeDevice
+from pangu.dryrun.device import FakeDevice, StreamEntry
 from pangu.dryrun.memory import HOST, OWNED, Clock, LiveStorage, Memory, RaceDetector, Stream
 from pangu.dryrun.operators import COLLECTIVES, causal_share, count_flops, moved_bytes, operator_of, size_of, tensors_in
 from pangu.schedule.spans import Axis, Collective, Matmul, Work, matmuls_of
@@ -123,8 +123,8 @@ class Audit(TorchDispatchMode):
             return result
 
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
-        for owner in (torch.accelerator, torch.cuda):
-            self._patches.enter_context(patch.object(owner, "synchronize", lambda *args: self._waited("the device")))
+        for name in ("torch.accelerator.synchronize", "torch.cuda.synchronize"):
+            self._patches.enter_context(patch(name, lambda device=None: self.detector.follow([StreamEntry(3, 0, 0)])))
         super().__enter__()
         return self
 
@@ -135,6 +135,7 @@ class Audit(TorchDispatchMode):
 
     def enter(self, action: Any) -> None:
         """Start to count for an action of the schedule, or for none."""
+        self.detector.clock(HOST)  # the log may hold waits of the action before
         self.action, self.counts = action, self.by_action[action]
         self.memory.high = self.memory.total
 

@@ -123,9 +123,8 @@ def dry_run(
             audit.memory.restart()
             carry_out(audit, trainer, micro_batches(config, layout))
             if step and audit.memory.peak > most + SEGMENT:
-                audit.findings[
-                    f"step {step + 1} needs more memory than the steps before: the allocator waits for it"
-                ] += 1
+                finding = f"step {step + 1} needs more memory than the steps before: the allocator waits for it"
+                audit.findings[finding] += 1
             most = max(most, audit.memory.peak)
         return report_of(audit, trainer.mesh, total, _repeated(stages.schedule), lasting)
 

@@ -23,6 +23,7 @@ x.copy_(host, non_blocking=True) | host.to(d) | host.cuda() | torch.tensor(3.0, 
 torch.tensor([1.0, 2.0], device=d) | x.new_tensor([1.0])
 torch.as_tensor([1.0], device=d) | x[[0, 1]] | x[index] | x.__setitem__(0, 1.0)
 event.synchronize() | torch.Stream(d).synchronize() | torch.accelerator.synchronize() | torch.cuda.synchronize()
+torch.cuda.synchronize(device=d)
 """
 QUEUED = """
 x + 2.0 | x + torch.tensor(2.0) | x.fill_(2.0) | torch.full((3,), 2.0, device=d) | torch.scalar_tensor(3.0, device=d)
