@@ -27,14 +27,19 @@ from pangu.layers import dropping_attention
 from pangu.layers.dropping_attention import tiles_of
 
 KERNELS = ("attend", "query_gradients", "key_gradients")
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 HEAD_SIZES = (64, 80, 128, 256)
 """Of the presets of 350M, 2.6B, and 13B and 200B; the largest one."""
 
 
+def uses_small_tiles(capability: int) -> bool:
+    """Return whether kernels for GPUs of `capability` (80: 8.0) have small tiles."""
+    return capability // 10 not in (9, 10, 11)  # as `has_small_tiles`
+
+
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Launches are compiled for GPUs of `capability` (80: 8.0) and go to the list instead."""
+    """Launches are compiled for GPUs of `capability` and go to the list instead."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -53,7 +58,7 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
     with (
         patch.object(JITFunction, "run", compile_only),
         patch.object(driver, "_active", nowhere),
-        patch.object(dropping_attention, "has_small_tiles", lambda device: capability < 90),
+        patch.object(dropping_attention, "has_small_tiles", lambda device: uses_small_tiles(capability)),
     ):
         yield made
 
@@ -109,7 +114,9 @@ def main() -> None:
     rows = []
     for capability in arguments.capabilities:
         for size in arguments.head_sizes:
-            kernels = zip(KERNELS, compiled(capability, size), tiles_of(size, capability < 90), strict=True)
+            kernels = zip(
+                KERNELS, compiled(capability, size), tiles_of(size, uses_small_tiles(capability)), strict=True
+            )
             for name, kernel, tiles in kernels:
                 row = {"capability": capability, "head_size": size, "kernel": name, **tiles._asdict()}
                 rows.append(row | needs(kernel, capability))

@@ -169,8 +169,8 @@ class Tiles(NamedTuple):
 
 @cache
 def has_small_tiles(device: torch.device) -> bool:
-    """Return whether a device is a GPU older than compute capability 9.0, whose products need more registers."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    """Return whether a device is a GPU whose tensor cores read their operands from registers, and so need more."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10, 11)
 
 
 def tiles_of(size: int, small: bool) -> tuple[Tiles, Tiles, Tiles]:
