@@ -15,7 +15,7 @@ from pangu.config.data import PackingConfig
 from pangu.config.layout_checks import data_size
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.topology.launch import choose_memory_settings
+from pangu.topology.launch import choose_settings
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import choose
@@ -31,7 +31,7 @@ def composed(*words: str) -> dict[str, Any]:
 
 def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     """Our trainer, on all processes of the default group; `overrides` are configuration keys."""
-    choose_memory_settings()
+    choose_settings()
     shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
     fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
     words = (*fixed, *shape, f"model.vocab={vocab}", f"precision={precision}", *overrides)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pangu.config.help import show_help
 from pangu.config.layout_checks import asks_for_layout
-from pangu.topology.launch import Launch, choose_memory_settings, load_torch
+from pangu.topology.launch import Launch, choose_settings, load_torch
 from pangu.training.interrupts import ending_at_once
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
     A plan keeps the keys in `given`, which the command line sets.
     """
     # torch reads these variables while it is imported
-    choose_memory_settings()
+    choose_settings()
     group, data, preparation = values.get("train"), values.get("data"), None
     with ending_at_once():
         torch = load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)

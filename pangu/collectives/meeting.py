@@ -11,10 +11,13 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from pangu.common.errors import SILENCE_SECONDS
-from pangu.topology.mesh import Mesh
+from pangu.topology.mesh import BACKGROUND, Mesh
 
 T = TypeVar("T")
 A = TypeVar("A")
+
+FAILED = "failed"
+"""Key of a background mesh's store: a rank that has failed, so that its peers need not wait for it."""
 
 
 def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
@@ -48,9 +51,11 @@ def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
 
 
 def silent_ranks(mesh: Mesh) -> list[int]:
-    """Return the ranks that do not report the same timeout soon after this one, because they are stuck or gone."""
+    """Return the rank that says it has failed, or those that do not report the same timeout soon after this one."""
     if mesh.store is None:
         return []
+    if mesh.store.check([failed := f"{BACKGROUND}/{FAILED}"]):
+        return [int(mesh.store.get(failed))]
     mesh.store.set(f"misses-{mesh.rank}", "")
     time.sleep(SILENCE_SECONDS)
     silent = absent(mesh.store, [f"misses-{rank}" for rank in range(mesh.layout.world)])

@@ -13,16 +13,22 @@ import torch
 import torch.distributed as dist
 
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
-from pangu.topology.launch import ALLOCATOR, GROWING
+from pangu.topology.launch import ALLOCATOR, CONNECTIONS, GROWING
 
-# Not measured yet: only accelerators can show what stream priorities and CTA limits are worth.
+# Not measured yet: only several accelerators can show what stream priorities and CTA limits are worth. NCCL_MAX_CTAS,
+# if the user sets it, replaces the limits.
 URGENT = ("tensor", "messages")
 """Axes on the critical path, waited for right after the launch: their kernels run on high-priority streams."""
 MESSAGE_CTAS = 4
 """Maximum CTAs of an NCCL message between pipeline stages, which leaves the other SMs to computation."""
+SHARDED = ("replicas", "shard", "gather", "copies")
+OVERLAPPED = (*SHARDED, *(f"expert_{axis}" for axis in SHARDED))
+"""Axes of gathered weights and reduced gradients, which are sent beside matmuls."""
+OVERLAPPED_CTAS = 16
+"""Maximum CTAs of an NCCL collective along `OVERLAPPED`: an eighth of an H100's SMs."""
 WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies", *EXPERT_GROUPS)
 """Groups to connect at startup, because every run that has them uses them in each step."""
-SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
+SHOWN = ("CUDA_DEVICE_MAX_", "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
 """Prefixes of the environment variables that are logged at startup."""
 RECORDED_COLLECTIVES = 2000
 """Capacity of each process's flight recorder: the collectives of a few steps, a few hundred KiB."""
@@ -37,8 +43,8 @@ def group_options(axis: str, timeout: timedelta) -> Any:
     """Return the NCCL options of a group along an axis of `Layout.peers`, or of a `messages` group between stages."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=axis in URGENT)
     options._timeout = timeout  # torch warns if this differs from the timeout passed to `new_group`
-    if axis == "messages":
-        options.config.max_ctas = MESSAGE_CTAS
+    if axis == "messages" or axis in OVERLAPPED:
+        options.config.max_ctas = MESSAGE_CTAS if axis == "messages" else OVERLAPPED_CTAS
     return options
 
 
@@ -47,6 +53,21 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
     for axis in WARMED:
         if axis in groups:
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
+
+
+def abort_groups() -> None:
+    """Abort the NCCL communicators of this process: a thread that waits in one fails at once; other backends: nothing.
+
+    NCCL would wait for a peer that is gone until a timeout; gloo fails when the peer's connections close.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    names = dict(dist.distributed_c10d._world.pg_names)
+    nccl: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    nccl._group_start()  # aborts one after another could wait for each other
+    for group in sorted(names, key=lambda group: names[group], reverse=True):
+        group.abort()
+    nccl._group_end()
 
 
 @contextmanager
@@ -75,6 +96,6 @@ def describe_environment(given: Mapping[str, str], environment: Mapping[str, str
         return ", ".join(f"{name}={environment[name]}" for name in sorted(names))
 
     variables = {name for name in environment if name.startswith(SHOWN)}
-    defaults = {name for name in variables if given.get(name) in (None, GROWING)}
+    defaults = {name for name in variables if given.get(name) in (None, GROWING, CONNECTIONS.get(name))}
     parts = (("default", defaults), ("yours", variables - defaults))
     return "; ".join(f"{whose}: {listed(names)}" for whose, names in parts if names) or "nothing is set"

@@ -100,17 +100,24 @@ GROWING = "expandable_segments:True"
 """Allocator setting that avoids fragmentation by blocks of changing sizes."""
 
 
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Hardware queues of a CUDA device, read when CUDA starts (default 8, at most 32).
+
+A rank has 10 to 12 streams; streams that share a queue start in the order of their launches, and wait for each other.
+Megatron-LM sets 1 before Blackwell, so that a collective launched before a matmul also starts before it. Here the step
+orders streams by events, and urgent collectives have a high priority.
+"""
 REMEMBERED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 """Cache capacities of oneDNN and torch's bridge to it, in matmul shapes (default 1,024)."""
 
 
 # Experts see a different number of tokens in each step: two layers of width 512 filled 0.8 GB of these caches.
-def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the allocator and oneDNN defaults that the user has not set; call before torch is imported."""
+def choose_settings(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the allocator, CUDA and oneDNN defaults that the user has not set; call before torch is imported."""
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
-    for name, capacity in REMEMBERED_SHAPES.items():
-        environment.setdefault(name, capacity)
+    for name, value in (CONNECTIONS | REMEMBERED_SHAPES).items():
+        environment.setdefault(name, value)
 
 
 def load_torch(requested: object) -> ModuleType:
@@ -126,7 +133,7 @@ def load_torch(requested: object) -> ModuleType:
             rule = f"torch cannot create this folder for compiled code ({error.strerror})"
             raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; set a writable folder") from error
     try:
-        # after `choose_memory_settings`, whose variables it reads; composing a configuration does without
+        # after `choose_settings`, whose variables it reads; composing a configuration does without
         import torch  # noqa: PLC0415
     except RuntimeError as error:
         raise not_imported(requested, error) from error

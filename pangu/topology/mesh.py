@@ -14,10 +14,13 @@ import torch.distributed as dist
 from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memory, shown
 from pangu.topology import experts
 from pangu.topology.accelerator import VISIBLE, number_on_node
-from pangu.topology.backends import connect_groups, group_options
+from pangu.topology.backends import abort_groups, connect_groups, group_options
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.orphan import end_with_launcher, missing_ranks
 from pangu.topology.recorder import AxisGroup, Recorder
+
+BACKGROUND = "background"
+"""Prefix of the keys of background threads in the store."""
 
 
 def is_silence(error: RuntimeError) -> bool:
@@ -120,7 +123,7 @@ class Mesh:
         # no groups: collectives of two threads on one group would run in any order
         if self.store is None:
             return self
-        return replace(self, groups={}, store=dist.PrefixStore("background", self.store.clone()))  # type: ignore[attr-defined]
+        return replace(self, groups={}, store=dist.PrefixStore(BACKGROUND, self.store.clone()))  # type: ignore[attr-defined]
 
     def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
         """Create a group of global ranks along an axis, or for `messages`; all members call this in the same order."""
@@ -159,11 +162,14 @@ class Mesh:
     def group(self, axis: str) -> AxisGroup | None:
         """Return the group along an axis, or None if this rank is alone on it."""
         group = self.groups.get(axis)
-        return None if group is None else AxisGroup(group, axis, self.recorder, exchanges(self.device))
+        return None if group is None else AxisGroup(group, axis, self.recorder, exchanges(self.device), self.device)
 
-    def close(self) -> None:
-        """Destroy the process groups."""
-        if self.groups:
+    def close(self, failed: bool = False) -> None:
+        """Destroy the process groups, or abort NCCL's if this process has `failed`."""
+        # torch waits in `destroy_process_group` for pending collectives of NCCL, to which a failed process never comes
+        if failed and self.groups and dist.get_backend() == "nccl":
+            abort_groups()
+        elif self.groups:
             dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -69,6 +70,8 @@ class AxisGroup:
     recorder: Recorder = field(default_factory=Recorder)
     exchanges: bool = False
     """True to all-gather and reduce-scatter by all-to-all exchanges that are summed in rank order."""
+    device: torch.device | str = "cpu"
+    """Device of the tensors that are sent."""
 
     def __deepcopy__(self, memo: Any) -> AxisGroup:
         """Return this group itself: process groups cannot be copied, and copies of layers communicate in it."""

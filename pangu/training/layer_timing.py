@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import largest_of
 from pangu.collectives.regions import TensorRegion
 from pangu.common.errors import LocalError
@@ -24,7 +27,7 @@ from pangu.layers.fp8 import Fp8Scales
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernel_choice import random
 from pangu.layers.weight_gradient_store import WeightGradientStore
-from pangu.metrics.timing import Timer, Trial
+from pangu.metrics.timing import Timer, Trial, time_candidates
 from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import HiddenStates, Options, build_model
 from pangu.models.parameters import ModelPart, logical_shapes
@@ -58,6 +61,23 @@ def time_layers(
     return dict(zip(ways, largest_of(seconds, mesh), strict=True))
 
 
+def warm_up(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool, timer: Timer = time_candidates) -> None:
+    """Compute a layer on all ranks at once and meet, so that no collective of the first step waits for a compiler.
+
+    Otherwise each pipeline stage would compile its kernels when the stage before has done so, and the collectives of
+    all would wait for that, within `parallel.timeout_s`. A layer that cannot run here fails in the step, whose error
+    says more.
+    """
+    began = time.perf_counter()
+
+    def compute() -> None:
+        with suppress(RuntimeError, LocalError):
+            timer({"layer": _trial(config, mesh, kernel, compiled)}, mesh.device, 0.0)
+
+    agree(mesh, compute, runs_here=True)
+    log.info("%-12s %.1f s to compile and load the kernels of a layer", "warm-up", time.perf_counter() - began)
+
+
 class _Discarded:
     """Sums that are only computed, to be timed."""
 
@@ -88,7 +108,7 @@ def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
         replace_parameter(model, name, random(device, dtype, tuple(shape))[0] * config.model.init_std)
     if compiled:
         model.compute = CompiledBlocks(model, splits_backward=False)
-    micro, length = config.batch.micro_size, config.model.sequence
+    micro, length = config.batch.micro_size, config.model.sequence // mesh.layout.context
     batch = make_batch(np.zeros((micro, length + 1), dtype=np.int64), range(micro), config.data.packing).to(device)
     (x,) = random(device, dtype, (length, micro, config.model.hidden))
     keys, given = DropoutKeys(config.train.seed, 0, batch.samples), [x.requires_grad_(), *model.parameters()]

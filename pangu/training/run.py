@@ -47,6 +47,7 @@ from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_
 from pangu.training.describe import advise_less_memory, describe
 from pangu.training.determinism import deterministic
 from pangu.training.interrupts import Interrupts
+from pangu.training.layer_timing import warm_up
 from pangu.training.loop import Loop
 from pangu.training.preflight import check_cluster, raise_open_files, require_same_text
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
@@ -122,7 +123,7 @@ def run(
             stack.enter_context(deterministic())
             log.info("%-12s bitwise reproducible on this hardware with these library versions", "determinism")
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
-        stack.callback(mesh.close)
+        stack.push(lambda kind, *_: mesh.close(failed=kind is not None))
         stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
         watchdog = None
         if mesh.store is not None:
@@ -204,6 +205,8 @@ def _train(
         recorded = read_index(checkpoint).get("choices")
     choices = choose(config, mesh, recorded)
     torch.set_float32_matmul_precision(choices.products)
+    if mesh.device.type != "cpu":
+        warm_up(config, mesh, choices.attention, choices.compile == "true")
     trainer = Trainer(config, mesh, stages, choices)
     if watchdog is not None:
         watchdog.follow(trainer)

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pangu.collectives.agreement import answer_of_store
-from pangu.collectives.meeting import absent
-from pangu.common.errors import STORE_SECONDS, printable
-from pangu.topology.mesh import Mesh
+from pangu.collectives.meeting import FAILED, absent
+from pangu.common.errors import STORE_SECONDS, LostError, printable
+from pangu.topology.backends import abort_groups
+from pangu.topology.mesh import Mesh, is_silence
 
 if TYPE_CHECKING:
     from pangu.training.step import Trainer
@@ -63,8 +64,9 @@ class Watchdog:
     It sends the position of this process to the store every few seconds. When that has not changed for most of
     `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run folder, and the first
     process to which that happens reports the positions of all ranks, the furthest behind first, also to
-    `stacks/where-HOST.txt`; if the store does not answer, there is one file per host. It ends nothing: what makes no
-    progress may still finish. Use it as a context manager.
+    `stacks/where-HOST.txt`; if the store does not answer, there is one file per host. It ends nothing that makes no
+    progress, which may still finish. But where this process fails, the other ranks hear of it and abort their
+    communicators. Use it as a context manager.
     """
 
     def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place] = lambda: STARTING) -> None:
@@ -91,10 +93,14 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        """Stop the thread."""
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        """Stop the thread; after an error, unless it is that another rank is lost, tell the other ranks."""
         self._ended.set()
         self._thread.join(STORE_SECONDS)  # Python ends with an abort if a thread is in the store then
+        is_lost = isinstance(error, LostError) or (isinstance(error, RuntimeError) and is_silence(error))
+        if (store := self._mesh.store) is not None and error is not None and not is_lost:
+            with suppress(RuntimeError):
+                answer_of_store(STORE_SECONDS, lambda: store.set(FAILED, str(self._mesh.rank)))
 
     def _watch(self) -> None:
         store = self._mesh.store
@@ -109,6 +115,9 @@ class Watchdog:
                     store.set(_key(self._said_in), "0")
                     self._said_in = None
                 store.set(f"beat-{self._mesh.rank}", json.dumps([self._age_s(), still_s, place.step, place.words]))
+                if store.check([FAILED]):
+                    abort_groups()
+                    self._ended.set()
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
                     self._speak(place)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pangu.collectives import exchange
 from pangu.collectives.exchange import Exchange, exchange_rows
-from pangu.collectives.reduce import start_all_gather, start_ordered_all_reduce, start_reduce_scatter
+from pangu.collectives.reduce import gather_objects, start_all_gather, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from tests.collective_counter import ALL_GATHER, counted
 from tests.spawn import Pool
 from tests.threads import Ranks
 
@@ -161,3 +162,17 @@ def narrow(rank: int, world: int, dtype: torch.dtype) -> Tensor:
     mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
     between = Exchange([1, 1], [1, 1], mesh.group("replicas"))
     return between.end(between.begin(torch.full((2, 1), rank + 0.5, dtype=dtype)))
+
+
+def gathered(rank: int, world: int, lengths: list[int]) -> tuple[list[str], int]:
+    """Texts of the ranks, of these lengths, and the number of all-gathers."""
+    group = Mesh.connect(Layout(data=world), torch.device("cpu")).group("replicas")
+    with counted() as sent:
+        texts = gather_objects(str(rank) * lengths[rank], group)
+    return texts, sent[ALL_GATHER].calls
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [([0, 1, 900], 1), ([1, 5000, 1200], 2)])
+def test_objects_are_one_message_unless_one_is_long(ranks: Ranks, lengths: list[int], calls: int) -> None:
+    texts = [str(rank) * length for rank, length in enumerate(lengths)]
+    assert ranks.run(3, gathered, lengths) == [(texts, calls)] * 3

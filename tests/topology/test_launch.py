@@ -15,7 +15,7 @@ from pangu.common.errors import LocalError, UserError
 from pangu.common.exit_status import USER_ERROR, exit_status
 from pangu.topology import launch
 from pangu.topology.accelerator import number_on_node
-from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_memory_settings, is_first_process
+from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_settings, is_first_process
 from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL
@@ -105,14 +105,15 @@ def test_a_plug_in_that_cannot_be_imported_is_told_with_its_cause(
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"])
-def test_memory_settings_are_as_the_user_has_set_them(name: str) -> None:
-    given = {name: "max_split_size_mb:128", "LRU_CACHE_CAPACITY": "7"}
+def test_settings_are_as_the_user_has_set_them(name: str) -> None:
+    given = {name: "max_split_size_mb:128", "LRU_CACHE_CAPACITY": "7", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment = dict(given)
-    choose_memory_settings(environment)
+    choose_settings(environment)
     assert environment == {**given, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
     empty: dict[str, str] = {}
-    choose_memory_settings(empty)
-    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **REMEMBERED_SHAPES}
+    choose_settings(empty)
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **queues, **REMEMBERED_SHAPES}
 
 
 RUN = {"RANK": "0", "WORLD_SIZE": "2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from pangu.collectives.reduce import all_reduce
 from pangu.common.errors import LocalError, LostError
 from pangu.topology.backends import describe_environment, record_collectives
-from pangu.topology.launch import GROWING
+from pangu.topology.launch import CONNECTIONS, GROWING
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh, is_silence, require_own_device
 from pangu.topology.recorder import AxisGroup
@@ -120,7 +121,9 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(nccl: Nccl
     tensor, replicas, shards, copies, stages = (0, 1), (0, 2, 4, 6), (0, 2), (0, 4), (0, 8)
     assert sent == ["world", tensor, replicas, shards, shards, copies]  # stages send in theirs where they share weights
     assert {ranks for ranks, options in made.items() if options.is_high_priority_stream} == {tensor}
-    assert {options.config.max_ctas for options in made.values()} == {None}
+    limits = {ranks: options.config.max_ctas for ranks, options in made.items()}
+    # weights and gradients are sent beside matmuls; layers wait for the sums of tensor-parallel ranks
+    assert limits == {tensor: None, stages: None, **dict.fromkeys((replicas, shards, copies), 16)}
     mesh.new_group(stages, "messages")
     assert made[stages].is_high_priority_stream
     assert made[stages].config.max_ctas == 4
@@ -133,6 +136,29 @@ def test_the_groups_of_experts_connect_at_once_too(nccl: Nccl) -> None:
     every, shards, copies = tuple(range(16)), tuple(range(8)), (0, 8)
     dense = ["world", every, shards, shards, copies]
     assert sent == [*dense, (0, 1, 2, 3), (0, 4, 8, 12), (0, 4), (0, 4), (0, 8)]
+
+
+def test_a_process_that_failed_aborts_nccls_groups_together_instead_of_waiting_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replaced is NCCL. One that ends well waits, as its collectives do."""
+    done: list[str] = []
+    groups = [Mock(**{"abort.side_effect": partial(done.append, f"abort {number}")}) for number in range(3)]
+    names = Mock(pg_names={group: str(number) for number, group in enumerate(groups)})
+    backend = Mock(_group_start=lambda: done.append("start"), _group_end=lambda: done.append("end"))
+    monkeypatch.setattr(dist.distributed_c10d, "_world", names)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: Mock(_get_backend=lambda device: backend))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    mesh = Mesh(Layout(data=2), 0, torch.device("cpu"), groups={"world": Mock()})
+    mesh.close()
+    assert done == ["destroy"]
+    mesh.close(failed=True)
+    assert done[1:] == ["start", "abort 2", "abort 1", "abort 0", "end"]
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    mesh.close(failed=True)
+    assert done[6:] == ["destroy"]
 
 
 def _sends_before_the_first_step(rank: int, world: int, *overrides: str) -> list[str]:
@@ -178,11 +204,13 @@ def test_what_nccl_remembers_of_collectives_and_where_it_is_written(tmp_path: Pa
 
 
 def test_the_start_says_what_the_allocator_and_nccl_are_told_and_by_whom(tmp_path: Path) -> None:
-    given = {"NCCL_SOCKET_IFNAME": "eth0", "PYTORCH_ALLOC_CONF": GROWING, "HOME": "/root"}
+    given = {"NCCL_SOCKET_IFNAME": "eth0", "PYTORCH_ALLOC_CONF": GROWING, "HOME": "/root", **CONNECTIONS}
     with record_collectives(tmp_path, environment := dict(given)):
         default, yours = describe_environment(given, environment).split("; ")
     assert yours == "yours: NCCL_SOCKET_IFNAME=eth0"
-    assert default.startswith("default: PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_FR_BUFFER_SIZE=2000, ")
+    assert default.startswith(
+        "default: CUDA_DEVICE_MAX_CONNECTIONS=32, PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_FR_BUFFER_SIZE"
+    )
     assert "HOME" not in default
     assert describe_environment({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "INFO"}) == "yours: NCCL_DEBUG=INFO"
 

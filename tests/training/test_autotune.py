@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pangu.checkpoint.index import read_index
 from pangu.common.errors import LocalError, UserError
@@ -21,17 +22,20 @@ from pangu.interop.loading import load_model
 from pangu.layers import fp8
 from pangu.layers.kernel_choice import AttentionShape
 from pangu.metrics.devices import processor_name
-from pangu.metrics.timing import Timer
+from pangu.metrics.timing import Timer, Trial
 from pangu.models import compiled
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import autotune
 from pangu.training import run as running
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
+from pangu.training.layer_timing import warm_up
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
+from tests.collective_counter import Traffic, counted
 from tests.configs import composed, config, tiny
 from tests.spawn import Pool
+from tests.threads import Ranks
 
 CPU = torch.device("cpu")
 ONE = Mesh(Layout(), 0, CPU)
@@ -368,3 +372,36 @@ def test_really_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = choose(tiny(), ONE).milliseconds
     assert set(found["attention"]) == {"sdpa", "reference"}
     assert set(found["products"]) == {"highest", "medium"}
+
+
+def warmed_up(rank: int, world: int, layout: Layout, *overrides: str) -> tuple[dict[str, Traffic], bool]:
+    """What a rank sends for its warm-up, and whether every rank had computed its layer when this one went on."""
+    mesh, store = Mesh.connect(layout, CPU), dist.distributed_c10d._get_default_store()
+
+    def once(trials: Mapping[Any, Trial], device: torch.device, budget_s: float) -> dict[Any, float]:
+        gradients: Any = trials["layer"]()
+        assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+        assert sum(gradient is not None for gradient in gradients) > 1
+        store.set(f"computed-{rank}", "")
+        return {"layer": 1.0}
+
+    with counted() as sent:
+        warm_up(tiny("batch.global_size=16", *overrides), mesh, "sdpa", False, once)
+    return sent, store.check([f"computed-{rank}" for rank in range(world)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        (Layout(pipeline=2), ("model.positions=relative", "model.dropout=0.1")),
+        (Layout(tensor=2, data=2, sequence=True), ("model.positions=rope", "memory.recompute=full")),
+        (Layout(context=2), ("model.kind=gpt", "model.positions=alibi")),
+        (Layout(data=2, expert=2), ("model.experts=4", "model.experts_per_token=2")),
+    ],
+    ids=str,
+)
+def test_all_ranks_compute_a_layer_before_the_first_step_and_send_nothing(
+    ranks: Ranks, layout: Layout, overrides: tuple[str, ...]
+) -> None:
+    parallel = [f"parallel.{name}={getattr(layout, name)}" for name in ("tensor", "pipeline", "context", "expert")]
+    assert ranks.run(layout.world, warmed_up, layout, *parallel, *overrides) == [({}, True)] * layout.world

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.collectives.agreement import answer_of_store
+from pangu.collectives import meeting
+from pangu.collectives.agreement import answer_of_store, name_silent_ranks
+from pangu.common.errors import LostError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import watchdog
@@ -79,6 +81,39 @@ def test_who_is_stuck_where_is_said_with_stacks(
     assert stacks.startswith("rank 0: step 7, adding up gradients\n")
     assert "all_reduce_that_never_ends" in stacks
     assert (tmp_path / "stacks" / f"where-{gethostname()}.txt").read_text().strip() == said.strip()
+
+
+@pytest.mark.parametrize(
+    ("error", "aborts"),
+    [
+        (ValueError("a fault of rank 0"), True),
+        (None, False),
+        # those who wait for a rank that is gone run into the same timeout, and say who it is
+        (LostError("rank 2 did not respond"), False),
+        (dist.DistBackendError("watchdog caught collective operation timeout"), False),
+    ],
+    ids=repr,
+)
+def test_where_a_rank_fails_the_others_abort_what_they_wait_in_and_name_it(
+    error: BaseException | None, aborts: bool, tmp_path: Path, clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, aborted = dist.HashStore(), []
+    monkeypatch.setattr(watchdog, "abort_groups", lambda: aborted.append(clock.monotonic()))
+    failing, waiting = (Watchdog(mesh(rank, 2, store), tmp_path, lambda: Place(6, "step 7")) for rank in (0, 1))
+    with waiting:
+        with suppress(ValueError, LostError, RuntimeError), failing:
+            clock.sleep(0.25)
+            if error is not None:
+                raise error
+        clock.sleep(0.25 * TIMEOUT)
+        assert bool(aborted) == aborts
+        assert all(when <= 0.25 + TIMEOUT / 20 for when in aborted)
+    with (
+        pytest.raises(LostError, match="rank 0 did not respond") if aborts else suppress(LostError),
+        patch.object(meeting, "SILENCE_SECONDS", 300.0 if aborts else 0.0),  # nobody is waited for
+        name_silent_ranks(mesh(1, 2, store), lambda: "step 7"),
+    ):
+        raise dist.DistBackendError("NCCL communicator was aborted on rank 1")
 
 
 @pytest.mark.parametrize("folder", ["removed", "on a full disk"])
