@@ -1,7 +1,7 @@
 """Converts a checkpoint between pangu's own format and those of Hugging Face, Megatron and MindSpore, tensor by tensor.
 
-pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers
-(GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, PanGu-α). megatron: the folder that --load names (GPT of
+pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers, of
+the types that --model-types prints. megatron: the folder that --load names (GPT of
 Megatron-Core in either of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with
 the slices, the strategy file and the .npy tables of PanGu-α."""
 
@@ -25,6 +25,7 @@ from pangu.data.other_tokenizers import ENCODINGS
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
+from pangu.interop.formats.huggingface_config import kinds
 from pangu.interop.formats.stored import WeightSource
 from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
@@ -39,6 +40,20 @@ Most files tell all of their model; MindSpore's and PanGu-α's for Megatron may 
 as for pretrain.py must agree with the files where they shape the model and win elsewhere (e.g. model.activation).
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+class _ModelTypes(argparse.Action):
+    """Prints the types of transformers that can be read, and how many of its causal types they are where it is here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """End the program."""
+        print("\n".join(kinds()))
+        with suppress(ImportError):
+            from transformers.models.auto import modeling_auto as auto  # noqa: PLC0415 - optional package
+
+            causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+            print(f"{len(causal & kinds().keys())} of the {len(causal)} causal types of transformers")
+        parser.exit()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -58,6 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Megatron's --ckpt-format of a Megatron output: torch: files of ranks; torch_grouped: the same for "
         "--moe-grouped-gemm; torch_dist: for any layout and either kind of experts (torch)",
     )
+    parser.add_argument("--model-types", action=_ModelTypes, nargs=0, help="print transformers' types, and exit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model=pangu_2_6b or model.heads=32")
     options = parser.parse_intermixed_args(arguments)
     dist = options.megatron_format == "torch_dist"

@@ -208,7 +208,8 @@ def _plain(kind: type, value: Any) -> Any:
 def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
     for option in options:
         tag = tag_of(option)
-        if len(options) == 1 or (tag is not None and values.get(tag[0]) == tag[1]):
+        # a discriminator that is younger than the first member has its default
+        if len(options) == 1 or (tag is not None and values.get(tag[0], getattr(option, tag[0], None)) == tag[1]):
             return option
     return None
 

@@ -15,6 +15,7 @@ from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.position_checks import position_problems
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import FixedSparsity
 
@@ -54,7 +55,7 @@ def find_model_problems(model: ModelConfig) -> list[Problem]:
 
 def contradictions(model: ModelConfig) -> list[Problem]:
     """Return the contradictions between the keys of an architecture, independent of kernel and layout."""
-    rules = (_heads, _rotation, _scaling, _distances, _sparse, _query_layer, _experts)
+    rules = (_heads, position_problems, _parallel, _sparse, _query_layer, _experts)
     return [problem for rule in rules for problem in findings(rule, model)]
 
 
@@ -67,38 +68,13 @@ def _heads(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
 
 
-def _rotation(model: ModelConfig) -> Iterator[Problem]:
-    if model.rope_base is not None and model.positions != "rope":
-        rule = f"only applies with model.positions = rope, got {model.positions}"
-        yield Problem("model.rope_base", model.rope_base, rule, "use null, or set model.positions=rope")
-    if model.positions == "rope" and model.head_size % 2:
-        rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
-        yield Problem("model.positions", "rope", rule, "use learned, or an even head size")
-
-
-def _scaling(model: ModelConfig) -> Iterator[Problem]:
-    scaling = model.rope_scaling
-    if scaling is None:
+def _parallel(model: ModelConfig) -> Iterator[Problem]:
+    if not model.parallel_block:
         return
-    if model.positions != "rope":
-        rule = f"only applies with model.positions = rope, got {model.positions}"
-        yield Problem("model.rope_scaling", asdict(scaling), rule, "use null, or set model.positions=rope")
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        rule = f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor:g}"
-        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "use e.g. 4 with 1")
-
-
-def _distances(model: ModelConfig) -> Iterator[Problem]:
-    for key in ("relative_buckets", "relative_distance"):
-        value = getattr(model, key)
-        if value is not None and model.positions != "relative":
-            rule = f"only applies with model.positions = relative, got {model.positions}"
-            yield Problem(f"model.{key}", value, rule, "use null, or set model.positions=relative")
-    if model.positions == "relative":
-        buckets, furthest = model.num_relative_buckets, model.furthest_relative
-        if furthest <= buckets // 2:
-            rule = f"must be above {buckets // 2}: half of the {buckets} buckets hold one distance each"
-            yield Problem("model.relative_distance", furthest, rule, f"use {4 * buckets}")
+    for key, needed in (("kind", "gpt"), ("norm_placement", "pre")):
+        if getattr(model, key) != needed:
+            rule = f"needs model.{key} = {needed}, got {getattr(model, key)}"
+            yield Problem("model.parallel_block", model.parallel_block, rule, f"use false, or set model.{key}={needed}")
 
 
 def _sparse(model: ModelConfig) -> Iterator[Problem]:

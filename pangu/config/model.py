@@ -12,10 +12,42 @@ MOST_LAYERS = 1000
 """Depth of the deepest Transformers that were trained (DeepNet, Wang et al. 2022)."""
 
 
-@dataclass(frozen=True)
-class RopeScaling:
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): all pairs turn slower."""
+
+    name: Literal["linear"]
+    """Selects it."""
+    factor: Annotated[float, Bounds(least=1)]
+    """Slowdown factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, sections 3.2 to 3.4): slows down slow pairs, and sharpens attention."""
+
+    name: Literal["yarn"]
+    """Selects it."""
+    factor: Annotated[float, Bounds(least=1)]
+    """Slowdown factor of pairs with at most `beta_slow` turns in the original texts."""
+    original_sequence: Length
+    """Tokens in a pretraining sample."""
+    beta_fast: Positive = 32.0
+    """Turns in `original_sequence` tokens from which on a pair keeps its speed."""
+    beta_slow: Positive = 1.0
+    """Turns up to which a pair is slow; between the two the frequency is interpolated over the number of the pair."""
+    truncate: bool = True
+    """Round the numbers of these two pairs outwards."""
+    attention_factor: Positive | None = None
+    """Factor of rotated queries and of rotated keys; null means 0.1 ln(`factor`) + 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
     """Llama 3.1's RoPE for longer texts (Grattafiori et al. 2024, section 3.4.2, and code): slows down slow pairs."""
 
+    name: Literal["llama3"] = "llama3"
+    """Selects it."""
     factor: Annotated[float, Bounds(least=1)]
     """Slowdown factor of pairs with fewer than `low_freq_factor` turns in the original texts."""
     low_freq_factor: Positive
@@ -24,6 +56,9 @@ class RopeScaling:
     """Turns above which a pair is fast; between the two the frequency is interpolated."""
     original_sequence: Length
     """Tokens in a pretraining sample."""
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
 
 
 @dataclass(frozen=True)
@@ -78,14 +113,16 @@ class ModelConfig:
     """Tokens in a training sample, and rows of the position (and query) embedding where there is one."""
     ffn: Annotated[int, Bounds(least=1, most=2**24)] | None
     """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
-    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
+    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu", "relu", "squared_relu"]
     """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form;
-    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each."""
+    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each; `relu`;
+    `squared_relu`: relu(x)² (So et al. 2021)."""
     norm: Literal["layernorm", "rmsnorm"]
     """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
-    norm_placement: Literal["pre", "post"]
-    """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017. The
-    final norm stays either way."""
+    norm_placement: Literal["pre", "post", "sandwich"]
+    """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017;
+    `sandwich`: x + norm(sublayer(norm(x))), as Pangu Ultra (arXiv 2504.07866, section 2.1), whose second norms start
+    with a gain of 1 / sqrt(`layers`). The final norm stays in any case."""
     biases: bool | Literal["attention", "qkv"]
     """Bias terms of the linear layers. true: all; `attention`: all of attention; `qkv`: queries, keys and values only
     (Qwen2); false: none. Layer norms keep theirs in any case."""
@@ -138,8 +175,17 @@ class ModelConfig:
     """Normalize each head's queries and keys with a `norm` before rotation; all heads share its gain (Dehghani et al.
     2023, section 2; Qwen3)."""
     rope_scaling: RopeScaling | None = None
-    """Slowdown of slowly rotating pairs, with `rope`, for texts longer than in pretraining; null: unchanged. Must be
-    null with other positions."""
+    """Slower rotation, with `rope`, for texts longer than in pretraining; null: unchanged. Must be null with other
+    positions."""
+    partial_rotary_factor: Annotated[float, Bounds(above=0, most=1)] = 1.0
+    """Share of each head, from its first element on, that rotates with `rope` (GPT-NeoX, Black et al. 2022, section
+    2.1.1). Must be 1 with other positions."""
+    parallel_block: bool | Literal["shared_norm"] = False
+    """true: attention and feed-forward layer both read the input of a layer, each through its own norm, and their
+    outputs are added (GPT-J, Wang & Komatsuzaki 2021; GPT-NeoX); `shared_norm`: through one norm (Falcon). Needs
+    `norm_placement=pre`, and has no query layer."""
+    embedding_norm: bool = False
+    """Normalize the embedding sum (BLOOM, Le Scao et al. 2022, section 3.2.2)."""
     sparse: SparseConfig | None = None
     """Block-sparse attention: a query attends to some blocks of keys only, counted from the start of its document, and
     within `window`; null: to all. FlexAttention skips the other blocks, other kernels mask them."""
@@ -234,6 +280,11 @@ class ModelConfig:
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.head_size * self.heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of elements of each head that rotate."""
+        return int(self.head_size * self.partial_rotary_factor)
 
     @property
     def rotary_base(self) -> float:

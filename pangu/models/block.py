@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +96,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "swiglu": _swiglu,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
 }
-"""Activations: GELU, its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2), and gated SwiGLU."""
+"""Activations: GELU, its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2), SwiGLU, ReLU, ReLU²."""
 
 
 class Attention(nn.Module):
@@ -166,11 +168,10 @@ def _feed_forward(config: ModelConfig, build: Builder, options: Options, number:
 
 
 class Block(nn.Module):
-    """Transformer layer, pre-norm (Radford et al. 2019) or post-norm (Vaswani et al. 2017).
+    """Transformer layer, pre-norm (Radford et al. 2019): x + Attention(LN(x)), then x + FFN(LN(x)).
 
-    Pre-norm: x + Attention(LN(x)), then x + FFN(LN(x)); post-norm: LN(x + Attention(x)), then LN(x + FFN(x)). In
-    PanGu-α's query layer the queries are position vectors, neither normed nor dropped; the residual stream is still the
-    layer's input (PanGu-α's released code). It shares position bias, mask and residual scores with the other layers
+    In PanGu-α's query layer the queries are position vectors, neither normed nor dropped; the residual stream is still
+    the layer's input (PanGu-α's released code). It shares position bias, mask and residual scores with the other layers
     (our choice: the released models have none of the three).
     """
 
@@ -179,25 +180,86 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
         self.attention = Attention(config, build.at("attention"), options, number == config.query_layer)
-        self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
+        self.mlp_norm: nn.Module | None = None
+        if config.parallel_block != "shared_norm":
+            self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
         self.mlp = _feed_forward(config, build.at("mlp"), options, number)
         self.attention_dropout = Dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = Dropout(build, config.dropout, "mlp_output")
-        self.post_norm, self.recompute_norm = config.norm_placement == "post", "norm" in options.recompute_parts
+        self.recompute_norm = "norm" in options.recompute_parts
 
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
         """Return the hidden states after this layer; `queries`: position vectors, for the query layer."""
         x, scores = below
-        if self.post_norm:
-            attended, scores = self.attention(x, context, scores, queries)
-            x = self.attention_dropout.hidden(attended, context.keys, x)
-            # full recompute keeps the output of the other norm anyway, as it is that of the layer
-            with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
-                change = self.mlp(normed, context.routes)
-            return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
             attended, scores = self.attention(normed, context, scores, queries)
-        x = self.attention_dropout.hidden(attended, context.keys, x)
-        with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
-            change = self.mlp(normed, context.routes)
+        x = self.attention_dropout.hidden(self.of_attention(attended), context.keys, x)
+        change = self.of_mlp(self._mlp(x, context))
         return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
+
+    def of_attention(self, output: Tensor) -> Tensor:
+        """Return what the output of attention adds to the residual stream, without dropout."""
+        return output
+
+    def of_mlp(self, output: Tensor) -> Tensor:
+        """Return what the output of the feed-forward layer adds to the residual stream, without dropout."""
+        return output
+
+    def _mlp(self, x: Tensor, context: ForwardContext) -> Tensor:
+        assert self.mlp_norm is not None
+        with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
+            return cast(Tensor, self.mlp(normed, context.routes))
+
+
+class PostNormBlock(Block):
+    """Transformer layer, post-norm (Vaswani et al. 2017): LN(x + Attention(x)), then LN(x + FFN(x))."""
+
+    def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
+        """Return the hidden states after this layer; see `Block`."""
+        x, scores = below
+        assert self.mlp_norm is not None
+        attended, scores = self.attention(x, context, scores, queries)
+        x = self.attention_dropout.hidden(attended, context.keys, x)
+        # full recompute keeps the output of the other norm anyway, as it is that of the layer
+        with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
+            change = self.mlp(normed, context.routes)
+        return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)
+
+
+class SandwichBlock(Block):
+    """Transformer layer with norms around each sublayer (Pangu Ultra): x + LN(Attention(LN(x))), same with FFN."""
+
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, number: int) -> None:
+        """Build layer `number` below the path of `build`."""
+        super().__init__(config, build, options, number)
+        self.attention_output_norm = make_norm(build, "attention_output_norm", config.norm_eps, config.norm)
+        self.mlp_output_norm = make_norm(build, "mlp_output_norm", config.norm_eps, config.norm)
+
+    def of_attention(self, output: Tensor) -> Tensor:
+        """Return what the output of attention adds to the residual stream, without dropout."""
+        return cast(Tensor, self.attention_output_norm(output))
+
+    def of_mlp(self, output: Tensor) -> Tensor:
+        """Return what the output of the feed-forward layer adds to the residual stream, without dropout."""
+        return cast(Tensor, self.mlp_output_norm(output))
+
+
+class ParallelBlock(Block):
+    """Transformer layer with both sublayers side by side (GPT-J, GPT-NeoX): x + Attention(LN(x)) + FFN(LN(x))."""
+
+    def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
+        """Return the hidden states after this layer; see `Block`."""
+        x, scores = below
+        with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
+            attended, scores = self.attention(normed, context, scores, queries)
+            change = self.mlp(normed, context.routes) if self.mlp_norm is None else None
+        change = self._mlp(x, context) if change is None else change
+        x = self.attention_dropout.hidden(attended, context.keys, x)
+        return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
+
+
+def make_block(config: ModelConfig, build: Builder, options: Options, number: int) -> Block:
+    """Return the layer `number` of a model, below the path of `build`."""
+    kinds = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}
+    kind = ParallelBlock if config.parallel_block else kinds[config.norm_placement]
+    return kind(config, build, options, number)

@@ -28,7 +28,7 @@ from pangu.layers.offload import Offload
 from pangu.layers.recompute import SavedTensors, address, checkpointed
 from pangu.layers.rotary import RotaryEmbedding
 from pangu.layers.scores import logits, token_losses
-from pangu.models.block import Block, ForwardContext, HiddenStates, Options
+from pangu.models.block import ForwardContext, HiddenStates, Options, make_block
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import hidden_state_shapes
 from pangu.topology.placement import PlacementTable, TensorRank
@@ -80,12 +80,15 @@ class LanguageModel(nn.Module):
         self.hooks = ModuleHooks()
         self.compute: Callable[..., HiddenStates] = checkpointed
         self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
+        self.embedding_norm: nn.Module | None = None
+        if config.embedding_norm and any(0 in part.layers for part in parts):
+            self.embedding_norm = make_norm(build, "embedding_norm", config.norm_eps, config.norm)
         self.position_bias = None
         if config.positions in ("alibi", "relative"):
             self.position_bias = make_bias(config, build)
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(config, build.at(f"layers.{number}"), options, number)
+                str(number): make_block(config, build.at(f"layers.{number}"), options, number)
                 for part in parts
                 for number in part.layers
             }
@@ -134,6 +137,8 @@ class LanguageModel(nn.Module):
             queries: Tensor | None = None
             with context.saved.layer(last=layer == part.layers[-1]):
                 hidden = hooks.before(f"layers.{layer}", hidden)
+                if layer == 0 and self.embedding_norm is not None:
+                    hidden = self.embedding_norm(hidden)
                 if layer == self.config.query_layer:
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
                     # the query at a token's position predicts the next token; the index is not shifted
@@ -206,7 +211,7 @@ class LanguageModel(nn.Module):
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions, batch.part) if keys is not None and drops else None
         if config.positions == "rope":
-            rotary = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
+            rotary = RotaryEmbedding(positions, config, dtype)
         if self.offload:
             resident = (*self.parameters(), *vars(kernel).values())
             offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})

@@ -95,7 +95,11 @@ def parameters_by_module(config: ModelConfig, table: PlacementTable, part: Model
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
     uses: dict[str, list[str]] = {name: [] for name in names}
     query_layer = f"layers.{config.query_layer}"
-    used_in = {"query_embedding": query_layer, "final_norm": query_layer if config.norms_before_query else "head"}
+    used_in = {
+        "query_embedding": query_layer,
+        "embedding_norm": "layers.0",
+        "final_norm": query_layer if config.norms_before_query else "head",
+    }
     for parameter in table.shapes:
         first, second, *_ = parameter.split(".")
         module = f"layers.{second}" if first == "layers" else used_in.get(first, first)
@@ -122,6 +126,8 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
         yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "pipeline")
     for part in parts:
         for number in part.layers:
+            if number == 0 and config.embedding_norm:
+                yield from _norm(config, "embedding_norm", width)
             yield from _layer(config, number)
     if ends:
         yield from _norm(config, "final_norm", width)
@@ -145,7 +151,11 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
     for name in ("query_norm", "key_norm") if config.qk_norm else ():
         yield from _norm(config, f"{attention}.{name}", config.head_size, of_heads=True)
     yield from _rows(config, f"{attention}.output", query, config.has_biases("output"))
-    yield from _norm(config, f"{path}.mlp_norm", config.hidden)
+    if config.parallel_block != "shared_norm":
+        yield from _norm(config, f"{path}.mlp_norm", config.hidden)
+    for name in ("attention_output_norm", "mlp_output_norm") if config.norm_placement == "sandwich" else ():
+        # the residual stream then grows like that of a shallow model (Pangu Ultra, arXiv 2504.07866, section 2.2)
+        yield from _norm(config, f"{path}.{name}", config.hidden, gain=1 / math.sqrt(config.layers))
     if not config.has_experts(number):
         yield from _feed_forward(config, mlp, config.ffn_size)
         return
@@ -176,9 +186,9 @@ def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) ->
     yield name, [Placement(name, shape, std, **fields)]
 
 
-def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False) -> Parameters:
+def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False, gain: float = 1.0) -> Parameters:
     # Each rank norms only its own heads, so gradients are partial sums.
-    yield from _one(f"{name}.weight", (width,), None, constant=1.0, partial=of_heads)
+    yield from _one(f"{name}.weight", (width,), None, constant=gain, partial=of_heads)
     if config.norm == "layernorm":
         yield from _one(f"{name}.bias", (width,), None, partial=of_heads)
 

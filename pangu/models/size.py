@@ -47,8 +47,11 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
     bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
-    layers = sum(_of_layer(config, layer, active) + biases + head_norms + 2 * norm for layer in range(config.layers))
-    return (words + positions) * d + bias + layers + norm
+    norms = 4 if config.norm_placement == "sandwich" else 1 if config.parallel_block == "shared_norm" else 2
+    layers = sum(
+        _of_layer(config, layer, active) + biases + head_norms + norms * norm for layer in range(config.layers)
+    )
+    return (words + positions) * d + bias + layers + norm * (1 + config.embedding_norm)
 
 
 def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:

@@ -51,7 +51,7 @@ def cases() -> list[Any]:
     return [
         (kind, kernel, changes)
         for kind, kernel, changes in itertools.product(("gpt", "pangu"), ("reference", "sdpa"), [{}, *VARIANTS])
-        if not any(obstacles(kernel, variant(kind=kind, **changes), "fp64", "cpu"))
+        if not any(obstacles(kernel, variant(**{"kind": kind} | changes), "fp64", "cpu"))
     ]
 
 
@@ -60,7 +60,7 @@ def test_with_a_cache_every_variant_computes_what_it_does_without(
     kind: str, kernel: str, changes: dict[str, object]
 ) -> None:
     """Texts of different lengths side by side, token by token up to the window; fp64, 1e-12."""
-    model = loaded(variant(kind=kind, **changes), kernel)
+    model = loaded(variant(**{"kind": kind} | changes), kernel)
     lengths, window = (1, 9, 4), TINY.sequence
     source = torch.Generator().manual_seed(2)
     texts = torch.randint(0, TINY.vocab, (3, window), generator=source).tolist()

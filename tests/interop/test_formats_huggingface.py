@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pangu.common.errors import UserError, printable
 from pangu.config.checks import find_model_problems
-from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
+from pangu.config.model import Llama3Scaling, ModelConfig, RouterConfig
 from pangu.interop.formats.convert import fitting_tensors
 from pangu.interop.formats.huggingface import HuggingFaceSource
 from pangu.interop.formats.huggingface_config import read_model
@@ -63,7 +63,14 @@ PUBLISHED = {
         '"original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "use_cache": true,'
         '"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",'
         '"vocab_size": 128256}',
-        {"rope_base": 5e5, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192), "kv_heads": 8, "biases": False},
+        {
+            "rope_base": 5e5,
+            "rope_scaling": Llama3Scaling(
+                factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_sequence=8192
+            ),
+            "kv_heads": 8,
+            "biases": False,
+        },
     ),
     "Mistral 7B 0.1": (
         '{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",'
@@ -152,7 +159,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"rope_scaling": "llama3"}, "rope_scaling = llama3: must be a JSON object or null"),
     ("GPT2", {"initializer_range": 10**400}, "initializer_range = 1000"),
     ("Llama", {"rope_parameters": {"rope_type": ["default"]}}, "rope_parameters.rope_type = [default]"),
-    ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn: is not supported"),
+    ("Llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope: is not supported"),
     ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor = 4.0: is unknown"),
     ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = '1e4': must be a number"),
     ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = null"),
@@ -161,7 +168,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 12.5}},
         "= 12.5",
     ),
-    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type = linear"),
+    ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type = dynamic"),
     ("Llama", {"rope_parameters": {SEES_ALL: {"rope_type": "default"}}}, f"{SEES_ALL} = "),
     ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ("Llama", {"sliding_window": 8}, "sliding_window = 8: is not supported; use null"),

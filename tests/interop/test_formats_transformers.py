@@ -12,16 +12,17 @@ import pytest
 import sentencepiece
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import newest_checkpoint
 from pangu.config.build import build
 from pangu.config.data import TokenizerConfig
-from pangu.config.model import RopeScaling
+from pangu.config.model import Llama3Scaling
 from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import load_tokenizer
-from pangu.interop.formats.huggingface_config import read_model
+from pangu.interop.formats.huggingface_config import kinds, read_model
 from pangu.layers.expert_balance import ExpertBalance
 from tests.interop.test_formats import HEADS, SEQUENCE, VOCAB, convert, logical, weights
 from tests.models.helpers import make
@@ -33,6 +34,7 @@ from tools.convert_checkpoint import main
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pangu.interop.formats.modeling_pangu import PanguConfig, PanguForCausalLM
 
@@ -62,7 +64,7 @@ def our_logits(run: Path, ids: Tensor) -> Tensor:
 
 
 def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence: int) -> None:
-    """Logits equal to 1e-5 here, and bit for bit after the way back."""
+    """Logits equal to 1e-5 here, and bit for bit after the way back; 1e-5 if it leaves as another type."""
     ids = tokens(vocab, sequence)
     theirs.eval().save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
@@ -73,8 +75,9 @@ def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence
     kind = type(theirs) if isinstance(theirs, PanguForCausalLM) else transformers.AutoModelForCausalLM
     loaded, info = kind.from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
+    exact = loaded.config.model_type == theirs.config.model_type
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, expected)
+        torch.testing.assert_close(loaded.eval()(ids).logits, expected, atol=0 if exact else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,6 +100,13 @@ def test_gpt2_files_without_the_name_of_the_trunk(tmp_path: Path) -> None:
 
 
 SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 12, "beta_fast": 4}
+RELATIVE = {
+    **{"vocab_size": 67, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "max_position_embeddings": 24, "initializer_range": 0.2},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+LLAMA3 = Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_sequence=12)
 LLAMAS = [
     ("Llama", {"num_key_value_heads": 2}),
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -112,22 +122,88 @@ LLAMAS = [
     ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5, "head_dim": 12}),
     ("Qwen3Moe", {"num_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2, "decoder_sparse_step": 2}),
+    ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}}),
+    ("Llama", {"rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.2}}),
+    ("Qwen2", {"rope_parameters": YARN}),
+    ("Phi3", {"num_key_value_heads": 2, "sliding_window": 5}),
+    ("Ministral", {"sliding_window": 5, "head_dim": 8}),
+    ("IQuestCoder", {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True}),
+    ("SeedOss", {"num_key_value_heads": 2, "head_dim": 12}),
+    ("SeedOss", {"attention_out_bias": True, "head_dim": 8}),
+    ("Ernie4_5", {"use_bias": True, "head_dim": 12, "num_key_value_heads": 2}),
+    ("Helium", {"attention_bias": True, "head_dim": 8}),
+    ("Glm", {"head_dim": 8, "num_key_value_heads": 2}),
+    ("Glm4", {"head_dim": 12, "num_key_value_heads": 2, "attention_bias": False}),
+    ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 8}),
+    ("Jais2", {"num_key_value_heads": 2, "head_dim": 12}),
+    ("Starcoder2", {"sliding_window": 5, "num_key_value_heads": 2}),
+    ("StableLm", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "num_key_value_heads": 2}),
+    ("StableLm", {"use_qkv_bias": True, "use_parallel_residual": True}),
+    ("GPTNeoX", {}),
+    ("GPTNeoX", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    ("Persimmon", {}),
+    ("Falcon", {"ffn_hidden_size": 56}),
+    ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    ("Bloom", {"n_layer": 2, "n_head": 4, "seq_length": 24}),
+    ("OPT", {"ffn_dim": 56, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40}),
+    ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "multi_query": False}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "variant"), LLAMAS, ids=str)
-def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path: Path) -> None:
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=24,
-        initializer_range=0.2,
-        **{"num_key_value_heads": 4, **variant},
-    )
-    there_and_back(random_vectors(getattr(transformers, f"{kind}ForCausalLM"), config), tmp_path, 67, 24)
+def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_path: Path) -> None:
+    kind_of_config = getattr(transformers, f"{kind}Config")
+    known = {*kind_of_config().to_dict(), *kind_of_config.attribute_map}
+    config = kind_of_config(**{key: value for key, value in RELATIVE.items() if key in known} | variant)
+    kind_of_model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    there_and_back(random_vectors(getattr(transformers, kind_of_model), config), tmp_path, 67, 24)
+
+
+def test_each_type_has_been_compared() -> None:
+    compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
+    assert compared | {"PanguEmbedded", "internlm2"} == kinds().keys()
+    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 25
+
+
+@pytest.mark.parametrize("kind", ["PanguEmbedded", "internlm2"])
+def test_types_that_transformers_lacks(kind: str, tmp_path: Path) -> None:
+    """openPangu-Embedded computes what Llama does with biases in attention; InternLM2 holds queries, keys and values of
+    a key head in one piece."""
+    config = transformers.LlamaConfig(**RELATIVE | {"num_key_value_heads": 2}, attention_bias=True)
+    theirs = random_vectors(transformers.LlamaForCausalLM, config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    told = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    told = {
+        key: value
+        for key, value in told.items()
+        if key not in ("attention_bias", "mlp_bias", "head_dim", "pretraining_tp")
+    }
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({**told, "model_type": kind, "bias": True}))
+    if kind == "internlm2":
+        save_file(as_internlm2(theirs.state_dict()), tmp_path / "theirs" / "model.safetensors")
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(run, tokens(67, 24)), theirs(tokens(67, 24)).logits, atol=1e-5, rtol=0)
+    back = transformers.AutoModelForCausalLM.from_pretrained(convert("pangu", "huggingface", run, tmp_path / "back"))
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
+
+
+def as_internlm2(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a Llama with 2 key heads for 4 heads of 8, by InternLM2's names."""
+    names = {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
+    names |= {"mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "lm_head": "output"}
+    names |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings"}
+    found = {}
+    for name, tensor in state.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        found[name] = tensor
+    for name in [name for name in found if "q_proj" in name]:
+        query, key, value = (found.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv")
+        pieces = [query[:16], key[:8], value[:8], query[16:], key[8:], value[8:]]
+        found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(pieces)
+    return found
 
 
 def test_what_is_told_of_a_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +260,7 @@ def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None
     for written, base, scaling in (
         ({"rope_theta": 500, "rope_scaling": {"type": "default"}}, 500.0, None),
         ({"rope_theta": 500, "rope_scaling": None}, 500.0, None),
-        ({"rope_theta": 9, "rope_scaling": {"rope_type": "llama3", **SCALING}}, 9.0, RopeScaling(4.0, 1.0, 3.0, 12)),
+        ({"rope_theta": 9, "rope_scaling": {"rope_type": "llama3", **SCALING}}, 9.0, LLAMA3),
         ({}, 1e4, None),
     ):
         told = read_model({**config, **written}, path)

@@ -70,7 +70,10 @@ def test_a_script_of_mindspeed_keeps_its_model(tmp_path: Path) -> None:
 
 LOST = {
     "another attention": ("--multi-latent-attention --kv-lora-rank 512 --q-lora-rank 8", "--kv-lora-rank 512: changes"),
-    "half of the rotary embedding": ("--use-rotary-position-embeddings --rotary-percent 0.5", "--rotary-percent 0.5: "),
+    "an interpolated rotary embedding": (
+        "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 2",
+        "--rotary-seq-len-interpolation-factor 2: ",
+    ),
     "another scaling of positions": (
         "--use-rotary-position-embeddings --rope-scaling-type yarn",
         "--rope-scaling-type",

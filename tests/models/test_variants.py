@@ -15,7 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from pangu.config.attention import obstacles
 from pangu.config.data import PackingConfig
-from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
+from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RouterConfig, YarnScaling
 from pangu.config.sparse import BigBirdSparsity, FixedSparsity, StridedSparsity
 from pangu.data.batch import Batch, make_batch
 from pangu.layers import offload
@@ -34,6 +34,8 @@ from tests.models.helpers import logical_gradients, logical_weights, make, varia
 from tests.weights import whole_logits, whole_loss
 
 EOD = 9
+LLAMA3 = Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_sequence=16)
+YARN = YarnScaling(name="yarn", factor=4.0, original_sequence=16, beta_fast=2.0, beta_slow=0.2)
 VARIANTS: list[dict[str, object]] = [
     {"norm": "rmsnorm"},
     {"activation": "gelu"},
@@ -45,7 +47,16 @@ VARIANTS: list[dict[str, object]] = [
     {"head_dim": 6},
     {"qk_norm": True},
     {"qk_norm": True, "norm": "rmsnorm", "positions": "rope", "kv_heads": 2, "head_dim": 6},
-    {"positions": "rope", "rope_base": 50.0, "rope_scaling": RopeScaling(4.0, 1.0, 3.0, 16)},
+    {"positions": "rope", "rope_base": 50.0, "rope_scaling": LLAMA3},
+    {"positions": "rope", "rope_scaling": LinearScaling(name="linear", factor=3.0), "partial_rotary_factor": 0.5},
+    {"positions": "rope", "rope_base": 50.0, "head_dim": 12, "rope_scaling": YARN},
+    {"positions": "rope", "rope_base": 50.0, "rope_scaling": replace(YARN, truncate=False, attention_factor=1.3)},
+    {"activation": "relu"},
+    {"activation": "squared_relu", "embedding_norm": True},
+    {"norm_placement": "sandwich", "kv_heads": 2},
+    {"norm_placement": "sandwich", "norm": "rmsnorm", "embedding_norm": True, "residual_scores": True},
+    {"kind": "gpt", "parallel_block": True, "positions": "rope", "partial_rotary_factor": 0.3, "head_dim": 8},
+    {"kind": "gpt", "parallel_block": "shared_norm", "norm": "rmsnorm", "experts": 4, "expert_ffn": 20},
     {"tied_head": False},
     {"kv_heads": 2},
     {"kv_heads": 1},
@@ -190,16 +201,34 @@ class Plain:
 
     def turn(self, x: Tensor, size: int, positions: Tensor) -> Tensor:
         """Each pair (i, i + size / 2) of each head as a complex number times e^(i m θ)."""
-        heads = x.unflatten(-1, (-1, 2, size // 2)).transpose(-1, -2)
-        theta = [(self.c.rope_base or 10000) ** (-2 * i / size) for i in range(size // 2)]
-        if self.c.rope_scaling is not None:
-            theta = [self.slowed(frequency, self.c.rope_scaling) for frequency in theta]
+        turning = int(size * self.c.partial_rotary_factor)
+        heads = x.unflatten(-1, (-1, size))
+        heads, still = heads[..., :turning].unflatten(-1, (2, turning // 2)).transpose(-1, -2), heads[..., turning:]
+        base, scaling, factor = self.c.rope_base or 10000.0, self.c.rope_scaling, 1.0
+        theta = [base ** (-2 * i / turning) for i in range(turning // 2)]
+        if isinstance(scaling, Llama3Scaling):
+            theta = [self.slowed(frequency, scaling) for frequency in theta]
+        elif isinstance(scaling, LinearScaling):
+            theta = [frequency / scaling.factor for frequency in theta]
+        elif scaling is not None:
+            theta = [self.between(pair, theta[pair], turning, scaling) for pair in range(turning // 2)]
+            factor = scaling.attention_factor or 1 + math.log(scaling.factor) / 10
         angles = (positions[..., None] * torch.tensor(theta, dtype=torch.float64))[:, :, None]
-        phase = torch.polar(torch.ones_like(angles), angles)
+        phase = torch.polar(torch.full_like(angles, factor), angles)
         turned = torch.view_as_complex(heads.contiguous()) * phase
-        return torch.view_as_real(turned).transpose(-1, -2).flatten(2)
+        return torch.cat([torch.view_as_real(turned).transpose(-1, -2).flatten(-2), still], -1).flatten(2)
 
-    def slowed(self, frequency: float, scaling: RopeScaling) -> float:
+    def between(self, pair: int, frequency: float, size: int, scaling: YarnScaling) -> float:
+        """YaRN's frequency: the pair with n turns in the original texts has 2 π n = length x base^(-2 pair / size)."""
+        ends = [
+            math.log(scaling.original_sequence / (2 * math.pi * turns), self.c.rope_base or 10000.0) * size / 2
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        ]
+        first, last = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+        slow = min(max((pair - max(first, 0)) / (min(last, size - 1) - max(first, 0)), 0), 1)
+        return (1 - slow) * frequency + slow * frequency / scaling.factor
+
+    def slowed(self, frequency: float, scaling: Llama3Scaling) -> float:
         """In wavelengths, as Llama 3.1's released code says it."""
         length = 2 * math.pi / frequency
         if length > scaling.original_sequence / scaling.low_freq_factor:
@@ -219,6 +248,8 @@ class Plain:
             up = gate * torch.sigmoid(gate) * up
         elif self.c.activation == "fast_gelu":
             up = up / (1 + torch.exp(-1.702 * up))
+        elif self.c.activation in ("relu", "squared_relu"):
+            up = up.clamp(min=0) ** (1 if self.c.activation == "relu" else 2)
         elif self.c.activation == "gelu":
             up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
         else:
@@ -253,13 +284,20 @@ class Plain:
             x = self.norm(x, f"{name}.attention_norm")
             return self.norm(x + self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm")
         normed = self.norm(x, f"{name}.attention_norm")
-        x = x + self.attention(normed, normed if asked is None else asked, f"{name}.attention", batch)
-        return x + self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+        attended = self.attention(normed, normed if asked is None else asked, f"{name}.attention", batch)
+        if self.c.parallel_block:
+            own = normed if self.c.parallel_block == "shared_norm" else self.norm(x, f"{name}.mlp_norm")
+            return x + attended + self.feed_forward(own, f"{name}.mlp")
+        sandwich = self.c.norm_placement == "sandwich"
+        x = x + (self.norm(attended, f"{name}.attention_output_norm") if sandwich else attended)
+        change = self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+        return x + (self.norm(change, f"{name}.mlp_output_norm") if sandwich else change)
 
     def logits(self, batch: Batch) -> Tensor:
         x = self.w["embedding.word.weight"][batch.tokens]
         if self.c.positions == "learned":
             x = x + self.w["embedding.position.weight"][batch.positions]
+        x = self.norm(x, "embedding_norm") if self.c.embedding_norm else x
         for number in range(self.c.layers - (self.c.kind == "pangu")):
             x = self.block(x, number, batch)
         if self.c.final_norm == "before_query":
@@ -292,7 +330,7 @@ class Plain:
 )
 def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: dict[str, object]) -> None:
     """fp64; 1e-10: sums of at most 128 products in another order through three layers."""
-    config = variant(kind=kind, **changes)
+    config = variant(**{"kind": kind} | changes)
     model, table = make(config, kernel)
     weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
     batch = batch_of(config, resets)
@@ -434,7 +472,7 @@ def test_number_of_parameters_of_every_combination() -> None:
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dict[str, object]) -> None:
-    config = variant(kind=kind, **changes)
+    config = variant(**{"kind": kind} | changes)
     if config.experts is not None:
         config = replace(config, biases=False)  # those of rows are added as products
     model, _ = make(config, "reference")
@@ -449,8 +487,9 @@ def test_a_turn_depends_on_the_distance_alone_and_takes_its_angles_in_fp32() -> 
     """bf16 knows no position above 256 exactly; the result is one rounding of 2^-9 of the length from exact."""
     x = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     near, far = torch.arange(4)[None], torch.arange(1000, 1004)[None]
-    exact = [RotaryEmbedding(positions, 8, 10000.0, torch.float64)(x.double()) for positions in (near, far)]
+    config = variant(hidden=8, heads=1, positions="rope")
+    exact = [RotaryEmbedding(positions, config, torch.float64)(x.double()) for positions in (near, far)]
     torch.testing.assert_close(exact[0] @ exact[0].mT, exact[1] @ exact[1].mT)
-    result = RotaryEmbedding(far, 8, 10000.0, torch.bfloat16)(x)
+    result = RotaryEmbedding(far, config, torch.bfloat16)(x)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.double(), exact[1], atol=2**-9 * float(x.abs().max()), rtol=2**-8)

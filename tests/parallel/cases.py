@@ -61,6 +61,11 @@ ROWS = {
 }
 """Documents, masks and padding of the samples."""
 EXPERT_LAYERS = {"all": "", "after_first": "model.dense_layers=1", "every_other": "model.expert_every=2"}
+ROTATIONS = {
+    "plain": "",
+    "linear": "model.rope_scaling={name:linear,factor:2} model.partial_rotary_factor=0.7",
+    "yarn": "model.rope_scaling={name:yarn,factor:4,original_sequence:6,beta_fast:2}",
+}
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
     "schedule": tuple(CHUNKS),
@@ -92,13 +97,16 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "matmul": ("compute", "fp8"),
     "frozen": tuple(FROZEN),
     # the model
+    "rotation": tuple(ROTATIONS),
     "router": tuple(ROUTERS),
     "balance": ("sequence", "global", "bias", "none"),
     "expert_layers": tuple(EXPERT_LAYERS),
     "kind": ("pangu", "gpt"),
     "norm": ("layernorm", "rmsnorm"),
-    "norm_placement": ("pre", "post"),
-    "activation": ("gelu_tanh", "gelu", "fast_gelu", "swiglu"),
+    "norm_placement": ("pre", "post", "sandwich"),
+    "parallel_block": ("false", "true", "shared_norm"),
+    "embedding_norm": ("false", "true"),
+    "activation": ("gelu_tanh", "gelu", "fast_gelu", "swiglu", "relu", "squared_relu"),
     "biases": ("true", "false", "qkv", "attention"),
     "qk_norm": ("false", "true"),
     "head_dim": ("null", "6"),
@@ -192,6 +200,9 @@ RULES = (
     among("context_kind", "gather", "ring", "ulysses", then="context", needs=("2", "4", "8")),
     among("zero_group", "1", "2", "4", then="zero", needs=SHARDED),
     among("offload", "parameters", "activations,optimizer,parameters", then="zero", needs=("3",)),
+    among("parallel_block", "true", "shared_norm", then="kind", needs=("gpt",)),
+    among("parallel_block", "true", "shared_norm", then="norm_placement", needs=("pre",)),
+    among("rotation", "linear", "yarn", then="positions", needs=("rope",)),
     among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
     among("expert", "4", then="tensor", needs=("1", "2", "4")),
@@ -244,6 +255,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         *ROWS[case["rows"]].split(),
         *(f"model.{name}={SPARSE[case[name]] if name == 'sparse' else case[name]}" for name in MODEL),
         *(() if case["experts"] == "null" else (f"model.router.balance={case['balance']}", "model.expert_ffn=12")),
+        *ROTATIONS[case["rotation"]].split(),
         *ROUTERS[case["router"]].split(),
         *EXPERT_LAYERS[case["expert_layers"]].split(),
         *(("model.relative_buckets=6", "model.relative_distance=9") if case["positions"] == "relative" else ()),

@@ -46,6 +46,8 @@ ROLLBACK = (
     "optimizer.lr=10",  # makes the loss rise, step by step
     "lr_schedule.warmup_steps=3",
     "faults.action=rollback",
+    "model.positions=rope",
+    "model.rope_scaling={name:linear,factor:2}",
     "faults.spike=0.01",
     "faults.spike_window=2",
     "faults.max_rollbacks=1",
@@ -58,6 +60,9 @@ PASSED_ON = {
     "IndexedData.kind",
     "StreamData.kind",
     "SyntheticData.kind",
+    "Llama3Scaling.name",
+    "LinearScaling.name",
+    "YarnScaling.name",
     "InstructionsData.kind",
     # `check` returns the data-parallel size that the layout is made of
     "ParallelConfig.data",
@@ -72,6 +77,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         "config/build.py",
         "config/checks.py",
         "config/layout_checks.py",
+        "config/position_checks.py",
         "config/expert_checks.py",
         "config/attention.py",
         "dataclasses.py",
@@ -167,6 +173,8 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         "data.response_key=r",
         "data.template=plain",
         "data.max_bad=1",
+        "model.positions=rope",
+        "model.rope_scaling={name:yarn,factor:2,original_sequence:8}",
     )
     run(
         composed(*SMALL, "data=instructions", *words, *keys, *quiet, f"train.output={tmp_path}/instructions"),

@@ -53,6 +53,7 @@ MEGATRON = {
 """Formats that Megatron writes and `open_folder` tells apart."""
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
+    *("norm_placement", "partial_rotary_factor", "parallel_block", "embedding_norm"),
     *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
     *("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "expert_every"),
     *("router.score", "router.normalised", "router.scale"),

@@ -57,17 +57,18 @@ class HuggingFaceSource(WeightSource):
         self._kind = kind_in(config, path)
         # the prefix of all names but the head's, which some files omit
         trunk = self._kind.tensors["layer"].partition(".")[0] + "."
+        self._head = self._kind.tensors["outside"].get("head.weight", "lm_head.weight")
         self._places: dict[str, tuple[Path, str, Tensor]] = {}
         """File, name in it and meta tensor, by full name of the tensor."""
         for file in _weight_files(path):
             for name, tensor in _tensors_in(file).items():
-                full = name if name.startswith((trunk, "lm_head.")) else trunk + name
+                full = name if name.startswith(trunk) or name == self._head else trunk + name
                 if full in self._places:
                     raise UserError(f"{file}: {shown(name)} is in {self._places[full][0]} as well")
                 self._places[full] = (file, name, tensor)
         # the copy of a tied head, and what transformers computes and older versions stored all the same
-        tied = r"|lm_head\.weight" if self.model_keys["tied_head"] else ""
-        implied = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
+        tied = f"|{re.escape(self._head)}" if self.model_keys["tied_head"] else ""
+        implied = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
         self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if not implied.fullmatch(name)}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
@@ -94,7 +95,7 @@ class HuggingFaceSource(WeightSource):
         words = next(stored.name for stored in table if stored.parts == ("embedding.word.weight",))
         for name in sorted(self._places.keys() - self.tensors.keys()):
             found = self._read(name)
-            if name == "lm_head.weight":
+            if name == self._head:
                 if words in self._places and not torch.equal(found, self._read(words)):
                     problems.append(
                         f"{name}: differs from {words}, and config.json says that they are one tensor; "
@@ -130,7 +131,7 @@ def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
     if kind == "masked_bias":
         # -1e4 in the first versions, and all of them far below any score
         return found.numel() == 1 and float(found) <= -1e4
-    size = keys["head_dim"] or keys["hidden"] // keys["heads"]
+    size = int((keys["head_dim"] or keys["hidden"] // keys["heads"]) * keys["partial_rotary_factor"])
     scaling, base = keys.get("rope_scaling"), keys.get("rope_base") or 1e4
     choices = [rotary_frequencies(size, base, each, torch.float64) for each in {None, scaling}]
     # rounded to the format of the file after a power in fp32; small ones lose their last bits in fp16

@@ -1,18 +1,19 @@
-"""Translation of config.json: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, PanGu-α's community port."""
+"""Translation of config.json, of the types in model_types.yaml."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pangu.common.errors import Problem, UserError
+from pangu.common.errors import ConfigError, Problem, UserError, shown
 from pangu.config.build import read_keys
-from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
+from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, RouterConfig, YarnScaling
 from pangu.interop.formats.fields import check_fields, load_table, refuse, wrong_field
-from pangu.interop.formats.stored import PANGU_VOCAB, require_expressible
+from pangu.interop.formats.stored import PANGU_VOCAB, inexpressible
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class ModelType:
     twins: Mapping[str, str] = field(default_factory=dict)
     """Fields that must equal another one."""
     choices: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Values that the type can express, by key of `ModelConfig`."""
+    """Values that the type can express, by key of `ModelConfig`, instead of the one that it `means`; empty: any."""
+    values: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    """Keys of `ModelConfig` that each value of a field means; the first value is the default in transformers."""
 
 
 @cache
@@ -48,23 +51,20 @@ def kinds() -> dict[str, ModelType]:
     return {name: ModelType(name, **values) for name, values in load_table("model_types").items() if "keys" in values}
 
 
+_SHAPE = {f"model.{key}" for key in ("kind", "experts", "norm", "positions", "parallel_block", "norm_placement")}
+"""Keys that set types apart more than others do."""
+
+
 def kind_of(model: ModelConfig, kind: ModelType | None = None) -> ModelType:
-    """Return the type of a model, or `kind` if it is given. Raises ConfigError if it cannot express the model."""
-    if kind is not None:
-        name = kind.name
-    elif model.kind == "pangu" or model.norm == "layernorm":
-        name = "gpt_pangu" if model.kind == "pangu" else "gpt2"
-    elif model.experts is not None:
-        name = "qwen3_moe" if model.qk_norm else "mixtral"
-    elif model.qk_norm:
-        name = "qwen3"
-    elif model.biases == "qkv":
-        name = "qwen2"
-    else:
-        name = "llama" if model.window is None else "mistral"
-    kind = kinds()[name]
-    require_expressible(model, name, activation=list(dict.fromkeys(kind.activations.values())))
-    return kind
+    """Return the first type that can express a model, or `kind` if it is given. Raises ConfigError if there is none."""
+    found = [
+        (inexpressible(model, one.name, activation=list(dict.fromkeys(one.activations.values()))), one)
+        for one in ([kind] if kind is not None else kinds().values())
+    ]
+    problems, nearest = min(found, key=lambda one: sum(10 if each.key in _SHAPE else 1 for each in one[0]))
+    if problems:
+        raise ConfigError(problems)
+    return nearest
 
 
 def kind_in(config: Mapping[str, Any], path: Path) -> ModelType:
@@ -83,13 +83,19 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if missing := [name for key, name in kind.keys.items() if name not in config and key not in kind.defaults]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
     values = {key: config.get(name, kind.defaults.get(key)) for key, name in kind.keys.items()}
-    activation = values.pop("activation")
+    activation = values.pop("activation", next(iter(kind.activations)))
     keys, problems = read_keys(ModelConfig, values, kind.keys)
     if activation not in list(kind.activations):
         problems.append(Problem(kind.keys["activation"], activation, f"is none of {', '.join(kind.activations)}"))
     refuse(path, problems)
     harmless = f"{load_table('model_types')['_harmless']} {kind.harmless}".split()
-    check_fields(config, path, {*kind.keys.values(), *kind.derived.split(), *kind.twins}, harmless, kind.only)
+    used = {*kind.keys.values(), *kind.derived.split(), *kind.twins, *kind.values}
+    check_fields(config, path, used, harmless, kind.only)
+    for name, meanings in kind.values.items():
+        value = config.get(name, next(iter(meanings)))
+        if not isinstance(value, bool | int | str | None) or value not in meanings:
+            raise wrong_field(path, name, value, "is not supported", f"use {' or '.join(map(shown, meanings))}")
+        keys |= meanings[value]
     for twin, name in kind.twins.items():
         value = next(keys[key] for key, field_ in kind.keys.items() if field_ == name)
         if config.get(twin, value) != value:
@@ -102,13 +108,13 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         keys["head_dim"] = None
     if kind.name == "gpt_pangu":
         keys["vocab"] = PANGU_VOCAB.get(keys["vocab"], keys["vocab"])
-    model_keys = {"dropout": 0.0, **keys, **kind.means, "activation": kind.activations[activation]}
+    model_keys = {"dropout": 0.0, **kind.means, **keys, "activation": kind.activations[activation]}
     router = {key.removeprefix("router."): model_keys.pop(key) for key in list(model_keys) if key.startswith("router.")}
     return model_keys | ({"router": RouterConfig(**router)} if router else {})
 
 
-def _flag(config: Mapping[str, Any], key: str, path: Path) -> bool:
-    value = config.get(key, False)
+def _flag(config: Mapping[str, Any], key: str, path: Path, usual: bool = False) -> bool:
+    value = config.get(key, usual)
     if not isinstance(value, bool):
         raise wrong_field(path, key, value, "must be true or false")
     return value
@@ -124,13 +130,14 @@ def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path
     keys["rope_base"] = base["rope_base"] if kind == "rotary" else None
 
 
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_sequence": "original_max_position_embeddings",
+_SCALINGS: dict[str, tuple[type[RopeScaling], str, str]] = {
+    "llama3": (Llama3Scaling, "factor low_freq_factor high_freq_factor original_sequence", ""),
+    "linear": (LinearScaling, "factor", ""),
+    "yarn": (YarnScaling, "factor original_sequence", "beta_fast beta_slow truncate attention_factor"),
 }
-"""Names in config.json, by key of `RopeScaling`."""
+"""`rope_type` -> its class, with the keys that a file must and may have."""
+_ORIGINAL = {"original_sequence": "original_max_position_embeddings"}
+"""Names in config.json that differ from the keys of `RopeScaling`."""
 
 
 def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -141,27 +148,59 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     # as transformers chooses between the two
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise wrong_field(path, f"{key}.rope_type", kind, "is not supported", "use default or llama3")
-    scaling = _SCALING if kind == "llama3" else {}
-    used = {"rope_type", "type", "rope_theta", *scaling.values()}
-    check_fields(rope, f"{path}: {key}", used, (), {"partial_rotary_factor": (1.0, None)})
+    kind, type_ = rope.get("rope_type", rope.get("type", "default")), kind_in(config, path)
+    if kind not in ("default", *_SCALINGS):
+        known = ", ".join(("default", *_SCALINGS))
+        raise wrong_field(path, f"{key}.rope_type", kind, "is not supported", f"use one of {known}")
+    needed, optional = (names.split() for names in _SCALINGS[kind][1:]) if kind in _SCALINGS else ([], [])
+    names = {factor: f"{key}.{_ORIGINAL.get(factor, factor)}" for factor in (*needed, *optional)}
+    used = {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        *(name.partition(".")[2] for name in names.values()),
+    }
+    used |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    # of DeepSeek's code, which transformers reads nowhere
+    check_fields(rope, f"{path}: {key}", used, (), {"max_position_embeddings": [keys["sequence"]]})
+    given = {factor: rope.get(name.partition(".")[2]) for factor, name in names.items()}
+    if kind == "yarn":
+        given["original_sequence"] = given["original_sequence"] or keys["sequence"]
+        if given["attention_factor"] is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+            given["attention_factor"] = _mscale(rope, "mscale") / _mscale(rope, "mscale_all_dim")
+    given = {factor: value for factor, value in given.items() if value is not None or factor in needed}
     theta = {"rope_base": f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"}
-    usual = kind_in(config, path).defaults.get("rope_base", 1e4)
-    given = rope.get("rope_theta", config.get("rope_theta", usual))
-    base, problems = read_keys(ModelConfig, {"rope_base": given}, theta)
-    names = {factor: f"{key}.{name}" for factor, name in scaling.items()}
-    factors, more = read_keys(RopeScaling, {factor: rope.get(name) for factor, name in scaling.items()}, names)
-    refuse(path, problems + more)
-    keys |= base | {"rope_scaling": RopeScaling(**factors) if scaling else None}
+    usual = config.get("rotary_emb_base", type_.defaults.get("rope_base", 1e4))
+    base, problems = read_keys(
+        ModelConfig, {"rope_base": rope.get("rope_theta", config.get("rope_theta", usual))}, theta
+    )
+    factors, more = read_keys(_SCALINGS[kind][0], given, names) if kind in _SCALINGS else ({}, [])
+    usual = config.get("rotary_pct", type_.defaults.get("partial_rotary_factor", 1.0))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or usual
+    part, even_more = read_keys(
+        ModelConfig, {"partial_rotary_factor": share}, {"partial_rotary_factor": "partial_rotary_factor"}
+    )
+    refuse(path, problems + more + even_more)
+    if type_.means["partial_rotary_factor"] != share and "partial_rotary_factor" not in type_.choices:
+        raise wrong_field(path, "partial_rotary_factor", share, "is not supported", "use 1")
+    keys |= base | part | {"rope_scaling": _SCALINGS[kind][0](name=kind, **factors) if kind in _SCALINGS else None}
+
+
+def _mscale(rope: Mapping[str, Any], name: str) -> float:
+    """Return DeepSeek's factor of YaRN, of a field `name` (its released code, `yarn_get_mscale`)."""
+    return 0.1 * float(rope[name]) * math.log(float(rope["factor"])) + 1
 
 
 def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    attention, mlp = _flag(config, "attention_bias", path), _flag(config, "mlp_bias", path)
-    if mlp and not attention:
+    usual = kind_in(config, path).defaults
+    queries, mlp = (_flag(config, key, path, usual.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+    output = _flag(config, "attention_out_bias", path, usual.get("attention_out_bias", queries))
+    known = {(False, False, False): False, (True, True, True): True, (True, True, False): "attention"}
+    known |= {(True, False, False): "qkv"}
+    if (queries, output, mlp) not in known:
         raise wrong_field(path, "mlp_bias", mlp, "is not supported without attention_bias", "use false")
-    keys["biases"] = "attention" if attention and not mlp else attention
+    keys["biases"] = known[queries, output, mlp]
 
 
 def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -169,16 +208,17 @@ def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
     slides, first = _flag(config, "use_sliding_window", path), config.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise wrong_field(path, "max_window_layers", first, "must be an integer")
-    window, layers, kinds_ = keys["window"] if slides else None, keys["layers"], config.get("layer_types")
-    if kinds_ is not None:
-        if kinds_ != ["full_attention" if window is None else "sliding_attention"] * layers:
-            raise wrong_field(path, "layer_types", kinds_, "is not supported", "use one kind in all layers")
-    elif window is not None and 0 < first < layers:
+    window, layers = keys["window"] if slides else None, keys["layers"]
+    if config.get("layer_types") is None and window is not None and 0 < first < layers:
         fix = f"use 0, or at least {layers}"
         raise wrong_field(path, "max_window_layers", first, "is not supported", fix)
-    elif first >= layers:
-        window = None
-    keys["window"] = window
+    keys["window"] = None if config.get("layer_types") is None and first >= layers else window
+
+
+def _layer_types(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
+    types, kind = config.get("layer_types"), "full_attention" if keys["window"] is None else "sliding_attention"
+    if types is not None and types != [kind] * keys["layers"]:
+        raise wrong_field(path, "layer_types", types, "is not supported", f"use {kind} in all layers")
 
 
 def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -202,6 +242,7 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "position_embedding_type": _pangu_positions,
     "rope_parameters": _rope,
     "use_sliding_window": _qwen_window,
+    "layer_types": _layer_types,
     "attention_bias": _biases,
     "norm_topk_prob": _normalised,
     "num_local_experts": _experts_twin,
@@ -225,13 +266,17 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
     fields = {name: keys[key] for key, name in kind.keys.items()}
     written = {*kind.derived.split(), *kind.twins}
     derived = {key: value for key, value in _derived_fields(model).items() if key in written}
+    for name, meanings in kind.values.items():
+        fits = (value for value, meant in meanings.items() if all(keys[key] == meant[key] for key in meant))
+        derived[name] = next(fits)
     return {"model_type": kind.name, **fields, **derived, **kind.writes}
 
 
 def _derived_fields(model: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "embd_pdrop": model.dropout,
-        "attention_bias": model.has_biases("output"),
+        "attention_bias": model.has_biases("qkv"),
+        "attention_out_bias": model.has_biases("output"),
         "mlp_bias": model.has_biases("mlp"),
         "use_sliding_window": model.window is not None,
         "max_window_layers": model.layers if model.window is None else 0,
@@ -239,7 +284,10 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
     }
     if model.positions == "rope":
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}
+        fields["partial_rotary_factor"] = model.partial_rotary_factor
     if scaling := model.rope_scaling:
-        factors = {name: getattr(scaling, factor) for factor, name in _SCALING.items()}
-        fields["rope_scaling"] = {"rope_type": "llama3", **factors}
+        factors = {
+            _ORIGINAL.get(factor, factor): value for factor, value in asdict(scaling).items() if value is not None
+        }
+        fields["rope_scaling"] = {"rope_type": factors.pop("name"), **factors}
     return fields

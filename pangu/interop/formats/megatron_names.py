@@ -10,7 +10,7 @@ from pathlib import Path
 from pangu.common.errors import ConfigError, Problem, UserError
 from pangu.config.model import ModelConfig
 from pangu.interop.formats.megatron_options import ROPE_SCALING, ROWS
-from pangu.interop.formats.stored import Stored, make_table, require_expressible
+from pangu.interop.formats.stored import Stored, inexpressible, make_table
 
 EXPERT = "mlp.experts.local_experts.{}."
 """Prefix of an expert's modules in model_types.yaml."""
@@ -24,7 +24,8 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     kind = "megatron_pangu" if pangu else "megatron_core"
     # Megatron-Core's approximation by tanh is a kernel fused with the bias
     fused = {"activation": ["gelu_tanh", "gelu", "swiglu"]} if not pangu and model.biases is True else {}
-    require_expressible(model, kind, **fused)
+    if problems := inexpressible(model, kind, **fused):
+        raise ConfigError(problems)
     scaling = model.rope_scaling
     if scaling is not None and scaling != replace(ROPE_SCALING, factor=scaling.factor):
         rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"

@@ -11,14 +11,14 @@ from typing import Any
 
 from pangu.common.errors import UserError
 from pangu.config.build import read_keys
-from pangu.config.model import ModelConfig, RopeScaling
+from pangu.config.model import Llama3Scaling, ModelConfig
 from pangu.interop.expert_layers import spread
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
 
 ROWS = 128
 """Unit of Megatron-Core's vocabulary padding: to a multiple of this times the tensor-parallel size."""
-ROPE_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+ROPE_SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_sequence=8192)
 """RoPE scaling of Megatron-Core (`--use-rope-scaling`), in which only the factor is an option."""
 TOP = "language_model.topQueryEmbedding.top_query_embeddings.weight"
 """Name of PanGu-α's query embedding, which no GPT has."""
@@ -165,12 +165,12 @@ def _has_experts(shapes: _Shapes) -> list[int]:
     return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
 
 
-def _rope_scaling(options: _Options) -> RopeScaling | None:
+def _rope_scaling(options: _Options) -> Llama3Scaling | None:
     """Return Llama 3.1's scaling with the factor of the options, or None. Raises UserError for an invalid factor."""
     if options.get("use_rope_scaling") is not True:
         return None
     factor = options.get("rope_scaling_factor", ROPE_SCALING.factor)
-    keys, problems = read_keys(RopeScaling, {"factor": factor}, {"factor": "rope_scaling_factor"})
+    keys, problems = read_keys(Llama3Scaling, {"factor": factor}, {"factor": "rope_scaling_factor"})
     refuse("args", problems)
     return replace(ROPE_SCALING, **keys)
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import bytes_of
-from pangu.common.errors import UserError, reading
+from pangu.common.errors import ConfigError, UserError, reading
 from pangu.config.model import ModelConfig
-from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table, require_expressible
+from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, inexpressible, make_table
 
 CONTENT_BYTES = 512 * 2**20
 """Largest part of a tensor in one Value, bytes."""
@@ -45,7 +45,8 @@ _STATE = re.compile(r"(adam_[mv]|moment[12]|accu_grads)\b.*")
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the tensors of a model in one file. Raises ConfigError if it is not PanGu-α."""
-    require_expressible(model, "mindspore")
+    if problems := inexpressible(model, "mindspore"):
+        raise ConfigError(problems)
     return make_table(model, "mindspore", spare=PANGU_PADDING)
 
 

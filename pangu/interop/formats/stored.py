@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pangu.common.errors import ConfigError, Problem
+from pangu.common.errors import Problem
 from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
@@ -53,6 +53,11 @@ class Stored:
     """Dimension that the files of tensor-parallel ranks shard; None: replicated."""
     rows: range | None = None
     """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
+    skipped: int = 0
+    """Number of first rows that are not ours; written as 0."""
+    paired: tuple[int, int] | None = None
+    """Head size, and how many elements of a head rotate, if neighbors are pairs in the file; ours are half of them
+    apart. None: as ours, or no rotation."""
 
 
 class WeightSource(ABC):
@@ -131,6 +136,8 @@ def make_table(
                 rows, width = shapes[part]
                 padded = (-(-rows // multiple) * multiple, width)
                 table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + spare + 1))
+            if skipped := naming.get("skipped", {}).get(part, 0):
+                table[-1] = replace(table[-1], shape=(shapes[part][0] + skipped, *shapes[part][1:]), skipped=skipped)
     for layer in range(model.layers):
         prefix = naming["layer"].format(layer)
         if layer == model.query_layer:
@@ -147,8 +154,13 @@ def make_table(
                     if matrix and pattern in naming.get("rows", ()):
                         cut = 1
                     blocks = (groups or {}).get(pattern, 1)
+                    if pattern in naming.get("grouped", ()):
+                        blocks = model.kv_heads or model.heads
                     shape = shape[::-1] if transposed else shape
-                    table.append(Stored(f"{prefix}{module}.{own}", parts, shape, transposed, blocks, cut))
+                    stored = Stored(f"{prefix}{module}.{own}", parts, shape, transposed, blocks, cut)
+                    if naming.get("neighbors", False) and any(map(_rotates, parts)):
+                        stored = replace(stored, paired=(model.head_size, model.rotary_size))
+                    table.append(stored)
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return table
@@ -160,9 +172,23 @@ def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tupl
             yield pattern, pattern.format(number), [name.format(number) for name in ours]
 
 
+def _rotates(part: str) -> bool:
+    return part.rpartition(".")[0].endswith((".query", ".key"))
+
+
+def _paired(stored: Stored, part: str, tensor: Tensor, apart: bool) -> Tensor:
+    """Return the rows of a logical tensor with pairs half of the rotating elements `apart`, or side by side."""
+    if stored.paired is None or not _rotates(part):
+        return tensor
+    size, turning = stored.paired
+    heads = tensor.unflatten(0, (-1, size))
+    pairs = heads[:, :turning].unflatten(1, (turning // 2, 2) if apart else (2, turning // 2))
+    return torch.cat([pairs.transpose(1, 2).flatten(1, 2), heads[:, turning:]], dim=1).flatten(0, 1)
+
+
 def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
     """Return the stored tensor made of logical ones; padding is 0."""
-    whole, *others = parts
+    whole, *others = (_paired(stored, name, part, False) for name, part in zip(stored.parts, parts, strict=True))
     # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
     # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
     if others:
@@ -170,6 +196,8 @@ def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
         whole = torch.cat(parts, dim=1).flatten(0, 1)
     if stored.transposed:
         whole = whole.t()
+    if stored.skipped:
+        whole = torch.cat([whole.new_zeros(stored.skipped, *whole.shape[1:]), whole])
     missing = stored.shape[0] - whole.shape[0]
     return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
@@ -178,24 +206,25 @@ def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[i
     """Return a logical tensor cut out of a stored one; `shapes` are those of the logical tensors."""
     whole = tensor.t() if stored.transposed else tensor
     if len(stored.parts) == 1:
-        return whole[: shapes[part][0]]
+        return _paired(stored, part, whole[stored.skipped :][: shapes[part][0]], True)
     widths = [shapes[name][0] // stored.groups for name in stored.parts]
     blocks = whole.unflatten(0, (stored.groups, -1)).split(widths, dim=1)
-    return blocks[stored.parts.index(part)].flatten(0, 1)
+    return _paired(stored, part, blocks[stored.parts.index(part)].flatten(0, 1), True)
 
 
-def require_expressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> None:
-    """Raise a ConfigError that names all keys of a model that the entry `kind` of model_types.yaml cannot express.
+def inexpressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> list[Problem]:
+    """Return a problem for each key of a model that the entry `kind` of model_types.yaml cannot express.
 
     `choices`: values that it can express, where they are not in the entry.
     """
     entry = load_table("model_types")[kind]
     needs = {key: [value] for key, value in entry["means"].items()} | entry.get("choices", {}) | choices
+    for meanings in entry.get("values", {}).values():
+        for key in {key for keys in meanings.values() for key in keys}:
+            needs[key] = [keys[key] for keys in meanings.values() if key in keys]
     label = entry.get("label", f"transformers' {kind}")
-    problems = [
+    return [
         Problem(f"model.{key}", value, f"cannot be expressed in {label}", f"{values} can")
         for key, values in needs.items()
-        if (value := attrgetter(key)(model)) not in values
+        if (value := attrgetter(key)(model)) not in (values or [value])
     ]
-    if problems:
-        raise ConfigError(problems)

@@ -35,6 +35,8 @@ def _model(source: Translation) -> None:
     gated, plain = source.flag("swiglu"), source.flag("disable-bias-linear")
     if gated:
         source.set("model.activation", "swiglu", "swiglu")
+    elif source.flag("squared-relu"):
+        source.set("model.activation", "squared_relu", "squared-relu")
     elif source.flag("openai-gelu"):
         source.set("model.activation", "gelu_tanh", "openai-gelu")
     else:
@@ -82,6 +84,8 @@ def _attention(source: Translation) -> None:
 def _rotary(source: Translation) -> None:
     if base := source.number("rotary-base"):
         source.set("model.rope_base", float(base), "rotary-base")
+    if (share := source.number("rotary-percent")) is not None:
+        source.set("model.partial_rotary_factor", float(share), "rotary-percent")
     kind = source.text("rope-scaling-type")
     if kind not in (None, "llama3"):
         source.lacks("rope-scaling-type", "other_function")

@@ -1,0 +1,60 @@
+"""Contradictions between the keys of a model's position encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pangu.common.errors import Problem
+from pangu.config.model import Llama3Scaling, ModelConfig, YarnScaling
+
+
+def position_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield the contradictions between `positions` and the keys that only some kinds of positions have."""
+    yield from _rotation(model)
+    yield from _scaling(model)
+    yield from _distances(model)
+
+
+def _rotation(model: ModelConfig) -> Iterator[Problem]:
+    if model.rope_base is not None and model.positions != "rope":
+        rule = f"only applies with model.positions = rope, got {model.positions}"
+        yield Problem("model.rope_base", model.rope_base, rule, "use null, or set model.positions=rope")
+    share = model.partial_rotary_factor
+    if model.positions != "rope" and share != 1:
+        rule = f"only applies with model.positions = rope, got {model.positions}"
+        yield Problem("model.partial_rotary_factor", share, rule, "use 1, or set model.positions=rope")
+    elif model.positions == "rope" and share == 1 and model.head_size % 2:
+        rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
+        yield Problem("model.positions", "rope", rule, "use learned, or an even head size")
+    elif model.positions == "rope" and (model.rotary_size % 2 or not model.rotary_size):
+        rule = f"must make an even number of the {model.head_size} elements of a head rotate, not {model.rotary_size}"
+        fix = f"use e.g. {2 * max(1, model.rotary_size // 2) / model.head_size:g}"
+        yield Problem("model.partial_rotary_factor", share, rule, fix)
+
+
+def _scaling(model: ModelConfig) -> Iterator[Problem]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    if model.positions != "rope":
+        rule = f"only applies with model.positions = rope, got {model.positions}"
+        yield Problem("model.rope_scaling", scaling.name, rule, "use null, or set model.positions=rope")
+    if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+        rule = f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor:g}"
+        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "use e.g. 4 with 1")
+    if isinstance(scaling, YarnScaling) and scaling.beta_fast <= scaling.beta_slow:
+        rule = f"must be above model.rope_scaling.beta_slow = {scaling.beta_slow:g}"
+        yield Problem("model.rope_scaling.beta_fast", scaling.beta_fast, rule, "use e.g. 32 with 1")
+
+
+def _distances(model: ModelConfig) -> Iterator[Problem]:
+    for key in ("relative_buckets", "relative_distance"):
+        value = getattr(model, key)
+        if value is not None and model.positions != "relative":
+            rule = f"only applies with model.positions = relative, got {model.positions}"
+            yield Problem(f"model.{key}", value, rule, "use null, or set model.positions=relative")
+    if model.positions == "relative":
+        buckets, furthest = model.num_relative_buckets, model.furthest_relative
+        if furthest <= buckets // 2:
+            rule = f"must be above {buckets // 2}: half of the {buckets} buckets hold one distance each"
+            yield Problem("model.relative_distance", furthest, rule, f"use {4 * buckets}")
