@@ -93,6 +93,8 @@ class RouterConfig:
     z_loss: NotNegative = 0.0
     """Factor of the router z-loss, the mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al.
     2022, section 3.3)."""
+    learned_scale: bool = False
+    """Multiply each expert's weights by a learned number of its own, 1 at first (Pangu Pro MoE's released code)."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Router(nn.Module):
         assert config.experts is not None
         self.config, self.options = config, config.router
         self.experts, self.count = config.experts, config.num_chosen
-        self.weight = build.parameter("weight")
+        self.weight, self.scale = build.parameter("weight"), build.optional("scale")
         assert build.balance is not None
         self.balance, self.row = build.balance, build.balance.row(layer)
         adds_loss = self.options.balance in ("sequence", "global")
@@ -123,6 +123,8 @@ class Router(nn.Module):
             routes.decided[self] = self._route(scores.detach(), routes.padding)
         route = routes.decided[self]
         weights = expert_weights(scores, route.experts, self.options)
+        if self.scale is not None:
+            weights = weights * F.embedding(route.experts, self.scale[:, None].to(wide)).squeeze(-1)
         if self.counts and route.loads is not None and route.shares is not None:
             losses = self._losses(logits, scores, route.shares, route.part)
             balance, z = losses.unbind()

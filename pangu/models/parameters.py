@@ -161,6 +161,8 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
         return
     # each rank's gradient covers only its part of the experts
     yield from _one(f"{mlp}.router.weight", (config.experts or 0, config.hidden), config.init_std, partial=True)
+    if config.router.learned_scale:
+        yield from _one(f"{mlp}.router.scale", (config.experts or 0,), None, constant=1.0, partial=True)
     yield from _experts(config, f"{mlp}.experts")
     if config.shared_experts:
         yield from _feed_forward(config, f"{mlp}.shared", config.shared_experts * config.expert_size)

@@ -63,7 +63,8 @@ def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
     expert, biases = _numel(_feed_forward(config, config.expert_size)), _feed_forward_biases(config, config.expert_size)
     # shared experts are one layer, whose sum has one bias
     shared = biases + (config.shared_experts - 1) * (biases - config.hidden * config.has_biases("mlp"))
-    routed = (config.num_chosen + unused) * biases
+    # with the learned scales, of which a token uses its experts' only
+    routed = (config.num_chosen + unused) * (biases + config.router.learned_scale)
     return matrices + unused * expert + routed + (shared if config.shared_experts else 0)
 
 

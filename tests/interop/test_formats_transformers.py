@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pangu.checkpoint.index import read_index
@@ -162,7 +162,7 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
-    assert compared | {"PanguEmbedded", "internlm2"} == kinds().keys()
+    assert compared | {"PanguEmbedded", "internlm2", "PanguProMoE"} == kinds().keys()
     assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 25
 
 
@@ -204,6 +204,58 @@ def as_internlm2(state: dict[str, Tensor]) -> dict[str, Tensor]:
         pieces = [query[:16], key[:8], value[:8], query[16:], key[8:], value[8:]]
         found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(pieces)
     return found
+
+
+def test_pangu_pro_moe(tmp_path: Path) -> None:
+    """Mixtral's layers with experts of a group each, shared ones, and a learned factor of each expert's weight."""
+    torch.manual_seed(1)
+    sizes, layer, names = (32, 24, 8), "model.layers.0.", ("gate_proj", "up_proj", "down_proj")
+    hidden, width, experts = sizes
+    state = {"model.embed_tokens.weight": torch.randn(67, hidden), "lm_head.weight": torch.randn(67, hidden)}
+    state["model.norm.weight"] = torch.rand(hidden)
+    for one in "qkvo":
+        state[f"{layer}self_attn.{one}_proj.weight"] = torch.randn(hidden // (2 if one in "kv" else 1), hidden) / 8
+        state[f"{layer}self_attn.{one}_proj.bias"] = torch.randn(hidden // (2 if one in "kv" else 1))
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        state[f"{layer}{norm}.weight"] = torch.rand(hidden)
+    state |= {
+        f"{layer}mlp.gate.weight": torch.randn(experts, hidden),
+        f"{layer}mlp.router_scale": torch.rand(1, experts),
+    }
+    for expert, inner in (*((f"experts.{i}", width) for i in range(experts)), ("shared_expert", 2 * width)):
+        for name in names:
+            shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
+            state[f"{layer}mlp.{expert}.{name}.weight"] = torch.randn(*shape) / 6
+    told = {key: value for key, value in RELATIVE.items() if key != "initializer_range"} | {
+        **{"model_type": "PanguProMoE", "num_hidden_layers": 1, "num_key_value_heads": 2, "num_experts": experts},
+        **{"num_experts_per_tok": 4, "moe_intermediate_size": width, "shared_expert_intermediate_size": 2 * width},
+        **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1.6e7, "tie_word_embeddings": False},
+    }
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(told))
+    save_file(state, tmp_path / "theirs" / "model.safetensors")
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    # a Llama computes the rest, and this its feed-forward layer
+    config = transformers.LlamaConfig(**{**RELATIVE, **told, "model_type": "llama"}, attention_bias=True)
+    llama = transformers.LlamaForCausalLM(config).eval()
+    llama.load_state_dict(state, strict=False)
+
+    def mixture(x: Tensor) -> Tensor:
+        def expert(name: str) -> Tensor:
+            gate, up, down = (state[f"{layer}mlp.{name}.{one}.weight"] for one in names)
+            return torch.nn.functional.silu(x @ gate.T) * (x @ up.T) @ down.T
+
+        scores = (x @ state[f"{layer}mlp.gate.weight"].T).softmax(-1).unflatten(-1, (4, 2))
+        best = scores == scores.amax(-1, keepdim=True)  # one of each group of two
+        weights = (scores * best).flatten(-2) * state[f"{layer}mlp.router_scale"]
+        return sum((weights[..., [i]] * expert(f"experts.{i}") for i in range(experts)), expert("shared_expert"))
+
+    llama.model.layers[0].mlp.forward = mixture
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(run, tokens(67, 24)), llama(tokens(67, 24)).logits, atol=1e-4, rtol=0)
+    back = load_file(convert("pangu", "huggingface", run, tmp_path / "back") / "model.safetensors")
+    assert back.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in back.items())
 
 
 def test_what_is_told_of_a_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

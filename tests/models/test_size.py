@@ -21,13 +21,13 @@ PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "gpt3_175b": 174_604_259_328,
     "mixtral_8x7b": 46_702_792_704,
-    "pangu_pro_moe": 71_988_777_984,
+    "pangu_pro_moe": 71_988_781_056,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "qwen3_8b": 8_190_735_360,
     "qwen3_30b_a3b": 30_532_122_624,
 }
-ACTIVE = {"mixtral_8x7b": 12_879_925_248, "pangu_pro_moe": 16_498_136_064, "qwen3_30b_a3b": 3_353_032_704}
+ACTIVE = {"mixtral_8x7b": 12_879_925_248, "pangu_pro_moe": 16_498_136_448, "qwen3_30b_a3b": 3_353_032_704}
 """Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411) and 3.3 (Yang et al. 2025)."""
 
 

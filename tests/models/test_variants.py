@@ -99,7 +99,7 @@ VARIANTS: list[dict[str, object]] = [
         "experts": 8,
         "experts_per_token": 4,
         "expert_capacity": 0.8,
-        "router": RouterConfig(normalised=False, selection="each_group", groups=2),
+        "router": RouterConfig(normalised=False, selection="each_group", groups=2, learned_scale=True),
     },
 ]
 
@@ -271,6 +271,8 @@ class Plain:
                 for expert in chosen:
                     loads[expert] += 1
                     used[row, place, expert] = router.scale / weight * (loads[expert] - 1 < room)
+        if router.learned_scale:
+            used = used * self.w[f"{name}.router.scale"]
         result = sum(
             ((scores * used)[..., [e]] * self.feed_forward(x, f"{name}.experts.{e}") for e in range(experts)),
             torch.zeros_like(x),

@@ -42,7 +42,8 @@ SPARSE = {
 ROUTERS = {
     "top": "",
     "one": "model.experts_per_token=1 model.router.normalised=false model.router.z_loss=0.01",
-    "each_group": "model.router.selection=each_group model.router.groups=2 model.router.normalised=false",
+    "each_group": "model.router.selection=each_group model.router.groups=2 model.router.normalised=false "
+    "model.router.learned_scale=true",
     "three": "model.experts_per_token=3 model.router.score=sigmoid",
     "limited": "model.router.selection=group_limited model.router.groups=2 model.router.groups_per_token=1 "
     "model.router.score=sigmoid model.router.scale=2.5",

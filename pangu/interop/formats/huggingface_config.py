@@ -238,6 +238,15 @@ def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -
         keys |= twin
 
 
+def _pangu_experts(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
+    """Read shared experts, and groups of experts: as many as experts of a token."""
+    name, each = "shared_expert_intermediate_size", keys["expert_ffn"]
+    width = config.get(name, 0)
+    if not isinstance(width, int) or width < 0 or not each or width % each:
+        raise wrong_field(path, name, width, f"must be a multiple of moe_intermediate_size = {each}")
+    keys |= {"shared_experts": width // each, "router.groups": keys["experts_per_token"]}
+
+
 _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = {
     "position_embedding_type": _pangu_positions,
     "rope_parameters": _rope,
@@ -246,6 +255,7 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "attention_bias": _biases,
     "norm_topk_prob": _normalised,
     "num_local_experts": _experts_twin,
+    "shared_expert_intermediate_size": _pangu_experts,
 }
 """Readers of several fields together, keyed by a field that only types with all of them have: from config.json into
 keys of `ModelConfig`. Each raises UserError."""
@@ -281,6 +291,7 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": model.window is not None,
         "max_window_layers": model.layers if model.window is None else 0,
         "norm_topk_prob": model.router.normalised,
+        "shared_expert_intermediate_size": model.shared_experts * model.expert_size,
     }
     if model.positions == "rope":
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}

@@ -156,6 +156,7 @@ def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, 
         "router.normalised": pre_softmax is not True if options else UNTOLD,
         "router.score": "softmax",
         "router.scale": 1.0,
+        "router.learned_scale": False,
         "router.selection": "top",
     }
 

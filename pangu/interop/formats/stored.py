@@ -161,6 +161,9 @@ def make_table(
                     if naming.get("neighbors", False) and any(map(_rotates, parts)):
                         stored = replace(stored, paired=(model.head_size, model.rotary_size))
                     table.append(stored)
+        for ours, name in naming.get("one_row", {}).items():
+            if (part := f"layers.{layer}.{ours}") in shapes:
+                table.append(Stored(f"{prefix}{name}", (part,), (1, *shapes[part])))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return table
@@ -198,13 +201,15 @@ def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
         whole = whole.t()
     if stored.skipped:
         whole = torch.cat([whole.new_zeros(stored.skipped, *whole.shape[1:]), whole])
+    if whole.dim() < len(stored.shape):
+        whole = whole[None]
     missing = stored.shape[0] - whole.shape[0]
     return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
 
 def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
     """Return a logical tensor cut out of a stored one; `shapes` are those of the logical tensors."""
-    whole = tensor.t() if stored.transposed else tensor
+    whole = tensor.t() if stored.transposed else tensor.flatten() if len(shapes[part]) < tensor.dim() else tensor
     if len(stored.parts) == 1:
         return _paired(stored, part, whole[stored.skipped :][: shapes[part][0]], True)
     widths = [shapes[name][0] // stored.groups for name in stored.parts]
