@@ -6,6 +6,7 @@ Layers of one rank send nothing: messages of tensor parallelism and of pipelines
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from pangu.collectives.reduce import (
     start_reduce_scatter,
 )
 from pangu.pipeline.layouts import choose_layout
+from pangu.topology.backends import abort_groups
 from pangu.topology.layout import GROUPS
 from pangu.topology.mesh import Mesh
 
@@ -113,7 +115,7 @@ def collectives(mesh: Mesh, axis: str) -> dict[str, Callable[[], object]]:
 
 def measure(setting: Setting) -> None:
     """Every collective over every axis gives one rank what it gave; a step of every ZeRO stage equals one without
-    groups, and its synchronizations are told."""
+    groups, and its synchronizations are told; aborted groups fail."""
     device = setting.device
     with mesh_with_groups(setting.values("tiny"), device) as mesh:
         for axis in mesh.groups:
@@ -130,6 +132,16 @@ def measure(setting: Setting) -> None:
         with setting.row(f"steps, ZeRO-{zero}") as figures:
             figures |= steps(setting, setting.values("pangu_350m", {**CHANGES, "parallel.zero": zero}))
             require_near(figures["losses"], figures["losses of a mesh without groups"], TOLERANCE)
+    with setting.row("abort") as figures, mesh_with_groups(setting.values("tiny"), device) as mesh:
+        all_reduce(torch.zeros(1, device=device), mesh.group("world"))
+        began = time.perf_counter()
+        abort_groups()
+        figures["seconds"] = time.perf_counter() - began
+        try:
+            all_reduce(torch.zeros(1, device=device), mesh.group("world"))
+            figures["a collective afterwards"] = "works, as with any backend but NCCL"
+        except dist.DistError as error:
+            figures["a collective afterwards"] = f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def steps(setting: Setting, values: dict[str, Any]) -> dict[str, Any]:

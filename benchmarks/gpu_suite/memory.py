@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu_suite.apex import measure_apex
 from benchmarks.gpu_suite.setting import Setting
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
@@ -67,6 +68,7 @@ def measure(setting: Setting) -> None:
         setting.add(name, microseconds=1e6 * seconds, gb_s=nbytes / seconds / 1e9)
     nbytes, action = adam_step(2**18 if setting.on_host else 2**28, setting.device)
     setting.add("fused AdamW, fp32", gb_s=nbytes / clock.seconds(action) / 1e9)
+    measure_apex(setting)
     for size in (2**16, 2**20) if setting.on_host else (2**16, 2**20, 2**24, 2**28):
         for name, action in copies(size, setting.device):
             setting.add(f"{size:,} bytes, {name}", gb_s=size / clock.seconds(action) / 1e9)

@@ -62,7 +62,7 @@ SMALL = {
     **{"batch.micro_size": 2, "batch.global_size": 4},
 }
 """What replaces a preset's sizes on a CPU."""
-PACKAGES = ("torch", "numpy", "transformers", "safetensors", "flash-attn", "triton", "pytest")
+PACKAGES = ("torch", "numpy", "transformers", "safetensors", "flash-attn", "apex", "triton", "pytest")
 
 
 def composed(name: str) -> dict[str, Any]:

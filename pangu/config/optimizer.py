@@ -46,7 +46,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class AdamConfig:
-    """AdamW (Loshchilov & Hutter 2019, Algorithm 2), with torch's implementation."""
+    """AdamW (Loshchilov & Hutter 2019, Algorithm 2), by torch's fused kernel or apex's."""
 
     name: Literal["adam"]
     """Selects the optimizer."""

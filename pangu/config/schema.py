@@ -101,6 +101,18 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """Kernels that NVIDIA's apex has too; `auto`: the faster one, timed at the start where it is installed on a GPU."""
+
+    norm: Literal["auto", "torch", "apex"] = "auto"
+    """Layer norms and RMS norms."""
+    weight_gradient: Literal["auto", "torch", "apex"] = "auto"
+    """Matmuls that add gradients of weights in bf16 or fp16 to their sums in fp32."""
+    optimizer: Literal["auto", "torch", "apex"] = "auto"
+    """Update by AdamW or LAMB, and the norm of gradients."""
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """Recomputation and offload of activations, optimizer state and parameters."""
 
@@ -349,6 +361,8 @@ class RunConfig:
     dry_run: bool | Literal["all"]
     """Check the configuration, simulate a step of the rank with the highest peak memory without devices, print its
     memory and operations, and stop. `all`: each distinct role of a rank."""
+    kernels: KernelsConfig = KernelsConfig()
+    """Kernels of apex or torch."""
     cluster: dict[str, object] | None = None
     """Cluster that a plan is made for, see `config.cluster`; null: no time estimates."""
 

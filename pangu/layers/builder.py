@@ -40,6 +40,8 @@ class Builder:
     scales: Fp8Scales | None = None
     balance: ExpertBalance | None = None
     experts: ExpertRegion | None = None
+    norm: str = "torch"
+    """Kernel of norms, a value of `kernels.norm`."""
 
     @classmethod
     def on(cls, mesh: Mesh, config: RunConfig, **fields: Any) -> Builder:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, leave
+from pangu.layers.apex import NORMS
 from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
 
@@ -128,11 +129,11 @@ class LayerNorm(nn.Module):
         """Build gain and bias; `eps` is inside the root; `of_heads`: the normed heads are sharded over ranks."""
         super().__init__()
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
-        self.eps, self.of_heads = eps, of_heads
+        self.eps, self.of_heads, self.kernels = eps, of_heads, NORMS[build.norm]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        return torch.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        return self.kernels[0](x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
 class RMSNorm(LayerNorm):
@@ -140,7 +141,7 @@ class RMSNorm(LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        return torch.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return self.kernels[1](x, x.shape[-1:], self.weight, self.eps)
 
 
 def make_norm(build: Builder, name: str, eps: float, kind: str, of_heads: bool = False) -> nn.Module:

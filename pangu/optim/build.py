@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pangu.config.optimizer import AdamConfig, LambConfig
+from pangu.layers.apex import UPDATES
 from pangu.optim.lamb import Lamb
 from pangu.optim.moments import start_moments, updates_at_once
 from pangu.optim.uncompiled import AdamW
@@ -20,6 +21,7 @@ def make_optimizer(
     tensors: Sequence[tuple[Placement, Tensor]],
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
     options: Sequence[tuple[Mapping[str, Any], Collection[str]]] = (),
+    kernels: str = "torch",
 ) -> torch.optim.Optimizer:
     """Return AdamW or LAMB over logical tensors; biases and norms get no weight decay and no trust ratio.
 
@@ -29,10 +31,10 @@ def make_optimizer(
         over_ranks: Function that returns, for some placements, how to sum LAMB's squared norms over their other slices.
         options: Overrides of `config` for tensors by name; empty: none. A weight decay given here also holds for
             biases and norms.
+        kernels: Key of `UPDATES`.
 
     AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel can skip a
-    step; otherwise AdamW is LAMB without trust ratios. apex is no alternative: its FusedAdam does the same work as
-    torch's, and its FusedLAMB knows neither sharded tensors nor several logical tensors stored as one.
+    step; otherwise AdamW is LAMB without trust ratios, also with apex's kernels.
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
     exclude = config.exclude_vectors if isinstance(config, LambConfig) else True
@@ -48,26 +50,23 @@ def make_optimizer(
                 groups[-1]["adapt"] = not bare
             adapting += [] if bare else [placement for placement, _ in chosen]
     at_once = all(updates_at_once(tensor.device) for _, tensor in tensors)
-    if isinstance(config, AdamConfig) and moments is None and at_once:
+    if isinstance(config, AdamConfig) and moments is None and at_once and kernels == "torch":
         adam = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         start_moments(adam, (tensor for _, tensor in tensors), None)
         return adam
     shards: dict[str, Any] = {"moments": moments, "exclude_vectors": False, "reuse_gradients": True}  # shards are flat
     if isinstance(config, AdamConfig):
         groups = [{**group, "adapt": False} for group in groups]
-        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, **shards)
-    return Lamb(
-        groups,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        eps_inside_root=config.eps_inside_root,
-        max_ratio=config.max_ratio,
-        sum_norms=over_ranks(adapting),
-        **shards,
-    )
+    else:
+        shards |= {"eps_inside_root": config.eps_inside_root, "max_ratio": config.max_ratio}
+        shards["sum_norms"] = over_ranks(adapting)
+    lamb = Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, **shards)
+    lamb.kernels = UPDATES[kernels]
+    return lamb
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of an optimizer's implementation, for messages."""
+    if getattr(optimizer, "kernels", None) is UPDATES["apex"]:
+        return "apex's multi-tensor kernels"
     return "torch's fused AdamW" if isinstance(optimizer, AdamW) else "multi-tensor operations"

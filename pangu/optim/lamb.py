@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
+from pangu.layers.apex import UpdateKernels
 from pangu.optim.moments import load_moments, start_moments, updates_at_once
 from pangu.optim.uncompiled import Uncompiled
 
@@ -97,6 +97,7 @@ class Lamb(Uncompiled):
     sum_norms: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
     reuse_gradients = False
     moments: torch.dtype | None = None
+    kernels = UpdateKernels()
 
     def __init__(
         self,
@@ -193,8 +194,7 @@ class Lamb(Uncompiled):
             with torch.enable_grad():
                 loss = closure()
         self._applied.clear()
-        batches = self._batches()
-        for batch in batches:
+        for batch in (batches := self._batches()):
             self._update_moments(batch)
         # a rank without a slice of any adapting tensor still takes part in `sum_norms`
         if any(group["adapt"] for group in self.param_groups):
@@ -273,7 +273,7 @@ class Lamb(Uncompiled):
             first, second = ([moment.to(dtype) for moment in those] for those in moments)
             if updates_at_once(device):
                 steps = list(batch.step.repeat(len(weights)).unbind())  # the kernel increments each
-                adamw(weights, updates, first, second, [], steps, fused=True, **values)
+                self.kernels.adamw(weights, updates, first, second, [], steps, **values)
             else:
                 _add_to_moments(group["betas"], updates, first, second, found_inf, scale)
             if first[0] is not moments[0][0]:
@@ -282,13 +282,13 @@ class Lamb(Uncompiled):
                 continue
             _write_direction(group["eps_inside_root"], corrections, updates, first, second)
             if batch.adapts:
-                norms.extend(torch._foreach_norm(updates))
+                norms.extend(self.kernels.norms(updates))
             if batch.decay != 0:
                 torch._foreach_add_(updates, weights, alpha=batch.decay)
         if batch.adapts:
             vectors = [flat.weights for flat in batch.flats] + [flat.update for flat in batch.flats]
             directions = _joined(norms, [_num_pieces(flat.weights) for flat in batch.flats])
-            batch.norms = torch.stack(directions + list(torch._foreach_norm(vectors))).view(3, -1)
+            batch.norms = torch.stack(directions + list(self.kernels.norms(vectors))).view(3, -1)
 
     def _find_ratios(self, batches: list[_Batch]) -> None:
         """Compute the trust ratio of each tensor that adapts, as device scalars; 0 if the step is to be skipped."""

@@ -10,11 +10,13 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.common.errors import LocalError, writing
@@ -22,21 +24,27 @@ from pangu.common.files import write_atomically
 from pangu.config.attention import ABILITIES
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
+from pangu.layers import apex
 from pangu.layers.builder import DTYPES
 from pangu.layers.cpu import precisions
 from pangu.layers.kernel_choice import KERNELS, AttentionShape, attention_trial, kernels_of, random
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, one_thread, time_candidates
 from pangu.models.compiled import ways
+from pangu.optim.build import make_optimizer
 from pangu.topology.mesh import Mesh
+from pangu.topology.placement import Placement
 from pangu.training.layer_timing import time_layers
+from pangu.zero.weight_products import add_product
 
 log = logging.getLogger("pangu")
 
-ATTENTION_S, FORMATS_S = 0.3, 0.05
+ATTENTION_S, FORMATS_S, APEX_S = 0.3, 0.05, 0.1
 """Time budgets for timing, in seconds."""
 LARGEST_TRIAL = 2**33
 """Multiplications of an attention trial, which take a few milliseconds."""
+LARGEST_UPDATE = 2**26
+"""Elements of a trial of the update, which takes about a millisecond."""
 SLOW = 1.25
 """Slowdown over fp32 from which on a 16-bit format counts as unsupported by the processor."""
 
@@ -57,6 +65,10 @@ class Choices:
     """Measured times of a micro-batch by choice and candidate, where there were several."""
     compile: str = "false"
     """Compile layers: `true` or `false`."""
+    norm: str = "torch"
+    """Kernels of norms, weight gradients and the update: values of `kernels`, `torch` or `apex`."""
+    weight_gradient: str = "torch"
+    optimizer: str = "torch"
 
 
 def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_candidates) -> Choices:
@@ -71,15 +83,12 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     if config.compile and config.parallel.context == 1:
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
-    own = processor_name(device), kernels, precisions(config.precision.fp32_matmul, compute, device), compiles
-    of_ranks = gather_objects(own, mesh.group("world"))
-    processors, kernels_of_ranks, products_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
-    device_kinds, every = ", ".join(sorted(set(processors))), _common(kernels_of_ranks)
-    candidates = {
-        "attention": _affordable(config.model, every),
-        "products": _common(products_of_ranks),
-        "compile": _common(compiles_of_ranks),
-    }
+    own = {"attention": kernels, "products": precisions(config.precision.fp32_matmul, compute, device)}
+    own |= {"compile": compiles, **{use: apex.candidates(use, config, device) for use in apex.USES}}
+    processors, of_ranks = zip(*gather_objects((processor_name(device), own), mesh.group("world")), strict=True)
+    candidates = {key: _common([names[key] for names in of_ranks]) for key in own}
+    device_kinds, every = ", ".join(sorted(set(processors))), candidates["attention"]
+    candidates["attention"] = _affordable(config.model, every)
     if config.train.deterministic:  # times differ from start to start
         candidates = {key: names[:1] for key, names in candidates.items()}
     previous = _previous(config.model, recorded, candidates["attention"][0])
@@ -93,12 +102,14 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     products, compiled = fastest(of_layers, device)
     seconds["products"] = {one: of_layers[one, compiled] for one in candidates["products"]}
     seconds["compile"] = {one: of_layers[products, one] for one in candidates["compile"]}
+    seconds |= {use: time_uses(use, candidates[use], config, mesh, timer) for use in apex.USES}
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
     for key, times in seconds.items():
         if len(times) > 1:
             milliseconds[key] = {k: round(1000 * time, 3) for k, time in times.items() if math.isfinite(time)}
-    choices = Choices(attention, products, device_kinds, compute, milliseconds, compiled)
+    uses = {use: fastest(seconds[use], device) for use in apex.USES}
+    choices = Choices(attention, products, device_kinds, compute, milliseconds, compiled, **uses)
     _log_choices(config, choices, recalled)
     return choices
 
@@ -209,18 +220,57 @@ def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: 
         dropout=model.attention_dropout,
     )
     shape, repeats = whole.cut(LARGEST_TRIAL)
-    trials: dict[str, Trial] = {}
-    for kernel in kernels:
-        try:
-            (trial := attention_trial(kernel, shape, DTYPES[config.precision.compute], mesh.device))()
-        except (RuntimeError, LocalError) as error:  # what compilers and libraries demand, no table says
-            log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
-        else:
-            trials[kernel] = trial
+    dtype, device = DTYPES[config.precision.compute], mesh.device
+    trials = _runnable("attention", kernels, lambda kernel: attention_trial(kernel, shape, dtype, device))
     if len(kernels) == 1:
         return {kernels[0]: 0.0 if trials else math.inf}
-    times = timer(trials, mesh.device, ATTENTION_S) if trials else {}
+    times = timer(trials, device, ATTENTION_S) if trials else {}
     return {kernel: model.layers * repeats * times.get(kernel, math.inf) for kernel in kernels}
+
+
+def _runnable(what: str, names: Sequence[str], make: Callable[[str], Trial]) -> dict[str, Trial]:
+    """Return the trials that run once without an error; what compilers and libraries demand, no table says."""
+    trials: dict[str, Trial] = {}
+    for name in names:
+        try:
+            (trial := make(name))()
+        except (RuntimeError, LocalError, TypeError, AttributeError) as error:  # or another version of a package
+            log.info("%-12s %s cannot run here: %s", what, name, str(error).partition("\n")[0])
+        else:
+            trials[name] = trial
+    return trials
+
+
+def time_uses(use: str, names: Sequence[str], config: RunConfig, mesh: Mesh, timer: Timer) -> dict[str, float]:
+    """Return the slowest rank's seconds by implementation of a key of `kernels`; 0: no choice, inf: cannot run."""
+    if len(names) == 1:
+        return {names[0]: 0.0}
+    model, layout, dtype, size = config.model, mesh.layout, DTYPES[config.precision.compute], config.model.hidden
+    rows = model.sequence // layout.context * config.batch.micro_size
+    count = min(LARGEST_UPDATE, 12 * model.layers * size**2)
+
+    def norm(name: str) -> Trial:
+        x, grad, weight, bias = random(mesh.device, dtype, (rows, size), (rows, size), (size,), (size,))
+        given = [x.requires_grad_(), weight.requires_grad_()]
+        is_rms = model.norm == "rmsnorm"
+        compute = partial(apex.NORMS[name][is_rms], x, x.shape[1:], weight, *[] if is_rms else [bias], model.norm_eps)
+        return lambda: torch.autograd.grad(compute(), given, grad)
+
+    def weight_gradient(name: str) -> Trial:
+        width = model.ffn_size // layout.tensor
+        x, grad = random(mesh.device, dtype, (rows, size), (rows, width))
+        total = torch.zeros(width, size, device=mesh.device)
+        return partial(add_product, total, grad.t(), x, False, name == "apex")
+
+    def optimizer(name: str) -> Trial:
+        weight, grad = random(mesh.device, torch.float32, (count,), (count,))
+        weight.grad = grad
+        update = make_optimizer(config.optimizer, [(Placement("matrix", (count, 1)), weight)], kernels=name)
+        return lambda: (apex.UPDATES[name].norms([grad]), update.step())
+
+    trials = _runnable(use, names, {"norm": norm, "weight_gradient": weight_gradient, "optimizer": optimizer}[use])
+    times = timer(trials, mesh.device, APEX_S) if len(trials) > 1 else dict.fromkeys(trials, 0.0)
+    return dict(zip(names, largest_of([times.get(name, math.inf) for name in names], mesh), strict=True))
 
 
 def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -> None:
@@ -229,10 +279,14 @@ def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -
         "products": f"precision.fp32_matmul={config.precision.fp32_matmul}",
         **({"compile": f"compile={str(config.compile).lower()}"} if config.compile else {}),
     }
+    for use in apex.USES:
+        if use in choices.milliseconds or getattr(choices, use) == "apex":
+            keys[use] = f"kernels.{use}={getattr(config.kernels, use)}"
     for name, key in keys.items():
         figures = choices.milliseconds.get(name, {})
         reasons = [key, "kept from the checkpoint"] if name in recalled else [key]
         if figures:
             times = ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items())
-            reasons.append(f"ms of a micro-batch: {times}")
+            what = "a micro-batch" if name not in apex.USES else f"one {name.replace('_', ' ')}"
+            reasons.append(f"ms of {what}: {times}")
         log.info("%-12s %s (%s)", name, getattr(choices, name), "; ".join(reasons))

@@ -29,6 +29,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, pack, tokenizer_of, with_ids
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
+from pangu.layers import apex
 from pangu.layers.fp8 import require_fp8
 from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.devices import require_format
@@ -112,6 +113,8 @@ def run(
         if device.type != "cpu":
             require_format(config.precision.compute, device)
         attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
+        for use in apex.USES:
+            apex.candidates(use, config, device)  # likewise
         if config.precision.matmul == "fp8":
             log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device))
         if launch.world > 1:

@@ -16,6 +16,7 @@ from pangu.checkpoint.states import state_of
 from pangu.collectives.reduce import all_reduce
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
+from pangu.layers.apex import UPDATES, USES
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp8 import Fp8Scales
@@ -96,6 +97,7 @@ class Trainer:
         self.choices = None if choices is None else asdict(choices)
         """Resolved choices of `auto`, as saved in checkpoints."""
         kernel = kernels_of(config, mesh.device)[0] if choices is None else choices.attention
+        chosen = {use: getattr(choices, use, "torch") for use in USES}
         mesh.recorder.watches = config.profile or config.faults.straggler_every > 0
         self.mesh = mesh
         self.step = 0
@@ -113,16 +115,20 @@ class Trainer:
         layers_store = store if schedule.splits_backward or layer_products_add(mesh.device) else None
         if config.precision.matmul == "fp8":
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
-        build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=self.scales)
+        build = Builder.on(
+            mesh, config, store=store, layers_store=layers_store, scales=self.scales, norm=chosen["norm"]
+        )
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, _ = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters.of_run(self.model, chunks, mesh, config, schedule.reduce_each)
-        store.sums = WeightProducts(self.parameters.gradients, self.model)
+        self.parameters.norms = UPDATES[chosen["optimizer"]].norms
+        store.sums = WeightProducts(self.parameters.gradients, self.model, chosen["weight_gradient"] == "apex")
         if config.compile is True or (choices is not None and choices.compile == "true"):
             self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
-        self.optimizer = make_optimizer(config.optimizer, trained, self.parameters.squares.over)
+        over_ranks = self.parameters.squares.over
+        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, kernels=chosen["optimizer"])
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         dtype = DTYPES[config.precision.compute]
         self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)

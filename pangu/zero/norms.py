@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce
+from pangu.layers.apex import Norms
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.mesh import Mesh
@@ -69,13 +70,15 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     return layout.replica(at) < layout.shards and (is_cut(placement, layout) or at.tensor == 0)
 
 
-def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, flags: Sequence[bool], mesh: Mesh) -> Tensor:
+def norm_and_loss(
+    gradients: list[Tensor], loss: Tensor | None, flags: Sequence[bool], mesh: Mesh, norms: Norms = torch._foreach_norm
+) -> Tensor:
     """Return fp64 [2 + flags], in one all-reduce: gradient norm, summed loss, number of ranks that raise each flag."""
     sums = torch.zeros(2 + len(flags), dtype=torch.float64, device=mesh.device)
     # Only shards that count (`counts`) are in `gradients`; a non-finite element makes the norm non-finite. `loss` is
     # the fp64 sum of this replica's token losses, and None on stages other than the last.
     if gradients:
-        sums[0] = torch.stack(torch._foreach_norm(gradients)).square().double().sum()
+        sums[0] = torch.stack(list(norms(gradients))).square().double().sum()
     if loss is not None and mesh.at.tensor == 0:
         sums[1] = loss
     for place, raised in enumerate(flags, start=2):

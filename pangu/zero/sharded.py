@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pangu.config.schema import RunConfig
+from pangu.layers.apex import Norms
 from pangu.layers.builder import DTYPES
 from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart
@@ -57,6 +58,7 @@ class ShardedParameters:
         """True if `unsharder` has anything to do."""
         self.publish()
         self.squares = Squares(list(stage.table), mesh, torch.promote_types(dtype, torch.float32))
+        self.norms: Norms = torch._foreach_norm
         self._counted = [one.grad for one in self.trained_shards if one.grad is not None and self.counts(one)]
 
     @classmethod
@@ -152,4 +154,4 @@ class ShardedParameters:
 
     def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool]) -> Tensor:
         """Return gradient norm, summed loss and flag counts as in `norms.norm_and_loss`."""
-        return norm_and_loss(self._counted, loss, flags, self._mesh)
+        return norm_and_loss(self._counted, loss, flags, self._mesh, self.norms)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pangu.layers.apex import add_weight_gradient
 from pangu.models.language_model import LanguageModel
 from pangu.zero.gradients import GradientSum
 
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
     from pangu.layers.fp8 import Fp8Products
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool, with_apex: bool = False) -> None:
     """Add the matmul [m, k] x [k, n] to a gradient sum, or overwrite the sum if this `begins` it.
 
-    Only cuBLAS adds to a sum in a wider format. apex's
-    `wgrad_gemm_accum_fp32` is the same matmul but cannot begin a sum, which would have to be zeroed first.
+    Only cuBLAS adds to a sum in a wider format. apex's kernel cannot begin a sum, which would have to be zeroed first.
     """
+    if with_apex and not begins and add_weight_gradient(total, left, right):
+        return
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=0 if begins else 1, out=total)
     elif total.device.type == "cuda":
@@ -31,9 +33,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> Non
 class WeightProducts:
     """Weight-gradient accumulator that adds matmuls to the gradient sums of a rank."""
 
-    def __init__(self, gradients: GradientSum, model: LanguageModel) -> None:
-        """Add to `gradients` of the parameters of `model`."""
-        self._gradients = gradients
+    def __init__(self, gradients: GradientSum, model: LanguageModel, with_apex: bool = False) -> None:
+        """Add to `gradients` of the parameters of `model`, optionally with apex's kernel."""
+        self._gradients, self._with_apex = gradients, with_apex
         # with a tied head, the gradient of the lookup comes last
         self._looked_up = set() if model.embedding is None else {id(one) for one in model.embedding.parameters()}
 
@@ -43,7 +45,10 @@ class WeightProducts:
         """Add left x right, multiplied by `fp8` if given, to the gradient of a weight."""
         # Unless this `completes` the gradient of a micro-batch, the caller calls `complete` later.
         total, begins = self._gradients.sum_of(weight)
-        (add_product if fp8 is None else fp8.add_product)(total, left, right, begins)
+        if fp8 is None:
+            add_product(total, left, right, begins, self._with_apex)
+        else:
+            fp8.add_product(total, left, right, begins)
         if completes and id(weight) not in self._looked_up:
             self._gradients.complete(weight)
 

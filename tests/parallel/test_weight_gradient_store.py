@@ -141,7 +141,7 @@ def test_a_unit_goes_when_its_products_are_added(tied: str, chunk: str) -> None:
     sums, sent = [], []
     matrices, narrow = set(), []
 
-    def product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+    def product(total: Tensor, left: Tensor, right: Tensor, begins: bool, _: bool) -> None:
         matrices.add(total.data_ptr())
         torch.addmm(total, left, right, beta=0 if begins else 1, out=total)
 
