@@ -26,6 +26,8 @@ _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.la
 """Argument types that their value describes completely."""
 _MORE_THAN_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose outputs depend on values, or that change an input's shape."""
+_INTO_SUM = (torch.ops.aten.addmm.dtype_out, torch.ops.aten._scaled_mm.out)
+"""Operators without kernels for fake tensors (the former in torch 2.11) that return their `out`."""
 
 
 class FakeTensors(FakeTensorMode):
@@ -47,7 +49,7 @@ class FakeTensors(FakeTensorMode):
     ) -> Any:
         """Return the outputs of an operation."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten.addmm.dtype_out:  # its decomposition in torch 2.11 has no `out_dtype`
+        if func in _INTO_SUM:
             return kwargs["out"]
         description: list[Any] = [func, *kwargs]
         if not (self._describe(args, description) and self._describe(kwargs.values(), description)):

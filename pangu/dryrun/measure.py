@@ -74,6 +74,7 @@ class SpanRecorder(ModuleHooks):
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
         parameters, gradients, store = trainer.parameters, trainer.parameters.gradients, trainer.runner.store
         self._trained = [self._names[p] for flat in parameters.trained for p, _ in flat.parameters]
+        self._begins = trainer.config.parallel.zero > 1
         for owner, name, method in (
             (audit, "enter", self._enter_action),
             (gradients, "sum_of", self._begin_sum),
@@ -126,7 +127,7 @@ class SpanRecorder(ModuleHooks):
 
     def _begin_sum(self, sum_of: Callable[..., Any], parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
         self._mark("add", self._names[parameter], 0 if parameter.grad is None else parameter.grad.nbytes)
-        return sum_of(parameter, cleared)[0], False  # like most micro-batches
+        return sum_of(parameter, cleared)[0], self._begins  # like most micro-batches
 
     def _end_sum(self, complete: Callable[[Tensor], None], parameter: Tensor) -> None:
         name = self._names[parameter]

@@ -35,7 +35,8 @@ _NO_KERNEL = {
 """Operators that launch no kernel, though their schema does not mark them as views."""
 _CHECKS = {"multinomial", "_linalg_check_errors"}
 """Operators whose kernels let the host read whether their input is valid."""
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
+_OVERWRITES = {**dict.fromkeys(("copy_", "zero_", "fill_", "normal_", "uniform_"), (0,)), "fp8_cast": (3, 4, 5)}
+"""Operators with the places of tensors that they overwrite without reading them."""
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
 """Operators that read only as much of their first argument as they write."""
 _ADDS_ROWS = {"index_put_", "index_add_"}
@@ -113,7 +114,8 @@ def moved_bytes(operator: Operator, inputs: list[Tensor], made: list[Tensor]) ->
     """Return the bytes an operation reads and writes, each tensor once; broadcast dimensions count once."""
     if operator.name in _ADDS_ROWS:  # adds to as many rows as the last input has
         return size_of(inputs[1:]) + 2 * size_of(inputs[-1:])
-    read = [tensor for tensor in inputs if not (operator.name in _OVERWRITES and tensor is inputs[0])]
+    overwritten = _OVERWRITES.get(operator.name, ())
+    read = [tensor for place, tensor in enumerate(inputs) if place not in overwritten]
     sizes = [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read]
     if operator.name in _LOOKS_UP:
         sizes[0] = min(sizes[0], size_of(made))

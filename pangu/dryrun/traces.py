@@ -203,6 +203,8 @@ def _values_of(config: RunConfig) -> str:
     reshards = parallel.zero > 0 and (parallel.zero_group or (parallel.data or 1) * parallel.context) > 1
     if config.train.frozen and (reshards or len(config.memory.offload) > len(offload)):
         data, zero = 2 * data, 1
+    elif config.precision.matmul == "fp8" and parallel.zero > 1:
+        zero = 2  # shards nothing on one replica, but each micro-batch begins new sums, to which nothing is added
     values = {**asdict(config), "dry_run": True, "cluster": None}
     changes: dict[str, dict[str, Any]] = {
         # replaces a kernel that a dry run cannot carry out, and that keeps as much

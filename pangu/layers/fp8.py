@@ -8,28 +8,31 @@ in all micro-batches on all ranks:
 
 So a tensor may grow by three quarters before it saturates, and no layout changes a scale: a maximum does not depend on
 order, and only the exponent of `amax` counts, which rounding keeps. Scaling by a power of two rounds nothing.
-Micro-batches and recomputes use the same scales. A step without history, such as the first of a run, multiplies in the
-compute format and records magnitudes; validation, evaluation and generation do the same without recording. Non-finite
-values become nan, and the step is skipped.
+Micro-batches and recomputes use the same scales, so that a weight is cast once a step; both orientations (its own for
+y = x Wᵀ, the transpose for dx = dy W) are kept beside it. A step without history, such as the first of a run,
+multiplies in the compute format and records magnitudes; validation, evaluation and generation do the same without
+recording. Non-finite values become nan, and the step is skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._triton import has_triton
 
 from pangu.collectives.reduce import Completion, Handle, start_all_reduce
 from pangu.common.errors import UserError
-from pangu.layers.fused import fused
+from pangu.topology.placement import in_fp8
 from pangu.topology.recorder import AxisGroup
 
+_LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 HISTORY = 16
 """Number of steps whose magnitudes are kept."""
 _E4M3, _E5M2 = 448.0, 57344.0
@@ -42,6 +45,8 @@ _UNKNOWN = (127, 127, 127 + 24)
 """Exponents (biased as in fp32) of scales without history; gradients of a mean over tokens are small."""
 _APART = 4
 """Stride of scales in elements: a compiled kernel loads 16 bytes at a time."""
+_TILE = (128, 64)
+"""Rows and columns that a program of the Triton kernel casts."""
 
 
 def _rounded(x: Tensor, scale: Tensor, limit: float) -> Tensor:
@@ -55,27 +60,62 @@ def _note(x: Tensor, amax: Tensor) -> None:
     amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax().float()))
 
 
-def _cast(x: Tensor, scale: Tensor, amax: Tensor, limit: float) -> Tensor:
+Outs = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Results of a cast: rows, columns and sums over rows; None: not needed."""
+
+
+def _cast(x: Tensor, scale: Tensor, amax: Tensor, *outs: *Outs) -> None:
+    rows, columns, sums = outs
     _note(x, amax)
-    return _rounded(x, scale, limit)
+    value = _rounded(x, scale, _limit(rows, columns))
+    for out, of_out in ((rows, value), (columns, value.t())):
+        if out is not None:
+            out.copy_(of_out)
+    if sums is not None:
+        torch.sum(x, 0, dtype=sums.dtype, out=sums.zero_()[0])
 
 
-def _cast_columns(x: Tensor, scale: Tensor, limit: float) -> Tensor:
-    return _rounded(x, scale, limit).t().contiguous()
+def _limit(rows: Tensor | None, columns: Tensor | None) -> float:
+    one = columns if rows is None else rows
+    return _E5M2 if one is not None and one.dtype == torch.float8_e5m2 else _E4M3
 
 
-cast = fused(
-    "fp8_cast(Tensor x, Tensor scale, Tensor(a!) amax, float limit) -> Tensor",
-    _cast,
-    lambda x, scale, amax, limit: torch.empty(x.shape, dtype=_FORMATS[limit], device=x.device),
+def cast_by_kernel(x: Tensor, scale: Tensor, amax: Tensor, *outs: *Outs) -> None:
+    """Launch the Triton kernel of `cast`."""
+    from pangu.layers import fp8_kernels  # noqa: PLC0415 - it imports triton, an optional package
+
+    (height, width), (m, n), (rows, columns, _) = x.shape, _TILE, outs
+    programs = -(-height // m) * -(-width // n)
+    arguments = x, scale, amax.view(torch.int32), *outs, height, width, _limit(rows, columns), m, n
+    fp8_kernels.cast[(programs,)](*arguments, num_warps=8)
+
+
+def _cast_on_device(x: Tensor, *others: Any) -> None:
+    # without Triton, and in fp64, which is for exact comparisons, operators of torch
+    (cast_by_kernel if has_triton() and x.dtype != torch.float64 else _cast)(x, *others)
+
+
+_LIBRARY.define(
+    "fp8_cast(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!)? rows, Tensor(c!)? columns, Tensor(d!)? sums) -> ()"
 )
-"""Operator that scales [rows, columns], casts to the format of `limit`, and raises `amax` to the largest magnitude."""
-cast_columns = fused(
-    "fp8_cast_columns(Tensor x, Tensor scale, float limit) -> Tensor",
-    _cast_columns,
-    lambda x, scale, limit: torch.empty(x.shape[::-1], dtype=_FORMATS[limit], device=x.device),
-)
-"""Operator like `cast` that transposes to [columns, rows]: hardware needs the inner dimension contiguous."""
+_LIBRARY.impl("fp8_cast", _cast, "CPU")
+_LIBRARY.impl("fp8_cast", _cast_on_device, "CompositeExplicitAutograd")
+torch.library.register_fake("pangu::fp8_cast", lambda *_: None, lib=_LIBRARY)
+cast = torch.ops.pangu.fp8_cast.default
+"""Operator that scales x [rows, columns] and casts it to `rows` and, transposed, to `columns`, reading x once.
+
+It raises `amax` to the largest magnitude. `sums` [parts, columns] receives the sums of x over parts of its rows.
+"""
+
+
+class Operands(NamedTuple):
+    """Tensor [rows, columns] as its products and the bias gradient need it; itself in place of what none needs."""
+
+    rows: Tensor
+    columns: Tensor
+    """Transpose of `rows`: hardware needs the dimension that is summed over contiguous."""
+    sums: Tensor
+    """Sums over parts of the rows, [parts, columns]."""
 
 
 def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,46 +154,73 @@ class Fp8Products:
         return self.scales.known
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Return a function that computes x Wᵀ + b for x [rows, inputs]."""
+        """Return a function that computes x Wᵀ + b for x [rows, inputs], which may have been cast."""
         if not self.known:
             _note(weight, self.scales.amax[self.first + _WEIGHT])
-        return self._multiply(_INPUT, weight, partial(self._cast, weight, _WEIGHT), bias)
+        return self._multiply(_INPUT, weight, partial(self._weight, weight, 0), bias)
 
     def input_gradient(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that computes dy W for dy [rows, outputs]."""
-        return self._multiply(_GRADIENT, weight.t(), partial(self._columns, weight, _WEIGHT))
+        """Return a function that computes dy W for dy [rows, outputs], which may have been cast."""
+        return self._multiply(_GRADIENT, weight.t(), partial(self._weight, weight, 1))
 
     def _multiply(
         self, which: int, matrix: Tensor, in_fp8: Callable[[], Tensor], bias: Tensor | None = None
     ) -> Callable[[Tensor], Tensor]:
         """Return a function that multiplies rows by `matrix` transposed, casting the latter at the first call."""
-        # late, so that the cast overlaps the gather of rows
-        operand = cache(in_fp8)
 
+        # late, so that the cast overlaps the gather of rows
         def multiply(rows: Tensor) -> Tensor:
             if not self.known:
                 _note(rows, self.scales.amax[self.first + which])
                 return F.linear(rows, matrix, bias)
-            return product(self._cast(rows, which), operand(), self._inverses(which, _WEIGHT), rows.dtype, bias)
+            rows = rows.contiguous() if rows.itemsize == 1 else self._cast(rows, which, columns=False).rows
+            return product(rows, in_fp8(), self._inverses(which, _WEIGHT), matrix.dtype, bias)
 
         return multiply
 
+    def input(self, x: Tensor, rows: bool = True) -> Operands:
+        """Cast x [rows, inputs] for y = x Wᵀ, unless only `columns` is needed, and for dW = dyᵀ x."""
+        return self._cast(x, _INPUT, rows=rows)
+
+    def gradient(self, grad: Tensor, sums: bool) -> Operands:
+        """Cast dy [rows, outputs] for dx = dy W and for dW = dyᵀ x, with sums over rows for the bias if asked for."""
+        return self._cast(grad, _GRADIENT, sums=sums)
+
     def weight_gradient(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return dyᵀ x from dyᵀ [outputs, rows] and x [rows, inputs], whose magnitudes are already recorded."""
-        grad, x = self._columns(left.t(), _GRADIENT), self._columns(right, _INPUT)
-        return product(grad, x, self._inverses(_GRADIENT, _INPUT), dtype)
+        """Return dyᵀ x from dyᵀ [outputs, rows] and xᵀ [inputs, rows], both cast."""
+        return product(left, right, self._inverses(_GRADIENT, _INPUT), dtype)
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-        """Add dyᵀ x to a sum, or overwrite the sum if this `begins` it."""
-        # The kernel cannot accumulate, so the result is written once and read again.
-        (total.copy_ if begins else total.add_)(self.weight_gradient(left, right, total.dtype))
+        """Add `weight_gradient` to a sum in fp32 or fp64, or overwrite the sum if this `begins` it."""
+        # The kernel cannot add: further products are written (4 bytes), read, and added to a sum that is read and
+        # written. A 16-bit product would save 4 of the 16 bytes, but it would be rounded before it is added.
+        aligned = total.storage_offset() * total.itemsize % 16 == 0
+        if begins and aligned and total.dtype == torch.float32 and total.device.type != "cpu":
+            torch._scaled_mm(left, right.t(), *self._inverses(_GRADIENT, _INPUT), out_dtype=total.dtype, out=total)
+        else:
+            (total.copy_ if begins else total.add_)(self.weight_gradient(left, right, total.dtype))
 
-    def _cast(self, x: Tensor, which: int) -> Tensor:
-        place, limit = self.first + which, _E5M2 if which == _GRADIENT else _E4M3
-        return cast(x, self.scales.scale[place], self.scales.amax[place], limit)
+    def _cast(self, x: Tensor, which: int, rows: bool = True, columns: bool = True, sums: bool = False) -> Operands:
+        dtype, wide = _FORMATS[_E5M2 if which == _GRADIENT else _E4M3], torch.promote_types(x.dtype, torch.float32)
+        parts = 1 if x.device.type == "cpu" else -(-x.shape[0] // _TILE[0])
+        outs = (
+            x.new_empty(x.shape, dtype=dtype) if rows else None,
+            x.new_empty(x.shape[::-1], dtype=dtype) if columns else None,
+            x.new_empty(parts, x.shape[1], dtype=wide) if sums else None,
+        )
+        cast(x.detach(), self.scales.scale[self.first + which], self.scales.amax[self.first + which], *outs)
+        return Operands(*(x if out is None else out for out in outs))
 
-    def _columns(self, x: Tensor, which: int) -> Tensor:
-        return cast_columns(x, self.scales.scale[self.first + which], _E5M2 if which == _GRADIENT else _E4M3)
+    def _weight(self, weight: Tensor, place: int) -> Tensor:
+        """Return the weight (`place` 0) or its transpose (1), cast at the first call with these values and scales."""
+        scales, at, casts = self.scales, self.first + _WEIGHT, self.scales.kept.get(self.first)
+        if casts is None:
+            casts = scales.kept[self.first] = self._cast(weight, _WEIGHT)[:2]
+            scales.fresh.add(self.first)
+        elif self.first not in scales.fresh:
+            cast(weight.detach(), scales.scale[at], scales.amax[at], *casts, None)
+            scales.fresh.add(self.first)
+        return casts[place]
 
     def _inverses(self, one: int, other: int) -> tuple[Tensor, Tensor]:
         return self.scales.inverse[self.first + one], self.scales.inverse[self.first + other]
@@ -164,7 +231,7 @@ class Fp8Scales:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         """Start without history, for `shapes` of all logical tensors; stacked ones share the first one's name."""
-        self._names = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+        self._names = [name for name, shape in shapes.items() if in_fp8(name, shape)]
         shape = (len(_EXPONENTS) * len(self._names), _APART)
         self.scale, self.inverse = (torch.ones(shape, device=device)[:, 0] for _ in range(2))
         self.amax = torch.zeros(shape, device=device)[:, 0]
@@ -176,10 +243,20 @@ class Fp8Scales:
         self._arriving: tuple[Tensor, Handle] = self._targets, Completion()
         self.known = False
         """True if there is a history."""
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        """Cast of each matrix and its transpose, by the index of its input."""
+        self.fresh: set[int] = set()
+        """Matrices whose casts in `kept` are those of their values and scales."""
 
     def of(self, name: str) -> Fp8Products:
         """Return the fp8 matmuls of the matrix of this name."""
         return Fp8Products(self, len(_EXPONENTS) * self._names.index(name))
+
+    def keep(self, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Keep the casts of matrices (by name) in these buffers; return a function to call when the values change."""
+        kept = {self.of(name).first: casts for name, casts in buffers.items()}
+        self.kept |= kept
+        return partial(self.fresh.difference_update, kept)
 
     def start_update(self, everyone: AxisGroup | None) -> None:
         """Start to reduce this rank's magnitudes of a step over all ranks."""
@@ -201,12 +278,14 @@ class Fp8Scales:
         scale = (self._targets + 253 - top).clamp(1, 253).where(top > 0, self._unknown)
         self.scale.copy_((scale << 23).view(torch.float32))
         self.inverse.copy_((254 - scale << 23).view(torch.float32))
+        self.fresh.clear()
         self.known = True
 
     def reset(self) -> None:
         """Forget all magnitudes: the next step multiplies in the compute format."""
         self.amax.zero_()
         self._history.zero_()
+        self.fresh.clear()
         self.known = False
 
     def state(self) -> dict[str, list[list[int]]] | None:

@@ -12,7 +12,7 @@ from torch.utils._triton import has_triton
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 # Versions differ in shapes and formats, or for layers in query, recompute and frozen weights. Beyond the limit (torch's
-# default is 8, less than the fp8 casts of one model need) calls run uncompiled.
+# default is 8, less than the shapes of one model need) calls run uncompiled.
 MOST_KINDS = 64
 """Maximum number of compiled versions of a function per process."""
 

@@ -82,7 +82,7 @@ def _gradients(
     """Return the gradients of input, weight and, if requested, bias; empty if they go elsewhere (`apart`)."""
     layer = _LAYERS[int(number)]
     use = Use(layer.weight, layer.bias, layer.region, layer.store if apart else None, fp8=layer.fp8)
-    grad_x, _, _, *others = _kind(layer).backward(SimpleNamespace(saved_tensors=(x, weight), use=use), grad)
+    grad_x, _, _, _, *others = _kind(layer).backward(SimpleNamespace(saved_tensors=(x, weight), use=use), grad)
     asked_for: list[Any] = [grad_x]
     for parameter, gradient, asked in zip((layer.weight, layer.bias), others, (not apart, of_bias), strict=True):
         if gradient is not None and parameter is not None and not asked:

@@ -32,17 +32,29 @@ def address(tensor: Tensor) -> int:
 
 class _Thread(threading.local):
     num_left: float = math.inf
+    """Number of tensors that the recompute in this thread still has to save; infinite without a recompute."""
+
+    def __init__(self) -> None:
+        self.discarded: set[int] = set()
+        """Addresses of tensors that are recomputed if saved."""
 
 
 _thread = _Thread()
-"""Number of tensors that the recompute in this thread still has to save; infinite without a recompute."""
 
 
-def end_recompute(x: Tensor, weight: Tensor) -> None:
-    """End a recompute in which these are the last tensors to save, before their matmul computes a value."""
+def end_recompute(x: Tensor, weight: Tensor, saved: Tensor | None = None) -> None:
+    """End a recompute in which these are the last tensors to save, before their matmul computes a value.
+
+    `saved`: saved instead of x.
+    """
     # if x needs no gradient, the matmul may save nothing
     if _thread.num_left <= 2 and x.requires_grad:
-        _save(x, weight)
+        _save(x if saved is None else saved, weight)
+
+
+def is_discarded(x: Tensor) -> bool:
+    """Return whether saving `x` takes no memory, since `SavedTensors.discarding` recomputes it."""
+    return address(x) in _thread.discarded
 
 
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
@@ -192,8 +204,10 @@ class SavedTensors:
                 return compute(_unpack(saved))
 
         self._recomputed[address(output)] = recompute
+        _thread.discarded.add(address(output))
         with saved_tensors_hooks(self._pack, _unpack):
             yield output
+        _thread.discarded.discard(address(output))
         del self._recomputed[address(output)]  # still alive, so its address is unique
 
     def _pack(self, tensor: Tensor) -> Saved:

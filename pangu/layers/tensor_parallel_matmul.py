@@ -22,10 +22,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
-from pangu.layers.recompute import end_recompute
+from pangu.layers.recompute import end_recompute, is_discarded
 
 if TYPE_CHECKING:
-    from pangu.layers.fp8 import Fp8Products
+    from pangu.layers.fp8 import Fp8Products, Operands
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
     Store = WeightGradientStore | None
@@ -132,21 +132,31 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
     return torch.cat([chunk.unflatten(0, (region.num_slices, -1)) for chunk in chunks], dim=1).flatten(0, 1)
 
 
-def _weight_gradient(use: Use, grad: Tensor, x: Tensor) -> Tensor | None:
-    left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
-    fp8 = use.fp8 if use.fp8 is not None and use.fp8.known else None
+def _gradients(use: Use, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the matmuls of the input and of the weight, and the bias, get of an output gradient."""
+    rows, fp8 = grad.flatten(0, -2), use.fp8
+    if fp8 is None or not fp8.known or not use.weight.requires_grad:
+        return grad, rows.t(), rows
+    cast = fp8.gradient(rows, sums=use.bias is not None and use.bias.requires_grad)
+    return cast.rows.view(grad.shape), cast.columns, cast.sums
+
+
+def _weight_gradient(use: Use, left: Tensor, x: Tensor) -> Tensor | None:
+    """Return left [outputs, rows] times the rows of x, unless it is added to a sum; in fp8, x may have been cast."""
+    right, fp8 = x.flatten(0, -2), use.fp8 if left.itemsize == 1 else None
+    if fp8 is not None and x.itemsize > 1:
+        right = fp8.input(right, rows=False).columns
     if use.store is None or use.store.sums is None:
-        return left @ right if fp8 is None else fp8.weight_gradient(left, right, x.dtype)
+        return left @ right if fp8 is None else fp8.weight_gradient(left, right, use.weight.dtype)
     use.store.sums.add(use.weight, left, right, fp8)
     return None
 
 
-def _bias_gradient(use: Use, grad: Tensor) -> Tensor | None:
+def _bias_gradient(use: Use, rows: Tensor) -> Tensor | None:
     if use.bias is None or not use.bias.requires_grad:
         return None
-    rows = grad.flatten(0, -2)
     if use.store is None or use.store.sums is None:
-        return rows.sum(0)
+        return rows.sum(0, dtype=use.bias.dtype)
     use.store.sums.add_rows(use.bias, rows)
     return None
 
@@ -155,12 +165,13 @@ class MatmulNode(Function):
     """Graph node of a matmul; a subclass computes its value and gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, use: Use, value: Callable[..., Tensor], *parameters: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, use: Use, value: Any, cast: Operands | None, *parameters: Any) -> Any:
         """Return `value(x, use)`; `parameters`: weight and bias if autograd gets their gradients, else nothing."""
-        ctx.save_for_backward(x, use.weight)
+        # `cast`: x in fp8, whose columns the backward pass needs instead of x
+        ctx.save_for_backward(x if cast is None else cast.columns, use.weight)
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.use = use
-        return value(x, use)
+        return value(x if cast is None else cast.rows.view(x.shape), use)
 
 
 class LocalMatmul(MatmulNode):
@@ -177,14 +188,15 @@ class LocalMatmul(MatmulNode):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
-        use, grad = ctx.use, grads[0].contiguous()
+        use, (grad, left, sums) = ctx.use, _gradients(ctx.use, grads[0].contiguous())
         rows = grad.flatten(0, -2)
-        grad_x = (torch.mm(rows, weight) if use.fp8 is None else use.fp8.input_gradient(weight)(rows)).view(x.shape)
+        grad_x = torch.mm(rows, weight) if use.fp8 is None else use.fp8.input_gradient(weight)(rows)
+        grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
         if use.store is not None and use.store.is_open:
-            _store(use, x, ALONE, grad, grad)
-            return grad_x, None, None, None, None
-        grad_weight = _weight_gradient(use, rows, x) if use.weight.requires_grad else None
-        return grad_x, None, None, grad_weight, _bias_gradient(use, rows)
+            _store(use, x, ALONE, left, sums)
+            return grad_x, None, None, None, None, None
+        grad_weight = _weight_gradient(use, left, x) if use.weight.requires_grad else None
+        return grad_x, None, None, None, grad_weight, _bias_gradient(use, sums)
 
 
 class ColumnParallelMatmul(MatmulNode):
@@ -201,14 +213,15 @@ class ColumnParallelMatmul(MatmulNode):
         """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
-        if use.store is not None and use.store.is_open:
-            sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
-            _store(use, x, use.region, grad, grad)
-            return _finish(sums), None, None, None, None
-        whole_x = start_gather(x, use.region) if use.weight.requires_grad else None
+        is_open = use.store is not None and use.store.is_open
+        whole_x = start_gather(x, use.region) if use.weight.requires_grad and not is_open else None
+        grad, left, rows = _gradients(use, grad)
         sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
-        grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())
-        return _finish(sums), None, None, grad_weight, _bias_gradient(use, grad)
+        if is_open:
+            _store(use, x, use.region, left, rows)
+            return _finish(sums), None, None, None, None, None
+        grad_weight = None if whole_x is None else _weight_gradient(use, left, whole_x())
+        return _finish(sums), None, None, None, grad_weight, _bias_gradient(use, rows)
 
 
 class RowParallelMatmul(MatmulNode):
@@ -225,20 +238,41 @@ class RowParallelMatmul(MatmulNode):
         """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
-        wholes, values = _gather_and_multiply(grad, _transposed(use.fp8, weight), use.region)
-        whole_grad, grad_x = _in_order(wholes, use.region), _in_order(values, use.region)
+        lefts: list[Tensor] = []
+        transposed = _transposed(use.fp8, weight)
+
+        def multiply(rows: Tensor) -> Tensor:
+            rows, left, _ = _gradients(use, rows)
+            lefts.append(left)
+            return transposed(rows)
+
+        wholes, values = _gather_and_multiply(grad, multiply, use.region)
+        grad_x = _in_order(values, use.region)
+        left = _in_order(wholes, use.region).flatten(0, -2).t() if lefts[0].itemsize > 1 else _joined(lefts, use.region)
+        sums = grad.flatten(0, -2)
         if use.store is not None and use.store.is_open:
-            _store(use, x, ALONE, whole_grad, grad)
-            return grad_x, None, None, None, None
-        grad_weight = _weight_gradient(use, whole_grad, x) if use.weight.requires_grad else None
-        return grad_x, None, None, grad_weight, _bias_gradient(use, grad)
+            _store(use, x, ALONE, left, sums)
+            return grad_x, None, None, None, None, None
+        grad_weight = _weight_gradient(use, left, x) if use.weight.requires_grad else None
+        return grad_x, None, None, None, grad_weight, _bias_gradient(use, sums)
+
+
+def _joined(columns: Sequence[Tensor], region: TensorRegion) -> Tensor:
+    """Return the transposes [width, rows] of chunks as one, in the order of the sequence (see `_in_order`)."""
+    if len(columns) == 1:
+        return columns[0]
+    return torch.cat([chunk.unflatten(1, (region.num_slices, -1)) for chunk in columns], dim=2).flatten(1)
 
 
 def _node(kind: Any, x: Tensor, use: Use) -> Tensor:
     x = x.contiguous()  # or both passes would copy it
-    end_recompute(x, use.weight)
+    cast, fp8, gathers = None, use.fp8, kind is ColumnParallelMatmul and use.region.slices_sequence
+    if fp8 is not None and fp8.known and use.weight.requires_grad and not gathers and not is_discarded(x):
+        # saved in place of x, which is twice as large unless the backward pass gathers or recomputes it
+        cast = fp8.input(x.flatten(0, -2))
+    end_recompute(x, use.weight, None if cast is None else cast.columns)
     parameters = () if leaves_no_gradient(x, use.store) else (use.weight, use.bias)
-    return kind.apply(x, use, kind.value, *parameters)
+    return kind.apply(x, use, kind.value, cast, *parameters)
 
 
 def leaves_no_gradient(x: Tensor, store: Store) -> bool:
@@ -247,11 +281,11 @@ def leaves_no_gradient(x: Tensor, store: Store) -> bool:
     return store is not None and store.sums is not None and x.requires_grad
 
 
-def _store(use: Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
+def _store(use: Use, x: Tensor, region: TensorRegion, left: Tensor, rows: Tensor) -> None:
     assert use.store is not None
-    use.store.put(use.weight, x, region, partial(_weight_gradient, use, grad_of_weight))
+    use.store.put(use.weight, x, region, partial(_weight_gradient, use, left))
     if use.bias is not None:
-        use.store.put(use.bias, grad_of_bias, ALONE, partial(_bias_gradient, use))
+        use.store.put(use.bias, rows, ALONE, partial(_bias_gradient, use))
 
 
 class _Lookup(Function):

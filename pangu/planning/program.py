@@ -15,7 +15,7 @@ from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.stages import Stages, shards_sums
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
-from pangu.schedule.orders import SIMPLEST, splits_backward
+from pangu.schedule.orders import SIMPLEST, reduces_each, splits_backward
 from pangu.schedule.schedule import Schedule, chunk_stages, make_schedule
 from pangu.schedule.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.schedule.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
@@ -266,7 +266,9 @@ class Program:
         if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
             return work
         offload = tuple(kind for kind in plan.offload if kind == "activations")
-        return work._replace(zero=_SINGLE.zero, zero_group=_SINGLE.zero_group, data=_SINGLE.data, offload=offload)
+        begins = shards_sums(plan.layout) and reduces_each(plan.schedule) and self.config.precision.matmul == "fp8"
+        zero = plan.zero if begins else _SINGLE.zero
+        return work._replace(zero=zero, zero_group=_SINGLE.zero_group, data=_SINGLE.data, offload=offload)
 
     def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
         return self.module_plan(plan), splits_backward(plan.schedule), self._both_kinds(plan, part)[1]

@@ -24,7 +24,7 @@ class Buffers(NamedTuple):
     """Transient buffers of a flat parameter, in bytes, and the collectives that use them."""
 
     weights: int
-    """Gathered weights; 0 if they are persistent."""
+    """Gathered weights, and their casts to fp8; 0 if they are persistent."""
     total: int
     """Accumulated gradients; 0 if they are persistent."""
     message: int
@@ -65,7 +65,8 @@ def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_eac
     sharding, padded = flat.sharding, flat.padded
     size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
     rows = flat.buffers(formats.weights < formats.sums)
-    weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
+    transient = (row for row in rows.values() if row.name in ("weights", "casts") and not row.lasting)
+    weights = sum(allocated(row.numel * formats.itemsize(row)) for row in transient)
     gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) * (size > 1)
     fetched = share * formats.weights * rows["local"].on_host
     if not flat.trained:
@@ -92,7 +93,7 @@ def lasting_bytes(flat: FlatNumbers, numels: Collection[int], formats: Formats) 
     """Return the device bytes of a flat parameter, whose shard has tensors of `numels`, that persist across steps."""
     rows = flat.buffers(formats.weights < formats.sums)
     own = (row for row in rows.values() if row.alias is None and row.lasting and not row.on_host)
-    lasting = sum(allocated(row.numel * (formats.sums if row.wide else formats.weights)) for row in own)
+    lasting = sum(allocated(row.numel * formats.itemsize(row)) for row in own)
     on_device = flat.trained and not flat.main_on_host
     return lasting + on_device * sum(2 * allocated(numel * formats.moments) for numel in numels)
 

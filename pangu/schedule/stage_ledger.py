@@ -22,7 +22,7 @@ from pangu.schedule.groups import Group
 from pangu.schedule.ledger import Fold, Pass
 from pangu.schedule.schedule import Schedule
 from pangu.schedule.spans import Axis, Collective, Trace, Work
-from pangu.topology.placement import TensorRank
+from pangu.topology.placement import TensorRank, in_fp8
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES, Formats
 
@@ -190,7 +190,7 @@ class StageProgram:
         world = [2 * 8]  # loss and norm
         if config.precision.matmul == "fp8":
             shapes = logical_shapes(config.model).items()
-            world.append(3 * 4 * sum(name.startswith("layers.") and len(shape) == 2 for name, shape in shapes))
+            world.append(3 * 4 * sum(in_fp8(name, shape) for name, shape in shapes))
         if config.model.experts is not None:
             world.append(8 * len(config.model.expert_layers) * (config.model.experts + 3))
         sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]

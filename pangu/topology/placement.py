@@ -44,6 +44,12 @@ def room(length: int, size: int, multiple: int = 1) -> int:
     return padded if 8 * (padded - share) <= share else share
 
 
+def in_fp8(name: str, shape: Sequence[int]) -> bool:
+    """Return whether `precision.matmul=fp8` multiplies a logical tensor in fp8: matrices of layers except experts."""
+    path = name.split(".")
+    return path[0] == "layers" and len(shape) == 2 and not {"router", "experts"} & {*path}
+
+
 @dataclass(frozen=True)
 class Placement:
     """Logical tensor and the slice of it that this rank holds."""
@@ -155,6 +161,10 @@ class PlacementTable:
     def is_expert(self, parameter: str) -> bool:
         """Return whether a module parameter holds experts that the layout splits."""
         return any(placement.expert for placement in self.stored_in(parameter))
+
+    def is_in_fp8(self, parameter: str) -> bool:
+        """Return whether a module parameter is a matrix that `precision.matmul=fp8` multiplies in fp8."""
+        return any(in_fp8(placement.name, placement.shape) for placement in self.stored_in(parameter))
 
     def is_trained(self, parameter: str) -> bool:
         """Return whether a module parameter is trained."""

@@ -85,7 +85,7 @@ class _Discarded:
         if fp8 is None:
             left @ right
         else:
-            fp8.weight_gradient(left, right, left.dtype)
+            fp8.weight_gradient(left, right, torch.promote_types(weight.dtype, torch.float32))
 
     def add_rows(self, bias: Tensor, grad: Tensor) -> None:
         grad.sum(0)

@@ -124,6 +124,9 @@ class Trainer:
         self.parameters = ShardedParameters.of_run(self.model, chunks, mesh, config, schedule.reduce_each)
         self.parameters.norms = UPDATES[chosen["optimizer"]].norms
         store.sums = WeightProducts(self.parameters.gradients, self.model, chosen["weight_gradient"] == "apex")
+        if self.scales is not None:
+            for flat in self.parameters.flat_parameters:
+                flat.stale = self.scales.keep(flat.casts_by_name)
         if config.compile is True or (choices is not None and choices.compile == "true"):
             self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]

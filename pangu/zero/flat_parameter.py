@@ -14,7 +14,7 @@ is split:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,11 @@ class FlatParameter(FlatNumbers):
         self.tensors = [(placement.name, span) for placement, span in self.tensor_ranges(table)]
         """Names of logical tensors with the ranges of this rank's slices in the buffer."""
 
+        self.stale: Callable[[], None] = lambda: None
+        """Function to call when the weights change: casts of them are out of date."""
+        self.casts_by_name = self._casts_by_name(table)
+        """Views of `casts` for a matrix and its transpose, by name of the first logical tensor."""
+
         offset = 0
         for name in self.names:
             shape = model.get_parameter(name).shape
@@ -117,6 +122,15 @@ class FlatParameter(FlatNumbers):
         if self.sharding.stage == 3:
             self.free()
 
+    def _casts_by_name(self, table: PlacementTable) -> dict[str, tuple[Tensor, Tensor]]:
+        views, at = {}, 0
+        for name, numel in self.fp8.items():
+            assert self.casts is not None
+            (rows, columns), shape = self.casts[at : at + 2 * numel].view(2, numel), table.shapes[name]
+            views[table.stored_in(name)[0].name] = rows.view(shape), columns.view(shape[::-1])
+            at += 2 * numel
+        return views
+
     def fill(self, seed: int) -> None:
         """Initialize the main parameters from a seed; `publish` then updates the weights."""
         for shard in self.shards:
@@ -126,7 +140,7 @@ class FlatParameter(FlatNumbers):
     def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
         buffers: dict[str, Tensor] = {}
         for row in self.table.values():
-            row_dtype = wide if row.wide else dtype
+            row_dtype = torch.float8_e4m3fn if row.fp8 else wide if row.wide else dtype
             if row.alias is not None:
                 base = buffers[row.alias]
                 buffers[row.name] = base if base.numel() == row.numel else base[self.span]
@@ -136,6 +150,8 @@ class FlatParameter(FlatNumbers):
                 buffers[row.name] = torch.zeros(row.numel, dtype=row_dtype, device=device)
         self.weights = buffers["weights"]
         """Full weights that the model computes with; at stage 3 without storage while they are sharded."""
+        self.casts = buffers.get("casts")
+        """Matrices of layers in fp8, each followed by its transpose, as long as `weights` exist; None: no fp8."""
         self.local = buffers["local"]
         """Local shard of the weights, in the compute dtype."""
         self.rounded = buffers["rounded"]
@@ -162,6 +178,7 @@ class FlatParameter(FlatNumbers):
 
     def publish(self) -> None:
         """Round the main parameters to the weights."""
+        self.stale()
         if self.rounded is not self.main:
             self.rounded.copy_(self.main, non_blocking=True)
         if self.local is not self.rounded:
@@ -174,9 +191,15 @@ class FlatParameter(FlatNumbers):
 
     def allocate(self) -> Tensor:
         """Allocate the full weights at stage 3, uninitialized, and return them."""
-        self.weights.untyped_storage().resize_(self.weights.nbytes)
+        self.stale()
+        for buffer in self._gathered():
+            buffer.untyped_storage().resize_(buffer.nbytes)
         return self.weights
 
     def free(self) -> None:
         """Free the full weights at stage 3; the parameters remain views of the storage."""
-        self.weights.untyped_storage().resize_(0)
+        for buffer in self._gathered():
+            buffer.untyped_storage().resize_(0)
+
+    def _gathered(self) -> list[Tensor]:
+        return [self.weights] if self.casts is None else [self.weights, self.casts]

@@ -70,6 +70,8 @@ class Buffer:
     numel: int
     wide: bool = False
     """True for fp32 (fp64 in fp64) rather than the compute dtype."""
+    fp8: bool = False
+    """True for fp8."""
     on_host: bool = False
     alias: str | None = None
     """Name of the buffer that this is, or whose local shard it is; None: separate memory."""
@@ -77,8 +79,9 @@ class Buffer:
     """False if it is allocated and freed within a step."""
 
 
-def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
+def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool, casts: int = 0) -> list[Buffer]:
     """Return the buffers of a flat parameter of `padded` elements; `narrow`: the compute dtype is below fp32."""
+    # `casts`: elements of its matrices in fp8, transposed ones included, which live as long as `weights`.
     # Aliases are all there is to ZeRO: no stage has separate code. Elements per buffer for 8 elements on 2 ranks in
     # bf16 (in fp32 main is local, unless offloaded); a transient buffer is allocated and freed within a step:
     #
@@ -96,6 +99,7 @@ def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -
     beside = trained and (narrow or main_on_host != rounded_on_host)
     rows = [
         Buffer("weights", padded, lasting=stage < 3),
+        Buffer("casts", casts, fp8=True, lasting=stage < 3),
         Buffer("local", share, on_host=local_on_host, alias="weights" if stage < 3 else None),
         Buffer("total", padded * (trained and whole), wide=True),
         Buffer("grad", share * trained, wide=True, alias="total" if whole else None),

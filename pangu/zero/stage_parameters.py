@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 
@@ -30,6 +30,8 @@ class FlatNumbers:
     padded: int
     sharding: Sharding
     trained: bool
+    fp8: Mapping[str, int] = field(default_factory=dict)
+    """Elements of its matrices whose casts to fp8 are kept, by name of the parameter."""
 
     @cached_property
     def main_on_host(self) -> bool:
@@ -38,7 +40,8 @@ class FlatNumbers:
 
     def buffers(self, narrow: bool) -> dict[str, Buffer]:
         """Return its buffers by name; `narrow`: the compute dtype is below fp32."""
-        return {row.name: row for row in buffer_table(self.padded, narrow, self.sharding, self.trained)}
+        casts = 2 * sum(self.fp8.values())
+        return {row.name: row for row in buffer_table(self.padded, narrow, self.sharding, self.trained, casts)}
 
     def tensor_ranges(self, table: PlacementTable) -> Iterator[tuple[Placement, slice]]:
         """Yield its logical tensors, each with the range of this rank's slice in the buffer."""
@@ -93,10 +96,12 @@ class StageParameters:
         reduce_each: bool,
         overlap: bool,
         loss_in_chunks: bool = False,
+        fp8: bool = False,
     ) -> StageParameters:
         """Group the parameters of the rank at `at` into flat parameters of about `bucket_bytes` of fp32 gradients.
 
-        With `reduce_each`, gradients are reduced after every micro-batch (ZeRO-2 and 3) instead of once per step.
+        With `reduce_each`, gradients are reduced after every micro-batch (ZeRO-2 and 3) instead of once per step; with
+        `fp8`, casts of the layers' matrices are kept beside them.
         """
         kinds = (False, True) if layout.splits_experts else (False,)
         shardings = {apart: Sharding.of(layout, at, offload, apart) for apart in kinds}
@@ -106,7 +111,9 @@ class StageParameters:
         def make(chunk: int, names: list[str]) -> FlatNumbers:
             sharding, trained = shardings[table.is_expert(names[0])], table.is_trained(names[0])
             numel = sum(math.prod(table.shapes[name]) for name in names)
-            flat = FlatNumbers(next(indices), chunk, tuple(names), numel, sharding.padded(numel), sharding, trained)
+            casts = {name: math.prod(table.shapes[name]) for name in names if fp8 and table.is_in_fp8(name)}
+            padded = sharding.padded(numel)
+            flat = FlatNumbers(next(indices), chunk, tuple(names), numel, padded, sharding, trained, casts)
             if trained:
                 # a sum in the buffer that the next micro-batch adds to cannot be reduced before the last one
                 late = reduce_each and sharding.size == 1
@@ -127,7 +134,8 @@ class StageParameters:
         regions = Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
         bucket_bytes = config.parallel.bucket_bytes(layout.zero, layout.replicas)
         grouping = bucket_bytes, config.memory.offload, reduce_each, config.parallel.overlap
-        return cls.of(table, regions, layout, at, *grouping, loss_in_chunks=config.loss_chunk is not None)
+        loss_in_chunks, fp8 = config.loss_chunk is not None, config.precision.matmul == "fp8"
+        return cls.of(table, regions, layout, at, *grouping, loss_in_chunks=loss_in_chunks, fp8=fp8)
 
 
 def place_stage(

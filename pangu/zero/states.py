@@ -15,6 +15,7 @@ from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.parameters import ModelPart
 from pangu.topology.layout import Coordinates, Layout
+from pangu.zero.grouping import Buffer
 from pangu.zero.stage_parameters import StageParameters
 
 if TYPE_CHECKING:  # planning does not need torch
@@ -28,6 +29,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
 PURPOSES = {
     "weights": PARAMETERS,
+    "casts": PARAMETERS,
     "local": PARAMETERS,
     "total": GRADIENTS,
     "grad": GRADIENTS,
@@ -56,6 +58,10 @@ class Formats(NamedTuple):
         sent = 2 if config.precision.reduce == "bf16" else wide
         return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
 
+    def itemsize(self, row: Buffer) -> int:
+        """Return the bytes per element of a buffer."""
+        return 1 if row.fp8 else self.sums if row.wide else self.weights
+
 
 @dataclass(frozen=True)
 class StatePlan:
@@ -77,8 +83,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
     for flat in stage.flats:
         for row in flat.buffers(formats.weights < formats.sums).values():
             if row.alias is None and row.lasting:
-                itemsize = formats.sums if row.wide else formats.weights
-                total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * itemsize
+                total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * formats.itemsize(row)
         # neither padding of the shard nor of the vocabulary belongs to a tensor
         held = sum(span.stop - span.start for _, span, _ in flat.shard_ranges(stage.table))
         if flat.trained and held:

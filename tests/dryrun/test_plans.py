@@ -65,6 +65,21 @@ def test_each_micro_batch_frees_what_it_keeps(layout: str, process: SharedWorker
     assert_planned(values(f"{size} {layout}"), process)
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("memory.recompute=full", "parameters"), ("parallel.data=2 parallel.zero=3", "gathered")]
+)
+def test_casts_to_fp8_are_planned_with_their_weights(layout: str, kind: str, process: SharedWorker) -> None:
+    """Two bytes for each number of a layer's matrices, as long as the weights exist."""
+    size = "model.layers=6 model.hidden=192 model.sequence=128 batch.global_size=8"
+    assert_planned(values(f"{size} precision=fp8 {layout}"), process)
+    fp8, bf16 = (
+        process.report(values(f"{size} precision={precision} {layout}"), 0)["peak_bytes"][kind]
+        for precision in ("fp8", "bf16")
+    )
+    layers = 6 if kind == "parameters" else 2  # one computes while the next one is gathered
+    assert fp8 - bf16 == pytest.approx(2 * 12 * 192**2 * layers, rel=0.15)
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,11 @@ import torch
 
 from pangu.common.errors import UserError
 from pangu.evaluation.inference import mean_loss
-from pangu.layers.fp8 import HISTORY, Fp8Scales, cast, cast_columns, product, require_fp8
+from pangu.layers import fp8
+from pangu.layers.fp8 import HISTORY, Fp8Scales, cast, product, require_fp8
+from pangu.layers.linear import ParallelLinear
+from pangu.layers.recompute import SavedTensors
+from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 from pangu.topology.layout import Layout
 from pangu.training.step import Trainer
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
@@ -26,15 +30,21 @@ NAME = "layers.0.mlp.up.weight"
 @pytest.mark.parametrize("limit", [E4M3, E5M2])
 def test_a_cast_rounds_to_the_nearest_saturates_and_shows_what_is_not_finite(limit: float) -> None:
     x = torch.tensor([[1.0, -1.0625, 0.3, 1e-9], [limit, -limit, 3e4, -1e30]]) * torch.tensor([[1.0], [2.0]])
-    amax = torch.tensor(5.0)
-    rounded = cast(x, torch.tensor(2.0), amax, limit)
-    assert torch.equal(rounded.float(), (2 * x).clamp(-limit, limit).to(FORMATS[limit]).float())
-    assert torch.equal(cast_columns(x, torch.tensor(2.0), limit).float(), rounded.float().t())
-    assert rounded[1, 3] == -limit
+    amax, scale, sums = torch.tensor(5.0), torch.tensor(2.0), torch.ones(1, 4)
+    rows, columns = (torch.zeros(shape, dtype=FORMATS[limit]) for shape in ((2, 4), (4, 2)))
+    cast(x, scale, amax, rows, columns, sums)
+    assert torch.equal(rows.float(), (2 * x).clamp(-limit, limit).to(FORMATS[limit]).float())
+    assert torch.equal(columns.float(), rows.float().t())
+    assert rows[1, 3] == -limit
     assert amax == 2e30
+    assert sums[0].tolist() == x.sum(0).tolist()
+    alone = torch.zeros_like(columns)
+    cast(x, scale, amax, None, alone, None)
+    assert torch.equal(alone.float(), columns.float())
     for value in (math.inf, -math.inf, math.nan):
         x[0, 0] = value
-        assert cast(x, torch.tensor(2.0), amax, limit).float().isnan().tolist() == x.isfinite().logical_not().tolist()
+        cast(x, scale, amax, rows, None, None)
+        assert rows.float().isnan().tolist() == x.isfinite().logical_not().tolist()
         assert not amax.isfinite()
 
 
@@ -144,6 +154,48 @@ def test_later_steps_multiply_in_fp8(pair: tuple[Trainer, Trainer]) -> None:
     noted = scales.amax.clone()
     mean_loss(pair[0].runner, pair[0].stages.schedule, batches, pair[0].mesh)
     assert torch.equal(scales.amax, noted)
+
+
+@pytest.mark.parametrize(
+    ("words", "casts"),
+    [((), 1), (("memory.recompute=full",), 1), (("parallel.zero=3", "memory.offload=[parameters]"), 4)],
+)
+def test_a_weight_is_cast_once_while_its_values_stay(words: tuple[str, ...], casts: int) -> None:
+    """In a step of two micro-batches; weights that are gathered for each pass, once for each."""
+    layout = Layout(zero=3) if "parallel.zero=3" in words else Layout()
+    sizes = ("batch.micro_size=2", "batch.global_size=4", "precision.matmul=fp8", *words)
+    trainer, batches = small_trainer(layout, *WORDS, *sizes)
+    layers = [layer for layer in trainer.model.modules() if isinstance(layer, ParallelLinear)]
+    trainer.train_step(batches)
+    counts = [0] * len(layers)
+
+    def counting(x: torch.Tensor, *others: torch.Tensor) -> None:
+        for place, layer in enumerate(layers):
+            counts[place] += x.data_ptr() == layer.weight.data_ptr()
+        cast(x, *others)
+
+    with patch.object(fp8, "cast", counting):
+        trainer.train_step(batches)
+        assert counts == [casts] * len(layers)
+        trainer.train_step(batches)
+        assert counts == [2 * casts] * len(layers)
+
+
+def test_a_cast_input_is_saved_unless_it_is_recomputed() -> None:
+    """One byte for each number instead of two, or none."""
+    x, weight = (torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    scales = Fp8Scales({NAME: (32, 16)}, CPU)
+    scales.known = True
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        column_parallel_matmul(x, weight, None, ALONE, None, scales.of(NAME))
+        assert [tensor.shape for tensor in saved] == [(16, 32), (32, 16)]
+        assert saved[0].dtype == torch.float8_e4m3fn
+    kept, tensors = list[torch.Tensor](), SavedTensors()
+    keep = patch.object(tensors, "_keep", lambda tensor: kept.append(tensor) or tensor)
+    with keep, tensors.discarding(torch.sin, x) as normed:
+        column_parallel_matmul(normed, weight, None, ALONE, None, scales.of(NAME))
+    assert [tensor.dtype for tensor in kept] == [torch.bfloat16, torch.bfloat16]  # x for the sine, and the weight
 
 
 def test_magnitudes_are_noted_above_what_is_frozen() -> None:

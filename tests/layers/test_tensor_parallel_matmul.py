@@ -74,22 +74,41 @@ def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> N
 
 
 def test_a_weight_is_cast_to_fp8_while_chunks_are_gathered(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunk that has come, the weight, once, and the next chunk; the same backward."""
-    for name in ("cast", "cast_columns"):
-        original = getattr(fp8, name)
-        monkeypatch.setattr(fp8, name, lambda *args, name=name, call=original: events.append(name) or call(*args))
+    """The chunk that has come, the weight, and the next chunk; backward, the gradient in both orientations at once."""
+    original, names = fp8.cast, {(True, False): "cast", (False, True): "transpose", (True, True): "both"}
+
+    def cast(x: Tensor, scale: Tensor, amax: Tensor, *outs: Tensor | None) -> None:
+        events.append(names[outs[0] is not None, outs[1] is not None])
+        original(x, scale, amax, *outs)
+
+    monkeypatch.setattr(fp8, "cast", cast)
     scales = fp8.Fp8Scales({"layers.0.weight": (16, 16)}, torch.device("cpu"))
     scales.known = True
     x, weight = torch.randn(2, 3, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
     region = TensorRegion(0, 2, sequence=True, chunks=2)
     y = column_parallel_matmul(x, weight, None, region, None, fp8=scales.of("layers.0.weight"))
     gathered = ["start gather", "start gather", "wait for gather"]
-    assert events == [*gathered, "cast", "cast", "product", "wait for gather", "cast", "product"]
+    assert events == [*gathered, "cast", "both", "product", "wait for gather", "cast", "product"]
     events.clear()
     y.sum().backward()
-    summed = ["cast", "cast_columns", "product", "start sum", "cast", "product", "start sum"]
-    gradient = ["wait for gather", "weight gradient", "cast_columns", "cast_columns", "product"]
-    assert events == ["start gather", *summed, *gradient, *WAITED]
+    gradient = ["wait for gather", "weight gradient", "transpose", "product"]
+    assert events == ["start gather", "both", *SUMMED, *gradient, *WAITED]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_chunks_in_fp8_have_the_gradients_of_one(events: list[str], chunks: int) -> None:
+    """The second rank of two sends what the first does; sums of small powers of two are exact."""
+    scales = fp8.Fp8Scales({"layers.0.weight": (6, 4)}, torch.device("cpu"))
+    scales.known = True
+    x = torch.randint(-3, 4, (8, 1, 4)).float().requires_grad_()
+    weight = torch.randint(-3, 4, (6, 4)).float().requires_grad_()
+    region, grad = TensorRegion(0, 2, sequence=True, chunks=chunks), torch.randint(-3, 4, (4, 1, 6)).float()
+    row_parallel_matmul(x, weight, None, region, None, scales.of("layers.0.weight")).backward(grad)
+    whole = torch.cat([grad, grad])
+    assert x.grad is not None
+    assert torch.equal(x.grad, whole @ weight)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, whole.flatten(0, 1).t() @ x.flatten(0, 1))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
