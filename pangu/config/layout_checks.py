@@ -117,10 +117,6 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
     """Yield the problem of matmul sizes that no fp8 kernel supports; not in fp64, where fp8 is emulated."""
-    if config.precision.matmul == "fp8" and config.model.experts is not None:
-        rule = f"is not supported for the matmuls of experts, and model.experts = {config.model.experts}"
-        yield Problem("precision.matmul", "fp8", rule, "set precision=bf16")
-        return
     if config.precision.matmul != "fp8" or config.precision.compute == "fp64":
         return
     model, ranks, context = config.model, config.parallel.tensor, config.parallel.context
@@ -130,7 +126,8 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
         "model.hidden": model.hidden,
         f"the queries' width{share}": model.query_size // ranks,
         f"the keys' and values' width{share}": 2 * model.kv_size // ranks,
-        f"the feed-forward width{share}": model.ffn_size // ranks,
+        f"the feed-forward width{share}": model.ffn_size // ranks if len(model.expert_layers) < model.layers else 0,
+        f"the shared experts' width{share}": model.shared_experts * model.expert_size // ranks,
         f"batch.micro_size x model.sequence{shared}": config.batch.micro_size * model.sequence // context,
     }
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]:

@@ -40,8 +40,8 @@ class PrecisionConfig:
     matmul: Literal["compute", "fp8"] = "compute"
     """Format of the layers' matmuls in training: queries, keys and values, attention output, feed-forward layer.
     `compute`: that of `compute`. `fp8`: inputs and weights in e4m3, gradients in e5m2, with one scale per tensor from
-    its absolute maxima in the last 16 steps; embedding, scores and head stay in the compute format, weights and
-    optimizer unchanged. A CPU computes the same numbers by emulation."""
+    its absolute maxima in the last 16 steps; embedding, scores, head and routed experts stay in the compute format,
+    weights and optimizer unchanged. A CPU computes the same numbers by emulation."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ CONTRADICTIONS = {
     "model.experts=8 model.router.balance=bias model.router.bias_rate=0": (
         "model.router.bias_rate = 0: has no effect with model.router.balance = bias; use e.g. 0.001"
     ),
-    "model.experts=8 precision=fp8": (
-        "precision.matmul = fp8: is not supported for the matmuls of experts, and model.experts = 8; set precision=bf16"
+    "model.experts=8 precision=fp8 model.shared_experts=1 model.expert_ffn=24": (
+        "precision.matmul = fp8: needs multiples of 16: the shared experts' width = 24; set precision=bf16"
     ),
     "model.experts=8 parallel.tensor=4 model.expert_ffn=6": (
         "parallel.tensor = 4: must divide an expert's width 6; nearest valid values: 1, 2"

@@ -58,7 +58,7 @@ LAYOUTS = (
     "memory.offload=[parameters] parallel.data=2 parallel.zero=3 precision=bf16",
     "batch.global_size=2 memory.offload=[activations]",
     "memory.offload=[activations,optimizer,parameters] parallel.data=2 parallel.zero=3 precision=bf16",
-    "batch.global_size=2 parallel.tensor=2 parallel.sequence=true precision=bf16 model.experts=4 model.expert_ffn=16 "
+    "batch.global_size=2 parallel.tensor=2 parallel.sequence=true precision=fp8 model.experts=4 model.expert_ffn=16 "
     "model.expert_capacity=1 model.router.balance=bias memory.recompute=selective",
     "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=8 precision=bf16 "
     "model.experts=4 model.shared_experts=1 memory.offload=[activations] model.layers=4",

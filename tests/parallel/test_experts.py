@@ -47,6 +47,17 @@ CASES = {
         ("model.kind=gpt", "model.shared_experts=1", "batch.micro_size=1", "batch.global_size=6"),
         ("memory.recompute=full",),
     ),
+    # all but routed experts, which `tests/parallel/cases.py` has no values for
+    "fp8": (
+        Layout(tensor=2, data=2, expert=2, sequence=True, zero=3),
+        ("precision.matmul=fp8", "model.shared_experts=1", "model.expert_every=2"),
+        ("parallel.overlap_chunks=2", "memory.recompute=selective"),
+    ),
+    "fp8_postponed": (
+        Layout(pipeline=2),
+        ("precision.matmul=fp8", "model.shared_experts=2", "model.activation=swiglu"),
+        ("parallel.schedule=zb_h1",),
+    ),
     "never_sharded": (Layout(data=2, expert=2, zero=3), ("optimizer=lamb",), ()),
     "copies_of_shards": (Layout(data=8, expert=2, zero=2, zero_group=4), ("batch.micro_size=1", "optimizer=lamb"), ()),
     "sequences_of_four": (
