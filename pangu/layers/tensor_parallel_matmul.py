@@ -188,10 +188,14 @@ class LocalMatmul(MatmulNode):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
-        use, (grad, left, sums) = ctx.use, _gradients(ctx.use, grads[0].contiguous())
-        rows = grad.flatten(0, -2)
-        grad_x = torch.mm(rows, weight) if use.fp8 is None else use.fp8.input_gradient(weight)(rows)
-        grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
+        use, grad = ctx.use, grads[0].contiguous()
+        rows = sums = grad.flatten(0, -2)
+        if use.fp8 is None:
+            grad_x, left = torch.mm(rows, weight), rows.t()
+        else:
+            rows, left, sums = _gradients(use, rows)
+            grad_x = use.fp8.input_gradient(weight)(rows)
+        grad_x = grad_x.view(*grad.shape[:-1], -1)
         if use.store is not None and use.store.is_open:
             _store(use, x, ALONE, left, sums)
             return grad_x, None, None, None, None, None
