@@ -1,4 +1,4 @@
-"""All-to-all exchange of token rows between expert-parallel ranks, with row counts that change in each step."""
+"""All-to-all exchange of token rows between expert-parallel ranks, with any number of rows for each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ class ExpertRegion(ExpertRank):
     """Expert-parallel group, which holds all experts together, and this rank's share of them."""
 
     group: AxisGroup | None = None
+    fixed: bool = False
+    """Always exchange as many rows as the router can send, also where that is more than an even share."""
 
     @classmethod
-    def on(cls, mesh: Mesh) -> ExpertRegion:
+    def on(cls, mesh: Mesh, fixed: bool = False) -> ExpertRegion:
         """Return the region of a mesh."""
         share = ExpertRank.of(mesh.layout, mesh.at)
-        return cls(share.rank, share.size, share.tensor, mesh.group("expert"))
+        return cls(share.rank, share.size, share.tensor, mesh.group("expert"), fixed)
 
 
 def exchange_rows(rows: Tensor, group: AxisGroup | None) -> Tensor:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pangu.common.errors import Problem
+from pangu.common.errors import Problem, shown
 from pangu.config.nearest import any_of, divisors_near
 from pangu.config.schema import RunConfig
 
 
 def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
-    """Yield all problems of `parallel.expert` and `parallel.expert_tensor` for a number of replicas."""
+    """Yield all problems of `parallel.expert`, `expert_tensor` and `fixed_exchange` for a number of replicas."""
     model, parallel = config.model, config.parallel
-    expert, tensor, of_each = parallel.expert, parallel.tensor, parallel.expert_tensor
+    expert, tensor, of_each, fixed = parallel.expert, parallel.tensor, parallel.expert_tensor, parallel.fixed_exchange
     if model.experts is None:
-        key, value = ("expert", expert) if expert > 1 else ("expert_tensor", of_each)
+        given = (("expert", expert, 1), ("expert_tensor", of_each, None), ("fixed_exchange", fixed, False))
+        key, value, default = next(one for one in given if one[1] != one[2])
         rule = "needs a model with experts, and model.experts = null"
-        yield Problem(f"parallel.{key}", value, rule, f"use {1 if expert > 1 else 'null'}, or set model.experts")
+        yield Problem(f"parallel.{key}", value, rule, f"use {shown(default)}, or set model.experts")
         return
     if of_each not in (None, 1, tensor):
         rule, fix = f"must be 1 or parallel.tensor = {tensor}", f"use null, 1 or {tensor}"

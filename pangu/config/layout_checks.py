@@ -183,5 +183,6 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
-    if config.parallel.expert > 1 or config.parallel.expert_tensor is not None:
+    parallel = config.parallel
+    if parallel.expert > 1 or parallel.expert_tensor is not None or parallel.fixed_exchange:
         yield from spread_problems(config, data_size(config, world) * config.parallel.context)

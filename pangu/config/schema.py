@@ -77,6 +77,10 @@ class ParallelConfig:
     expert_tensor: Length | None = None
     """Tensor-parallel devices that split each expert. null: all `tensor` of them; 1: none, so that each device holds
     full experts and sends them a part of the tokens."""
+    fixed_exchange: bool = False
+    """In training, devices that divide experts exchange as many rows as the router could choose at most, so that the
+    host never waits to learn how many there are. It costs memory and bytes where that is more than an even share; where
+    it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
 
     def bucket_bytes(self, zero: int, replicas: int) -> float:
         """Return `bucket_mib` in bytes, with null resolved for a ZeRO stage and a number of replicas."""

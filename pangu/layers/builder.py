@@ -50,7 +50,7 @@ class Builder:
         if mesh.layout.context > 1:
             context = ContextRegion.of(mesh, config)
         if mesh.layout.splits_experts:
-            experts = ExpertRegion.on(mesh)
+            experts = ExpertRegion.on(mesh, config.parallel.fixed_exchange)
         return cls(region=region, context=context, experts=experts, **fields)
 
     def at(self, name: object) -> Builder:

@@ -1,11 +1,14 @@
 """Expert parallelism: each rank sends tokens to the ranks of their experts, which send back the outputs.
 
 permute -> exchange -> (expert by expert) -> matmuls -> exchange -> unpermute
+
+Where the router cannot choose more than an even share of rows for a rank, each pair of ranks has room for so many, and
+the host knows all sizes. Otherwise it waits for the device's counts, unless `parallel.fixed_exchange` makes room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pangu.collectives.exchange import Exchange, ExpertRegion, exchange_rows, host_numbers
-from pangu.layers.routing import Dispatch, permute, unpermute
+from pangu.collectives.exchange import Exchange, exchange_rows, host_numbers
+from pangu.layers.routing import Dispatch, permute, room_of, unpermute
 
 if TYPE_CHECKING:
-    from pangu.layers.experts import Experts, MixtureOfExperts, TokenChoices
+    from pangu.layers.experts import MixtureOfExperts, TokenChoices
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Part:
     """Consecutive tokens of a micro-batch, whose communication overlaps the matmuls of other parts."""
 
     tokens: Tensor
-    """Tokens [tokens, hidden]."""
+    """Tokens that this rank sends, [tokens, hidden]."""
     weights: Tensor
     """Weight of each row, [rows]."""
     dispatch: Dispatch
@@ -33,27 +36,35 @@ class Part:
 
 class _Trip:
     def __init__(
-        self, part: Part, to_each: Sequence[int], from_each: Sequence[int], from_ranks: Tensor, region: ExpertRegion
+        self, part: Part, to_each: Sequence[int], from_each: Sequence[int], from_ranks: Tensor, layer: MixtureOfExperts
     ):
-        """Start the exchange; `from_ranks`: rows per source rank and local expert, int64 [ranks, experts]."""
-        self.part, self.sent, self.from_ranks = part, sum(to_each), from_ranks
-        self.there = rows, weights = [Exchange(to_each, from_each, region.group) for _ in range(2)]
-        self.back = Exchange(from_each, to_each, region.group)
-        # dropped choices come last, and are not sent
+        """Start the exchange; `from_ranks`: rows per source rank and local expert, int [ranks, experts]."""
+        assert layer.spread is not None
+        self.part, self.experts, self.sent, group = part, layer.experts, sum(to_each), layer.spread.group
+        self.from_each, self.from_ranks = from_each, from_ranks
+        self.there = rows, weights = [Exchange(to_each, from_each, group) for _ in range(2)]
+        self.back = Exchange(from_each, to_each, group)
+        # without rooms, dropped choices come last, and are not sent
         self._begun = (
             rows.begin(_first(permute(part.tokens, part.dispatch), self.sent)),
             weights.begin(_first(part.weights, self.sent)),
         )
 
-    def compute(self, experts: Experts) -> None:
-        """Wait for the rows of this rank's experts, compute, and start to send back the outputs."""
+    def compute(self, full: bool) -> None:
+        """Wait for the rows of this rank's experts, compute, and start to send back the outputs.
+
+        Unless `full`, the rows of each rank end with some of no expert, whose outputs are 0.
+        """
         rows, weights = (exchange.end(begun) for exchange, begun in zip(self.there, self._begun, strict=True))
         # rows are sorted by source rank, and within it by expert
+        count, counts = self.from_ranks.shape[1], self.from_ranks
+        if not full:
+            counts = torch.cat([counts, self.from_each[0] - counts.sum(1, keepdim=True)], 1)
         places = torch.arange(len(rows), device=rows.device)
-        count = self.from_ranks.shape[1]
-        expert_of_row = torch.searchsorted(self.from_ranks.flatten().cumsum(0), places, right=True) % count
-        of_rank = Dispatch.of(expert_of_row[:, None], count)
-        outputs = experts(rows, weights.index_select(0, of_rank.order), of_rank)
+        experts = torch.searchsorted(counts.flatten().cumsum(0), places, right=True)[:, None] % counts.shape[1]
+        admitted = None if full else experts < count
+        of_rank = Dispatch.of(experts if full else experts.clamp(max=count - 1), count, admitted)
+        outputs = self.experts(rows, weights.index_select(0, of_rank.order), of_rank)
         self._begun_back = self.back.begin(unpermute(outputs, of_rank))
 
     def finish(self) -> Tensor:
@@ -68,37 +79,74 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def exchanged(
-    layer: MixtureOfExperts, tokens: Tensor, choices: TokenChoices, beside: Callable[[], Tensor | None]
+    layer: MixtureOfExperts, x: Tensor, choices: TokenChoices, beside: Iterator[Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the experts' outputs for tokens [tokens, hidden], and the result of `beside`, computed meanwhile."""
+    """Return the experts' outputs for x [sequence, batch, hidden], and the second of the two results of `beside`."""
     # The output is a tensor-parallel rank's term of a sum. Two parts; > starts an exchange, < ends it:
     #
     #    tokens to experts    1> 2>          1<          2<
-    #    computing                  beside      1            2
-    #    back                                     1>           2>  1<  2<
-    region = layer.spread
+    #    computing                  beside      1            2       beside
+    #    back                                     1>           2>            1<  2<
+    region, tokens = layer.spread, x.flatten(0, 1)
     assert region is not None
-    parts = list(_parts(layer, region, tokens, choices))
-    ends = torch.stack([F.pad(part.dispatch.ends, (1, 0)) for part in parts]).long()
-    to_each = ends.diff(dim=1).unflatten(1, (region.size, -1)).transpose(0, 1).contiguous()
+    # if only one rank holds an expert, each sends a share of the tokens, and has terms of 0 for the others
+    shares = layer.region.size if layer.region.size > region.tensor.size else 1
+    sizes = _sizes(len(tokens), layer.region.chunks, shares)
+    own = slice(layer.region.rank if shares > 1 else 0, None, shares)
+    rooms, full = _rooms(layer, x, [sizes[at : at + shares] for at in range(0, len(sizes), shares)], choices)
+    parts = [
+        Part(tokens, *choice.rows(layer.router.experts, region.size, None if rooms is None else rooms[at]))
+        for at, (tokens, choice) in enumerate(zip(split(tokens, sizes)[own], choices.split(sizes)[own], strict=True))
+    ]
+    to_each = torch.stack([part.dispatch.counts.view(region.size, -1) for part in parts], 1)
     from_ranks = exchange_rows(to_each, region.group)
-    most = [len(part.weights) * region.tensor.size // layer.region.size for part in parts]
-    numbers = host_numbers(torch.stack([to_each, from_ranks]).sum(-1), most)
-    sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)
-    trips = [_Trip(part, sent[at], received[at], from_ranks[:, at], region) for at, part in enumerate(parts)]
-    result = beside()
+    if rooms is None:
+        numbers = host_numbers(torch.stack([to_each, from_ranks]).sum(-1), [len(part.weights) for part in parts])
+        sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)
+    else:
+        sent = received = [[room] * region.size for room in rooms]
+    trips = [_Trip(part, sent[at], received[at], from_ranks[:, at], layer) for at, part in enumerate(parts)]
+    next(beside)
     for trip in trips:
-        trip.compute(layer.experts)
-    return torch.cat([trip.finish() for trip in trips]), result
+        trip.compute(full)
+    result = next(beside)
+    pieces = [trip.finish() for trip in trips]
+    if shares > 1:
+        zero, outputs = tokens.new_zeros(1, 1), pieces
+        pieces = [zero.expand(size, tokens.shape[1]) for size in sizes]
+        pieces[own] = outputs
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), result
 
 
-def _parts(layer: MixtureOfExperts, region: ExpertRegion, tokens: Tensor, choices: TokenChoices) -> Iterator[Part]:
-    if layer.region.size > region.tensor.size:
-        # only one rank holds an expert: each sends a share of the tokens, and has terms of 0 for the others
-        first, stop = layer.region.bounds(len(tokens))
-        place = torch.arange(len(tokens), device=tokens.device)[:, None]
-        share = ((place >= first) & (place < stop)).expand_as(choices.experts)
-        choices = choices._replace(admitted=share if choices.admitted is None else choices.admitted & share)
-    size = -(-len(tokens) // layer.region.chunks)
-    for start in range(0, len(tokens), size):
-        yield Part(tokens[start : start + size], *choices.of(slice(start, start + size)).rows(layer.router.experts))
+def _sizes(length: int, chunks: int, shares: int) -> list[int]:
+    """Return the tokens of each rank's share of each part, in order: shares of a part differ by one at most."""
+    size = -(-length // chunks)
+    parts = (min(size, length - start) for start in range(0, length, size))
+    return [part // shares + (rank < part % shares) for part in parts for rank in range(shares)]
+
+
+def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Split `x` along its first dimension; as a whole it stays what it is."""
+    return x.split(list(sizes)) if len(sizes) > 1 else [x]
+
+
+def _rooms(
+    layer: MixtureOfExperts, x: Tensor, parts: Sequence[Sequence[int]], choices: TokenChoices
+) -> tuple[list[int] | None, bool]:
+    """Return the rows between two ranks in each part (None: as many as counted), and whether choices fill them all."""
+    # `parts`: tokens of each tensor-parallel rank's share of each part
+    if not torch.is_grad_enabled():
+        return None, True  # replicas may evaluate different numbers of tokens
+    region, router, drops = layer.spread, layer.router, choices.admitted is not None
+    assert region is not None
+    sizes = [max(shares) * layer.most for shares in parts]
+    if (capacity := router.config.expert_capacity) is not None:
+        of_expert = room_of(capacity, len(x) * router.ranks, router.count, router.experts)
+        assert isinstance(of_expert, int)
+        sizes = [min(size, x.shape[1] * router.experts // region.size * of_expert) for size in sizes]
+    rows = [min(shares) * router.count for shares in parts]
+    even = all(size * region.size <= max(shares) * router.count for size, shares in zip(sizes, parts, strict=True))
+    if not (even or region.fixed) or not all(rows):
+        return None, True
+    # one row more, for choices that are dropped
+    return [size + drops for size in sizes], not drops and [size * region.size for size in sizes] == rows

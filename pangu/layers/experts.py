@@ -8,9 +8,9 @@ every expert's width, so that all ranks choose alike and each adds its part of e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from pangu.collectives.regions import enter, leave
 from pangu.config.model import ModelConfig
 from pangu.layers.builder import Builder
 from pangu.layers.expert_balance import Attach
-from pangu.layers.expert_exchange import exchanged
+from pangu.layers.expert_exchange import exchanged, split
 from pangu.layers.grouped_matmul import grouped_matmul
 from pangu.layers.recompute import checkpointed
 from pangu.layers.routing import (
@@ -30,6 +30,7 @@ from pangu.layers.routing import (
     choose,
     chosen_by,
     expert_weights,
+    most_of_rank,
     room_of,
     scores_of,
     unpermute,
@@ -79,15 +80,14 @@ class TokenChoices(NamedTuple):
     admitted: Tensor | None
     """True for choices that are not dropped; None: all."""
 
-    def of(self, tokens: slice) -> TokenChoices:
-        """Return the choices of a slice of the tokens."""
-        return TokenChoices(
-            self.weights[tokens], self.experts[tokens], None if self.admitted is None else self.admitted[tokens]
-        )
+    def split(self, sizes: Sequence[int]) -> list[TokenChoices]:
+        """Return the choices of consecutive tokens, so many each."""
+        admitted = [None] * len(sizes) if self.admitted is None else split(self.admitted, sizes)
+        return list(map(TokenChoices, split(self.weights, sizes), split(self.experts, sizes), admitted))
 
-    def rows(self, number: int) -> tuple[Tensor, Dispatch]:
-        """Return the weight of each row, and the dispatch of the rows to `number` experts."""
-        dispatch = Dispatch.of(self.experts, number, self.admitted)
+    def rows(self, number: int, ranks: int = 1, room: int | None = None) -> tuple[Tensor, Dispatch]:
+        """Return the weight of each row, and the dispatch of the rows to `number` experts; see `Dispatch.of`."""
+        dispatch = Dispatch.of(self.experts, number, self.admitted, ranks, room)
         return conjugate(self.weights, dispatch, _by_row, _by_choice), dispatch
 
 
@@ -220,6 +220,13 @@ class Experts(nn.Module):
         return self.down(activated, dispatch, members)
 
 
+class SharedExperts(Protocol):
+    """Feed-forward layer that can be computed in two steps."""
+
+    def halves(self, x: Tensor) -> Iterator[Tensor | None]:
+        """Yield None after the first step, and then the output."""
+
+
 class MixtureOfExperts(nn.Module):
     """Mixture-of-experts layer of routed experts, and shared ones for every token."""
 
@@ -230,26 +237,27 @@ class MixtureOfExperts(nn.Module):
         layer: int,
         activation: Callable[[Tensor], Tensor],
         recompute: bool,
-        shared: nn.Module | None,
+        shared: SharedExperts | None,
     ) -> None:
         """Build the router, the routed experts and, if given, the shared ones."""
         super().__init__()
         self.router = Router(config, build.at("router"), layer)
         self.experts = Experts(build.at("experts"), activation, recompute)
         self.region, self.shared, self.spread = build.region, shared, build.experts
+        ranks = 1 if build.experts is None else build.experts.size
+        self.most = most_of_rank(config.router, self.router.experts, self.router.count, ranks)
+        """Number of a token's experts that one rank has at most."""
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """Map x [sequence (/ ranks with sequence parallelism), batch, hidden] to an output of the same shape."""
         whole = enter(x, self.region)
-        tokens, choices = whole.flatten(0, 1), self.router(whole, routes)
+        choices = self.router(whole, routes)
+        shared = iter((None, None)) if self.shared is None else self.shared.halves(x)
         if self.spread is None:
             weights, dispatch = choices.rows(self.router.experts)
-            out = unpermute(self.experts(tokens, weights, dispatch), dispatch)
-            beside = self._shared(x, routes)
+            out = unpermute(self.experts(whole.flatten(0, 1), weights, dispatch), dispatch)
+            _, beside = shared
         else:
-            out, beside = exchanged(self, tokens, choices, lambda: self._shared(x, routes))
+            out, beside = exchanged(self, whole, choices, shared)
         out = leave(out.view_as(whole), self.region)
         return out if beside is None else out + beside
-
-    def _shared(self, x: Tensor, routes: Routes) -> Tensor | None:
-        return None if self.shared is None else self.shared(x, routes)

@@ -33,6 +33,8 @@ def address(tensor: Tensor) -> int:
 class _Thread(threading.local):
     num_left: float = math.inf
     """Number of tensors that the recompute in this thread still has to save; infinite without a recompute."""
+    depth: int = 0
+    """Number of checkpoints around what is computed, also in their forward pass."""
 
     def __init__(self) -> None:
         self.discarded: set[int] = set()
@@ -57,6 +59,11 @@ def is_discarded(x: Tensor) -> bool:
     return address(x) in _thread.discarded
 
 
+def will_repeat() -> bool:
+    """Return whether the backward pass repeats what is computed now, or does so already."""
+    return _thread.depth > 0
+
+
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
     """Return `compute(*arguments)`, saving only the inputs for the backward pass if `on`."""
     # The recompute stops at the last tensor that the backward pass needs, so a final matmul is not repeated. Dropout
@@ -65,8 +72,12 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
         return compute(*arguments)
     if not torch.compiler.is_compiling():
         recompute = _Recompute(compute, arguments)
-        with saved_tensors_hooks(recompute.pack, recompute.unpack):
-            return compute(*arguments)
+        _thread.depth += 1
+        try:
+            with saved_tensors_hooks(recompute.pack, recompute.unpack):
+                return compute(*arguments)
+        finally:
+            _thread.depth -= 1
     # compilers know this function only; it saves tensor arguments, but merely references tensors inside tuples
     leaves, spec = tree_flatten(arguments)
     return checkpoint(
@@ -116,6 +127,7 @@ class _Recompute:
             return tensor
 
         before, _thread.num_left = _thread.num_left, len(self._slots)
+        _thread.depth += 1
         try:
             with saved_tensors_hooks(fill, lambda tensor: tensor), torch.enable_grad():
                 self._compute(*arguments)
@@ -123,6 +135,7 @@ class _Recompute:
             return
         finally:
             left, _thread.num_left = _thread.num_left, before
+            _thread.depth -= 1
         raise RuntimeError(f"a recompute saved {left} tensors less than the forward pass, which it must repeat")
 
 

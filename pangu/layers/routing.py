@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pangu.collectives.conjugate import conjugate
 from pangu.config.model import RouterConfig
@@ -50,6 +50,19 @@ def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Ten
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     return weights * router.scale
+
+
+def most_of_rank(router: RouterConfig, experts: int, count: int, ranks: int) -> int:
+    """Return how many of a token's `count` experts can be on one of the `ranks` that hold all experts in equal shares.
+
+    Example: of 8 experts in 4 groups, which each give a token one, on 2 ranks: 2.
+    """
+    held, size = experts // ranks, experts // router.groups
+    limit = count // router.groups if router.selection == "each_group" else count
+    groups = router.groups if router.groups_per_token is None else router.groups_per_token
+    of_ranks = (Counter(expert // size for expert in range(first, first + held)) for first in range(0, experts, held))
+    most = (sorted((min(limit, number) for number in held.values()), reverse=True) for held in of_ranks)
+    return min(count, max(sum(numbers[:groups]) for numbers in most))
 
 
 def room_of(factor: float, length: int | Tensor, count: int, experts: int) -> int | Tensor:
@@ -103,33 +116,52 @@ class Dispatch:
         experts  2 0   1 2   0 2         token    0  2  1  0  1  2
         rows     3 0   2 4   1 5         expert   0  0  1  2  2  2      ends  2 3 6
 
-    Dropped choices come last, after the last end.
+    Dropped choices come last, after the last end. With `room`, the rows of each rank's experts begin at a multiple of
+    it, so that the host need not know how many they are; rows in between are of no choice, and dropped choices share
+    the last row. The same choices with each expert on a rank of its own, and room for 4 rows:
+
+        row      0  1  2  3  4  5  6  7  8  9 10 11
+        token    0  2        1           0  1  2
+        expert   0  0        1           2  2  2           ends  2 5 11
     """
 
     order: Tensor
-    """Choice of each row, int64 [rows]: token x count + index among its experts."""
+    """Choice of each row, int64 [rows]: token x count + index among its experts; any choice in rows of none."""
     rows: Tensor
     """Row of each choice, int64 [tokens, count]."""
+    counts: Tensor
+    """Rows of each expert, int32 [experts]."""
     ends: Tensor
     """End of each expert's rows, exclusive, int32 [experts]."""
     spare: bool = True
-    """True if there may be rows after the last end."""
+    """True if there may be rows of no expert."""
 
     @classmethod
-    def of(cls, experts: Tensor, number: int, admitted: Tensor | None = None) -> Dispatch:
-        """Return the dispatch of experts [tokens, count] of `number`; `admitted`: bool [tokens, count], None: all."""
+    def of(
+        cls, experts: Tensor, number: int, admitted: Tensor | None = None, ranks: int = 1, room: int | None = None
+    ) -> Dispatch:
+        """Return the dispatch of experts [tokens, count] of `number`; `admitted`: bool [tokens, count], None: all.
+
+        `room` is the number of rows for the experts of each of `ranks`; None: as many as there are choices in all.
+        """
         chosen = chosen_by(experts, number, admitted)
         places = chosen.cumsum(0, dtype=torch.int32)  # among the rows of an expert, from 1
         counts = chosen.sum(0, dtype=torch.int32)
-        ends = counts.cumsum(0, dtype=torch.int32)
+        if room is None:
+            ends = counts.cumsum(0, dtype=torch.int32)
+        else:
+            firsts = torch.arange(0, ranks * room, room, dtype=torch.int32, device=counts.device)
+            ends = (counts.view(ranks, -1).cumsum(1, dtype=torch.int32) + firsts[:, None]).flatten()
         rows = (places + (ends - counts - 1)).gather(1, experts)
-        if admitted is not None:
+        if admitted is not None and room is not None:
+            rows = torch.where(admitted, rows, ranks * room - 1)
+        elif admitted is not None:
             last = ends[-1] + (~admitted).flatten().cumsum(0, dtype=torch.int32).view_as(rows) - 1
             rows = torch.where(admitted, rows, last)
         rows = rows.long()
         numbers = torch.arange(rows.numel(), device=rows.device)
-        order = torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers)
-        return cls(order, rows, ends, admitted is not None)
+        order = torch.empty_like(numbers) if room is None else numbers.new_zeros(ranks * room)
+        return cls(order.scatter_(0, rows.flatten(), numbers), rows, counts, ends, admitted is not None)
 
     @property
     def tokens(self) -> Tensor:
@@ -139,8 +171,7 @@ class Dispatch:
     def members(self, dtype: torch.dtype) -> Tensor:
         """Return [rows, experts], 1 where a row belongs to an expert."""
         places = torch.arange(len(self.order), dtype=self.ends.dtype, device=self.ends.device)[:, None]
-        starts = F.pad(self.ends[:-1], (1, 0))
-        return ((places >= starts) & (places < self.ends)).to(dtype)
+        return ((places >= self.ends - self.counts) & (places < self.ends)).to(dtype)
 
 
 def copy_to_rows(x: Tensor, dispatch: Dispatch) -> Tensor:

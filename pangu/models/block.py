@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -20,7 +20,7 @@ from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.experts import MixtureOfExperts
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
-from pangu.layers.recompute import SavedTensors, checkpointed
+from pangu.layers.recompute import SavedTensors, checkpointed, will_repeat
 
 if TYPE_CHECKING:
     from pangu.layers.experts import Routes
@@ -156,7 +156,18 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, routes: Routes | None) -> Tensor:
         """Map x [sequence, batch, hidden] to an output of the same shape."""
-        return checkpointed(lambda inner: self.down(self.activation(inner)), self.up(x), on=self.recompute)
+        return self._finish(self.up(x))
+
+    def halves(self, x: Tensor) -> Iterator[Tensor | None]:
+        """Compute in two steps: yield None after the first one, and then the output."""
+        inner = self.up(x)
+        # a recompute ends when the last tensor is saved: one that is saved later would prolong it
+        output = self._finish(inner) if will_repeat() else None
+        yield None
+        yield self._finish(inner) if output is None else output
+
+    def _finish(self, inner: Tensor) -> Tensor:
+        return checkpointed(lambda inner: self.down(self.activation(inner)), inner, on=self.recompute)
 
 
 def _feed_forward(config: ModelConfig, build: Builder, options: Options, number: int) -> nn.Module:

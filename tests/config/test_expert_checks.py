@@ -71,6 +71,9 @@ CONTRADICTIONS = {
     "parallel.expert_tensor=1": (
         "parallel.expert_tensor = 1: needs a model with experts, and model.experts = null; use null, or set"
     ),
+    "parallel.fixed_exchange=true": (
+        "parallel.fixed_exchange = true: needs a model with experts, and model.experts = null; use false, or set"
+    ),
     "model.experts=6 parallel.expert=4 parallel.data=4 batch.global_size=4 batch.micro_size=1": (
         "parallel.expert = 4: must divide model.experts = 6 and 4 replicas; nearest valid values: 1, 2"
     ),

@@ -32,6 +32,8 @@ LAYOUTS = {
     "data 8, ZeRO-3": "parallel.data=8 parallel.zero=3 batch.global_size=8",
     "LAMB, data 8, ZeRO-1": "optimizer=lamb parallel.data=8 parallel.zero=1 batch.global_size=8",
     "fp8": "precision.matmul=fp8",
+    "experts, 8 devices": "model.kind=gpt model.experts=16 model.expert_ffn=512 model.experts_per_token=8 "
+    "model.router.selection=each_group model.router.groups=8 parallel.data=8 parallel.expert=8 batch.global_size=8",
     "documents": "data.packing.reset_mask=true data.packing.eod=3",
     "documents, dropout": "data.packing.reset_mask=true data.packing.eod=3 model.dropout=0.1 "
     "model.attention_dropout=0.1",

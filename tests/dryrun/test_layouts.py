@@ -74,6 +74,28 @@ def test_lamb_on_the_host_of_one_process_asks_the_device_nothing(process: Shared
     assert times == 1
 
 
+EXPERTS_APART = {
+    "+config=pangu_pro_moe model.layers=4 batch.global_size=8": "",
+    "+config=mixtral_8x7b model.layers=2 parallel.pipeline=1 batch.global_size=8": "parallel.fixed_exchange=true",
+}
+"""Preset -> what it has to be told so that the host need not ask the device how many rows there are."""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("preset", EXPERTS_APART)
+def test_tokens_go_to_experts_on_other_devices_without_a_wait(process: SharedWorker, preset: str, whole: bool) -> None:
+    """In a step with experts over eight devices, which tensor-parallel ranks split or hold as a whole."""
+    layout = ("parallel.tensor=8 parallel.data=1 parallel.expert_tensor=1", "parallel.tensor=1 parallel.data=8")[whole]
+    words = (*preset.split(), "data=synthetic", *layout.split(), "parallel.expert=8", "batch.micro_size=1")
+    found = []
+    for told in ("parallel.fixed_exchange=false", EXPERTS_APART[preset]):
+        report = process.report({**composed(*words, *told.split()), "dry_run": True}, 0, whole=True)
+        assert not report["races"]
+        found.append(sum(report["blocking_copies"].values()) + sum(report["host_syncs"].values()))
+    assert found[1] == 0
+    assert found[0] > 0 or not EXPERTS_APART[preset]
+
+
 def test_every_spelling_of_a_host_sync_is_seen() -> None:
     """And work that only looks like one is not counted."""
     command = [sys.executable, "-m", "tests.dryrun.spellings"]

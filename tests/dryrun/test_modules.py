@@ -116,21 +116,43 @@ def test_dense_layers_are_told_from_those_of_experts() -> None:
     assert any(matmul.grouped for matmul in modules.work("F").matmuls)
 
 
+GROUPS = ("model.experts_per_token=4", "model.router.selection=each_group", "model.router.groups=4")
+"""A token has an expert on each of four ranks."""
+
+
 @pytest.mark.parametrize(("tensor", "of_each"), [(1, "null"), (2, "null"), (2, "1")])
-def test_a_layer_sends_tokens_to_experts_as_formulas_say(tensor: int, of_each: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "rows", "waits"), [((), 2, 1), (("parallel.fixed_exchange=true",), 8, 0), (GROUPS, 4, 0)]
+)
+def test_a_layer_sends_tokens_to_experts_as_formulas_say(
+    words: tuple[str, ...], rows: int, waits: int, tensor: int, of_each: str
+) -> None:
     """As in tests/parallel/test_experts.py: of each choice hidden states and a weight go there, outputs come
-    back, gradients go the other way; numbers of rows are int64. A tensor-parallel rank sends all tokens, or with whole
-    experts its share."""
+    back, gradients go the other way; numbers of rows are int32. A tensor-parallel rank sends all tokens, or with whole
+    experts its share. The host waits for the number of rows that come, unless it is fixed: both of a token's experts
+    may be on any of the four ranks."""
     layout = f"batch.micro_size=4 parallel.data=4 parallel.expert=4 parallel.tensor={tensor}"
-    modules = Modules(f"{layout} parallel.expert_tensor={of_each}", *EXPERTS)
-    choices = modules.tokens * 2 // (tensor if of_each == "1" else 1)
-    for action, counts in (("F", 8 * 8), ("I", 0)):
+    modules = Modules(f"{layout} parallel.expert_tensor={of_each}", *EXPERTS, *words)
+    rows *= modules.tokens // (tensor if of_each == "1" else 1)
+    for action, counts in (("F", 8 * 4), ("I", 0)):
         work = modules.work(action)
         sent = sum(one.bytes * one.calls for one in work.collectives if one.axis == "expert")
-        assert sent == choices * (2 * modules.model.hidden + 1) * 2 + counts
+        assert sent == rows * (2 * modules.model.hidden + 1) * 2 + counts
     forward = modules.work("F")
-    assert forward.waits == 1  # for the number of rows that come
-    assert {(one.batch, one.rows) for one in forward.matmuls if one.grouped} == {(2, choices // 2)}
+    assert forward.waits == waits
+    assert {(one.batch, one.rows) for one in forward.matmuls if one.grouped} == {(2, rows // 2)}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_shared_experts_hide_tokens_on_their_way_there_and_back(recompute: str) -> None:
+    """One matmul each; a layer that is recomputed does not send outputs back again, and so has no matmul left for them
+    in its forward pass."""
+    words = (*EXPERTS, *GROUPS, "model.shared_experts=1", f"memory.recompute={recompute}")
+    modules = Modules("batch.micro_size=4 parallel.data=4 parallel.expert=4", *words)
+    kind = "layer" if recompute == "none" else "layer recomputed"
+    sent = [one for one in modules.work("F", kind).collectives if one.axis == "expert"]
+    assert sum(one.calls for one in sent) == 4  # numbers, rows, weights, outputs
+    assert sum(one.calls * one.hidden for one in sent) == (3 if recompute == "none" else 2)
 
 
 @pytest.mark.parametrize("kind", ["gather", "ring", "ulysses"])

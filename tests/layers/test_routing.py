@@ -12,7 +12,7 @@ from torch import Tensor
 from pangu.config.model import RouterConfig
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.layers.grouped_matmul import grouped_matmul
-from pangu.layers.routing import Dispatch, balance_loss, choose, chosen_by, room_of, within_room
+from pangu.layers.routing import Dispatch, balance_loss, choose, chosen_by, most_of_rank, room_of, within_room
 from tests.models.helpers import variant
 from tests.models.test_variants import choice
 
@@ -40,6 +40,18 @@ def test_the_best_experts_are_chosen_and_of_equal_ones_the_first(
     for scores in scores_with_ties():
         found = choose(scores[:, :experts].view(5, 10, experts), router, count).flatten(0, 1)
         assert found.tolist() == [choice(row[:experts].tolist(), router, count) for row in scores]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize(("router", "experts", "count"), ROUTERS, ids=str)
+def test_a_rank_gets_no_more_choices_of_a_token_than_said_and_sometimes_as_many(
+    router: RouterConfig, experts: int, count: int, ranks: int
+) -> None:
+    if experts % ranks == 0:
+        scores = torch.rand(2000, experts, generator=torch.Generator().manual_seed(4))
+        chosen = chosen_by(choose(scores, router, count), experts)
+        of_ranks = chosen.unflatten(1, (ranks, -1)).sum(-1)
+        assert int(of_ranks.max()) == most_of_rank(router, experts, count, ranks)
 
 
 def test_a_sequence_fills_an_expert_in_the_order_of_tokens() -> None:
@@ -75,6 +87,29 @@ def test_rows_lie_expert_by_expert_in_the_order_of_tokens(drops: bool) -> None:
     assert starts[-1] == (120 if kept is None else int(kept.sum()))
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_of_each_rank_begin_where_its_room_does(drops: bool) -> None:
+    """The choices that are not dropped lie there as without rooms; those that are share the last row."""
+    source = torch.Generator().manual_seed(1)
+    experts = torch.stack([torch.randperm(6, generator=source)[:3] for _ in range(40)])
+    kept = torch.rand(40, 3, generator=source) < 0.6 if drops else None
+    ranks, room = 3, 81
+    plain, dispatch = Dispatch.of(experts, 6, kept), Dispatch.of(experts, 6, kept, ranks, room)
+    assert torch.equal(dispatch.counts, plain.counts)
+    assert len(dispatch.order) == ranks * room
+    starts = [0, *plain.ends.tolist()]
+    for expert in range(6):
+        first = int(dispatch.ends[expert] - dispatch.counts[expert])
+        found = dispatch.order[first : int(dispatch.ends[expert])]
+        assert torch.equal(found, plain.order[starts[expert] : starts[expert + 1]])
+        assert torch.equal(dispatch.order[dispatch.rows.flatten()[found]], found)
+        if expert % 2 == 0:
+            assert first == expert // 2 * room
+    if kept is not None:
+        assert set(dispatch.rows[~kept].tolist()) == {ranks * room - 1}
+        assert int(dispatch.ends[-1]) < ranks * room
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 18])
 def test_products_of_groups(dtype: torch.dtype, width: int) -> None:
@@ -92,7 +127,7 @@ def test_products_of_groups(dtype: torch.dtype, width: int) -> None:
         [*(x[a:b] @ w.t() for (a, b), w in zip(spans, weight.view(4, 8, width), strict=True)), x.new_zeros(3, 8)]
     )
     order = torch.arange(23)
-    found = grouped_matmul(x, weight, Dispatch(order, order[:, None], ends), None)
+    found = grouped_matmul(x, weight, Dispatch(order, order[:, None], ends.diff(prepend=ends.new_zeros(1)), ends), None)
     assert torch.equal(found, expected)
     for mine, reference in zip(
         torch.autograd.grad(found, (x, weight), grad), torch.autograd.grad(expected, (x, weight), grad), strict=True

@@ -83,7 +83,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "zero": ("0", "1", "2", "3"),
     "zero_group": ("null", "2"),
     "overlap": ("true", "false"),
-    "exchange": ("false", "true"),  # collectives as NCCL does them, or as all-to-all and sums, which gloo is quicker at
+    # collectives as NCCL does them, or as all-to-all and sums, which gloo is quicker at; numbers of rows that go to
+    # experts as counted, or fixed
+    "exchange": ("false", "true"),
     "recompute": tuple(RECOMPUTE),
     "offload": ("", "activations", "optimizer", "parameters", "activations,optimizer,parameters"),
     "loss_chunk": ("null", "5", "1000"),
@@ -272,6 +274,8 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         "train.check_step=true",
         *RECOMPUTE[case["recompute"]].split(),
     ]
+    if case["experts"] != "null":
+        own.append(f"parallel.fixed_exchange={case.get('exchange', 'false')}")
     if case["cut"] == "uneven":
         own.append(f"parallel.layers=[{','.join(['1'] * (chunks - 2) + [str(layers - chunks + 1), '1'])}]")
     return model, own

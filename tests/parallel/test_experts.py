@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pangu.collectives.context import ContextRegion
 from pangu.evaluation.generation import Sampling, generate_shared
+from pangu.layers import expert_exchange
 from pangu.layers.grouped_matmul import FLOP_FORMULAS
 from pangu.topology.layout import Layout
 from pangu.training.validation import in_training
@@ -64,6 +67,26 @@ CASES = {
         Layout(data=2, context=4, expert=2, zero=3, zero_group=4),
         ("optimizer=lamb", "model.router.balance=bias", "model.expert_capacity=0.7", "model.expert_every=2", *LIMITED),
         (),
+    ),
+    # exchanges of fixed sizes: even ones, with choices that are dropped; shares of 2, 2, 1 and 1 tokens; two rows of
+    # each sequence for each expert
+    "each_group": (
+        Layout(data=2, context=2, expert=4, zero=2),
+        (
+            *("model.experts=8", "model.router.selection=each_group", "model.router.groups=4", "data.packing.pad=null"),
+            *("model.experts_per_token=4", "model.expert_capacity=0.8", "model.biases=true", "model.layers=3"),
+        ),
+        ("parallel.overlap_chunks=2", "memory.recompute=full", "batch.micro_size=2"),
+    ),
+    "uneven_shares": (
+        Layout(tensor=4, expert=4, expert_tensor=1, sequence=True),
+        ("model.experts=8", "model.expert_ffn=12", "model.biases=true", "batch.micro_size=1", "model.layers=3"),
+        ("parallel.fixed_exchange=true", "parallel.overlap_chunks=3"),
+    ),
+    "narrow_rooms": (
+        Layout(data=2, context=2, tensor=2, expert=2),
+        (*LIMITED, "model.expert_capacity=0.3", "data.packing.pad=null", "batch.micro_size=2", "model.layers=3"),
+        ("parallel.fixed_exchange=true", "memory.recompute=selective"),
     ),
     "frozen_router": (
         Layout(pipeline=2, data=2, expert=2, zero=3),
@@ -171,18 +194,63 @@ def sent(rank: int, world: int, layout: Layout, *overrides: str) -> int:
     return totals[ALL_TO_ALL].bytes
 
 
+def test_a_recompute_sends_no_outputs_again(ranks: Ranks) -> None:
+    """But tokens and weights, whatever is computed beside. Four layers have experts, two sequences each rank."""
+    keys = (*MODEL, "batch.global_size=4", "batch.micro_size=1", "model.shared_experts=1")
+    keys = (*keys, "model.router.selection=each_group", "model.router.groups=2")
+    once, again = (
+        sum(ranks.run(2, sent, Layout(data=2, expert=2), *keys, f"memory.recompute={which}"))
+        for which in ("none", "full")
+    )
+    assert again - once == 2 * 2 * 4 * (16 * 2 * (24 + 1) * 8 + 6 * 4)
+
+
+def questions(rank: int, world: int, layout: Layout, *overrides: str) -> int:
+    """How often the host asks the device for numbers of rows in a step."""
+    trainer, batches = small_trainer(layout, *MODEL, *overrides)
+    times: list[None] = []
+
+    def asking(counts: Tensor, most: Sequence[int]) -> Any:
+        times.append(None)
+        return counts.tolist()
+
+    with replaced_here(expert_exchange, host_numbers=asking):
+        trainer.train_step(batches)
+    return len(times)
+
+
+@pytest.mark.parametrize(
+    ("words", "times"),
+    [
+        ("", 8),
+        ("memory.recompute=full", 16),
+        ("parallel.fixed_exchange=true", 0),
+        ("model.router.selection=each_group model.router.groups=2", 0),
+        ("model.expert_capacity=1", 8),  # 16 x 2 / 6 choices, 6 at most: more than an even share
+        ("model.expert_capacity=1 model.experts=8", 0),
+    ],
+)
+def test_the_host_asks_for_numbers_of_rows_only_where_they_are_not_fixed(ranks: Ranks, words: str, times: int) -> None:
+    """Four layers have experts; two micro-batches of a sequence."""
+    keys = ("batch.global_size=4", "batch.micro_size=1", *words.split())
+    assert ranks.run(2, questions, Layout(data=2, expert=2), *keys) == [times, times]
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_bytes_of_all_to_alls_are_the_formulas(ranks: Ranks, chunks: int) -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_bytes_of_all_to_alls_are_the_formulas(ranks: Ranks, fixed: bool, chunks: int) -> None:
     """Of each token's choices the hidden states and the weight go there, and the outputs come back; their gradients
-    go the other way; numbers of rows are int64. Four layers have experts, two sequences of 16 tokens each rank."""
+    go the other way; numbers of rows are int32. Four layers have experts, two sequences of 16 tokens each rank. Both
+    choices may be on either rank: with fixed sizes there is room for twice the rows."""
     layout, experts, width, count, layers, micro_batches = Layout(data=2, expert=2), 6, 24, 2, 4, 2
     keys = (
         *MODEL,
         "batch.global_size=4",
         "batch.micro_size=1",
         f"parallel.overlap_chunks={chunks}",
+        f"parallel.fixed_exchange={str(fixed).lower()}",
         "model.kind=pangu",
     )
-    rows = 2 * micro_batches * 16 * count
-    expected = layers * (2 * rows * (2 * width + 1) * 8 + 2 * micro_batches * chunks * experts * 8)
+    rows = 2 * micro_batches * 16 * count * (1 + fixed)
+    expected = layers * (2 * rows * (2 * width + 1) * 8 + 2 * micro_batches * chunks * experts * 4)
     assert sum(ranks.run(2, sent, layout, *keys)) == expected

@@ -187,6 +187,6 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         run(composed(*SMALL, "data=synthetic", *quiet, *ROLLBACK, f"train.output={tmp_path}/rollback"))
     limit = ("train.steps=1000000", "train.stop_after=0.01", "train.stop_status=3", "checkpoint.every=1000000")
     assert run(composed(*SMALL, "data=synthetic", *quiet, *limit, f"train.output={tmp_path}/stopped")) == 3
-    Ranks().run(2, lambda rank, world: small_trainer(Layout(context=2)))
+    Ranks().run(2, lambda rank, world: small_trainer(Layout(context=2, expert=2), "model.experts=2"))
     assert len(all_fields()) > 60
     assert all_fields() - reads - PASSED_ON == set()
