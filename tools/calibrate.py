@@ -464,7 +464,7 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
         memory = replace(memory, gb_s=bandwidth, gib=gib, context_gib=0.2, workspace_gib=0.0, communicator_gib=0.0)
     memory = replace(memory, efficiency=min(1.0, bandwidth / memory.gb_s))
     borrowed = ["price", "host_gb_s", "memory.fragmentation", "matmul.alignment"]
-    borrowed += [] if on_host else ["host_memory_gb_s"]
+    borrowed += [] if on_host else ["host_memory_gb_s", "operator_us", "call_us"]
     borrowed += [] if on_host and not quick else ["step_us", "message_us"]
     inside, between, overlap = base.inside, base.between, base.overlap
     if world > 1:
@@ -491,6 +491,7 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
         between=between,
         overlap=overlap,
         launch_us=launch_us,
+        **({"operator_us": 0.0, "call_us": 0.0} if on_host else {}),  # a host's launches hold all of its time
         host_memory_gb_s=bandwidth if on_host else base.host_memory_gb_s,
         step_us=1000.0 if on_host else base.step_us,
     )

@@ -131,6 +131,10 @@ class ClusterConfig:
     which launches a kernel after it has computed the one before."""
     alone: Annotated[float, Bounds(least=1)] = 1.0
     """Speedup factor of a device while the others of its node are idle: processes that share cores."""
+    operator_us: NotNegative = 0.0
+    """Host time of an operator of torch, including views, microseconds."""
+    call_us: NotNegative = 0.0
+    """Host time of a Python function of a model or the trainer without its operators, microseconds."""
     host_memory_gb_s: Positive = 40.0
     """Host memory bandwidth per device while all devices use it, 10^9 bytes per second."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -26,6 +27,8 @@ from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN = f"{Path(__file__).resolve().parent}/"
+_NOT_IN_RUNS = (_OWN, "<", *(f"{Path(torch.__file__).parent}/{part}" for part in ("_library", "_subclasses", "_ops")))
+"""Code that only tensors without memory call: this package, its named tuples, and torch's handling of such tensors."""
 _ANY_ORDER = REPLACED | REFUSED
 _COPIES = ("copy_", "_to_copy")
 _FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
@@ -50,6 +53,12 @@ class _Started(NamedTuple):
     def hide(self) -> None:
         self.counts["hidden_calls", *self.name] += 1
         self.counts["hidden_bytes", *self.name] += self.nbytes
+
+
+@cache
+def is_in_runs(code: CodeType) -> bool:
+    """Return whether a function is called in real runs, not only where operators are counted."""
+    return not code.co_filename.startswith(_NOT_IN_RUNS)
 
 
 class Audit(TorchDispatchMode):
@@ -104,6 +113,7 @@ class Audit(TorchDispatchMode):
         self._answered: object = None
         """Storage read last; reading its elements one by one counts as one copy."""
         self._patches = ExitStack()
+        self._counts_calls = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,6 +143,21 @@ class Audit(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
+    @contextmanager
+    def counting_calls(self) -> Iterator[None]:
+        """Count the Python functions that are called outside of operations, within the block and on any thread."""
+        self._counts_calls = True
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self._counts_calls = False
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and is_in_runs(frame.f_code):
+            self._counter()["python_calls",] += 1
+
     def enter(self, action: Any) -> None:
         """Start to count for an action of the schedule, or for none."""
         self.detector.clock(HOST)  # the log may hold waits of the action before
@@ -152,9 +177,17 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count it."""
-        kwargs = kwargs or {}
+        sys.setprofile(None)
+        try:
+            return self._dispatch(function, args, kwargs or {})
+        finally:
+            if self._counts_calls:  # torch may compute the backward pass on a thread of its own
+                sys.setprofile(self._called)
+
+    def _dispatch(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is _DEVICE:
             return args[0].device
+        self._count("operators")
         if function.namespace == "c10d":
             return self._collective(function, args, kwargs)
         operator = operator_of(function)
@@ -350,4 +383,6 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
         tuple(collectives),
         plain["copy_bytes"],
         plain["host_syncs"] + plain["blocking_copies"],
+        plain["operators"],
+        plain["python_calls"],
     )

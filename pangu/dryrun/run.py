@@ -259,6 +259,7 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
         patch.object(gradients, "finish", finished),
         # the training loop reads the result of a step while the next one computes
         patch.object(trainer, "read", lambda pending: None),
+        audit.counting_calls(),
     ):
         trainer.train_step(batches)
     # the next step waits for a module's weights on first use: its first matmuls hide the other gathers

@@ -31,7 +31,7 @@ REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
 """Rows and columns of the tiles that matmuls are cut into."""
-TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
+TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update", "host")
 
 
 class Phase(NamedTuple):
@@ -41,6 +41,7 @@ class Phase(NamedTuple):
     tensor: float
     replicas: float
     expert: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,6 +70,8 @@ class StepTime:
     """Optimizer update, and the host time of a step."""
     expert: float = 0.0
     """Exposed communication of tokens sent to experts and back."""
+    host: float = 0.0
+    """Idle time of the device while the host takes longer to launch kernels than the device to run them."""
 
     @property
     def total(self) -> float:
@@ -217,8 +220,18 @@ def phases_of(
 
     for stage in ledger.stages:
         if id(stage) not in stages:
-            stages[id(stage)] = {key: seconds(one) for key, one in stage.passes.items()}
+            phases = {key: seconds(one) for key, one in stage.passes.items()}
+            device = math.fsum(one.total for one in phases.values())
+            host = sum(host_seconds(span.work, cluster) for one in stage.passes.values() for span in one.spans)
+            # a host is ahead of the device by many kernels, so only the sum over all actions can delay it
+            waiting = max(0.0, host / device - 1) if device else 0.0
+            stages[id(stage)] = {key: one._replace(host=waiting * one.total) for key, one in phases.items()}
     return [stages[id(stage)] for stage in ledger.stages]
+
+
+def host_seconds(work: Work, cluster: ClusterConfig) -> float:
+    """Return the host time of a piece of work: no kernel starts before the host has launched it."""
+    return (work.operators * cluster.operator_us + work.calls * cluster.call_us) * 1e-6 * cluster.queued
 
 
 def _sum_of(phases: Iterable[Phase]) -> Phase:
@@ -267,7 +280,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     whole = makespan(schedule, durations, ledger.extra_micro_batches)
     sums = [_sum_of(of_stage.values()) for of_stage in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
-    compute, tensor, replicas, expert = (m * term for term in sums[longest])
+    compute, tensor, replicas, expert, host = (m * term for term in sums[longest])
     busy = m * sums[longest].total
     idle = max(0.0, whole - busy) if schedule.stages > 1 else 0.0  # one stage never waits
     waiting = min(2 * link * schedule.virtual_stages * m, idle)
@@ -277,9 +290,9 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
     even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
-    parts = (compute, tensor, waiting, idle - waiting, replicas, expert)
-    compute, tensor, waiting, bubble, replicas, expert = (part * faster for part in parts)
-    return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
+    parts = (compute, tensor, waiting, idle - waiting, replicas, expert, host)
+    compute, tensor, waiting, bubble, replicas, expert, host = (part * faster for part in parts)
+    return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert, host)
 
 
 def durations_of(schedule: Schedule, phases: Sequence[Mapping[tuple[Kind, int], Phase]], link: float) -> Durations:
@@ -307,5 +320,6 @@ def _after(
 
 
 def terms_of(*times: StepTime) -> tuple[str, ...]:
-    """Return the names of the time terms; the expert term only if one of the times has any."""
-    return tuple(term for term in TERMS if term != "expert" or any(one.expert for one in times))
+    """Return the names of the time terms; those of experts and of the host only if one of the times has any."""
+    rare = ("expert", "host")
+    return tuple(term for term in TERMS if term not in rare or any(getattr(one, term) for one in times))

@@ -61,9 +61,10 @@ class Forecast:
     def line(self) -> str:
         """Return the forecast as a log line."""
         terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
+        waits = f"; host-bound: the device waits {self.time.host:.3g} s for the host, less with larger micro-batches"
         return (
             f"{'expected':<12} on {self.cluster}: step time {self.time.total:.3g} s ({terms}), memory "
-            f"{self.memory.total:.3g} of {self.room_gib:g} GiB"
+            f"{self.memory.total:.3g} of {self.room_gib:g} GiB{waits * (self.time.host > 0)}"
         )
 
     def require_room(

@@ -24,7 +24,7 @@ MODEL_ERROR = 0.05
 """Relative error of predicted times: closer layouts are ties. docs/planner-accuracy.md gives the measured errors."""
 WIDTH = 900
 """Width of a chart in pixels."""
-COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
+COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4", "#17a3b8")
 
 
 def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
             "ZeRO": f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
             "micro": f"{plan.micro_size}",
             "recompute": saved + "".join(f", {part} offloaded" for part in plan.offload),
-            "step": f"{one.time.total:.3f} s",
+            "step": f"{one.time.total:.3f} s{', host-bound' * (one.time.host > 0)}",
             " + ".join(terms): " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
             "memory": f"{one.peak_gib:.1f} GiB{'?' * (one.measured is None)}",
             "tokens/s": f"{data['tokens_per_s']:,.0f}",

@@ -99,6 +99,10 @@ class Work:
     """Bytes copied to or from the host, overlapping computation."""
     waits: float = 0.0
     """Number of host syncs."""
+    operators: float = 0.0
+    """Number of operators that the host dispatches, including views."""
+    calls: float = 0.0
+    """Number of Python functions that the host calls besides."""
 
 
 class Mark(NamedTuple):

@@ -28,9 +28,10 @@ log = logging.getLogger("pangu")
 
 INTERLUDE = "interlude"
 """Name of spans that belong to no step."""
-PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "expert", "loading", "logging")
+PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "expert", "host", "loading", "logging")
 """Categories of a step's time: the terms of a forecast, in which communication is exposed time of the messages and
-`bubble` is waiting for ranks that are late; waiting for batches; the rest around a step."""
+`bubble` is waiting for ranks that are late; waiting for batches; the rest around a step. A profile counts a device's
+wait for the host (`host`) as `compute`."""
 WORDS = ("update", "loading", "logging", INTERLUDE)
 """Names of spans that are no action and wait for no collective."""
 TERM_OF = {

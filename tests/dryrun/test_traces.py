@@ -1,4 +1,5 @@
-"""What modules do, measured in shortened chunks, against the same modules in whole runs: every span to the byte."""
+"""What modules do, measured in shortened chunks, against the same modules in whole runs: every span to the byte,
+and what the host does for all of them but for the hooks of sharded weights."""
 
 from __future__ import annotations
 

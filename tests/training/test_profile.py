@@ -75,6 +75,7 @@ def test_every_moment_is_a_part_of_the_step() -> None:
         "data": 0.5 + 0.5,
         "update": 2.25 + 0.25,
         "expert": 0.0,
+        "host": 0.0,
         "loading": 1,
         "logging": 1 + 3 - 1,
     }
