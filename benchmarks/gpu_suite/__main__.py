@@ -1,16 +1,20 @@
 """Runs the parts of the suite, each in a process of its own that is ended at its limit.
 
-    scripts/gpu_suite.sh [--device cpu] [--parts NAME ...] [--output FOLDER]
+    scripts/gpu_suite.sh [--round 1|2|3] [--device cpu] [--parts NAME ...] [--output FOLDER]
+    python -m benchmarks.gpu_suite --report FOLDER
 
-Parts that measure times run one after another, then the others side by side. Every part writes FOLDER/NAME.json as
-it goes, so that one that fails or takes too long leaves what it has measured and does not stop the next. summary.json
-says how each ended, and suite.tar.gz, made anew after each part, holds all of it. The exit status is 1 if any part did
-not succeed. SIGTERM ends the parts that run and leaves out the others; the results are complete all the same.
+Three rounds fit three calls of 9 minutes; the first one decides most. Parts that measure times run one after another,
+neighbours that measure none side by side. Every part writes FOLDER/NAME.json as it goes, so that one that fails or
+takes too long leaves what it has measured and does not stop the next. summary.json says how each ended, and
+suite.tar.gz, made anew after each part and below 5 MB, holds all of it. The exit status is 1 if any part did not
+succeed. SIGTERM ends the parts that run and leaves out the others; the results are complete all the same. `--report`
+makes tables of the files of a folder, and a file for configs/cluster/.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import importlib
 import io
 import json
@@ -24,16 +28,18 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_suite import report
 from benchmarks.gpu_suite.setting import ROOT, Setting, to_json, write_presets
 from pangu.common.files import write_atomically
 
 LIMIT_S = 530
-"""Of the whole suite; what parts leave of their own limits is there for later ones."""
+"""Of a round; what parts leave of their own limits is there for later ones."""
 LEAST_S = 10
 """A part is not begun with less."""
 PAUSE_S = 0.05
@@ -52,22 +58,38 @@ class Part:
     """It measures times, which other parts would disturb."""
 
 
-PARTS = (
-    Part("forecast", 60),
-    Part("speed", 140),
-    Part("host", 60),
-    Part("trace", 40),
-    Part("products", 40),
-    Part("memory", 25),
-    Part("attention", 50),
-    Part("cluster", 50),
-    Part("tests", 120, alone=False),
-    Part("ranks", 75, alone=False),
-    Part("resume", 120, alone=False),
-    Part("numerics", 100, alone=False),
-    Part("axes", 75, alone=False),
+ROUNDS = (
+    (
+        Part("forecast", 75),
+        Part("axes", 60, alone=False),
+        Part("ranks", 75, alone=False),
+        Part("speed", 200),
+        Part("host", 60),
+        Part("trace", 40),
+    ),
+    (
+        Part("products", 40),
+        Part("memory", 25),
+        Part("attention", 60),
+        Part("sweep", 150),
+        Part("cluster", 50),
+        Part("tests", 150, alone=False),
+        Part("resume", 120, alone=False),
+        Part("numerics", 100, alone=False),
+    ),
+    (
+        Part("graph", 90),
+        Part("symmetric", 60),
+        Part("compiled", 240),
+        Part("warm", 150),
+    ),
 )
-"""What is wanted most first. Those that time nothing come last: after minutes of compilers, a host may be slower."""
+"""What decides most first. After minutes of compilers, a host may be slower: they come last."""
+PARTS = tuple(part for parts in ROUNDS for part in parts)
+ARCHIVE_BYTES = 4_800_000
+"""Most bytes of the archive; traces come last, and those that do not fit are left out."""
+LOG_BYTES = 100_000
+"""Last bytes of a log that the archive holds."""
 
 
 def command_line(arguments: list[str] | None) -> argparse.Namespace:
@@ -75,12 +97,21 @@ def command_line(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
     parser.add_argument("--device", default="auto", help="cpu: everything is small, to see that it works")
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    rounds = range(1, len(ROUNDS) + 1)
+    parser.add_argument("--round", type=int, choices=rounds, help="parts of one call; without it all, one by one")
+    parser.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_suite"), metavar="FOLDER")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of the whole suite")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of all parts ({LIMIT_S} for each round)")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="tables and a cluster file of a suite's results")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--compose", action="store_true", help="write presets/ anew, which needs Hydra")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.round and options.parts:
+        parser.error("--round names parts, too: leave out --parts")
+    chosen = ROUNDS[options.round - 1] if options.round else PARTS
+    options.parts = options.parts or [part.name for part in chosen]
+    options.limit = options.limit or LIMIT_S * (1 if options.round else len(ROUNDS))
+    return options
 
 
 def device_named(name: str) -> torch.device:
@@ -195,6 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.compose:
         write_presets()
         return 0
+    if options.report:
+        report.write(options.report)
+        return 0
     options.output = options.output.resolve()
     if options.part:
         measure(options)
@@ -207,10 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
     parts = [part for part in PARTS if part.name in options.parts]
     for name in ("summary.json", ARCHIVE, *(f"{part.name}.{kind}" for part in parts for kind in ("json", "log"))):
         (options.output / name).unlink(missing_ok=True)
-    timed, others = ([part for part in parts if part.alone is alone] for alone in (True, False))
     ends, jobs = began + options.limit, max(1, (os.cpu_count() or 1) // CORES)
-    for group, at_a_time in ((timed, 1), (others, jobs)):
-        with closing(run_parts(group, at_a_time, ends, options, stopped)) as results:
+    for alone, group in groupby(parts, key=lambda part: part.alone):
+        with closing(run_parts(list(group), 1 if alone else jobs, ends, options, stopped)) as results:
             for name, result in results:
                 summary[name] = result
                 write_atomically(options.output / "summary.json", to_json(summary), sync=False)
@@ -223,14 +256,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def pack(folder: Path) -> None:
-    """Put the results so far into the archive."""
-    content = io.BytesIO()
+    """Put the results so far into the archive: figures, logs, then as many traces as have room, the smallest first."""
+    kinds = (".json", ".yaml", ".log", ".json.gz")
+    found = {path: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name.endswith(kinds)}
+    content, left = io.BytesIO(), ARCHIVE_BYTES
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path.name.endswith((".json", ".log", ".json.gz", ".yaml")):
-                data, info = path.read_bytes(), tarfile.TarInfo(path.name)  # a part that runs may replace its file
-                info.size, info.mtime = len(data), time.time()
-                archive.addfile(info, io.BytesIO(data))
+        for path in sorted(found, key=lambda path: (len(found[path]) * (path.suffix == ".gz"), path.name)):
+            data = found[path][-LOG_BYTES:] if path.suffix == ".log" else found[path]
+            left -= len(gzip.compress(data)) + tarfile.BLOCKSIZE
+            if left < 0:
+                print(f"{path.name} has no room in {ARCHIVE}", flush=True)
+                break
+            info = tarfile.TarInfo(path.name)
+            info.size, info.mtime = len(data), time.time()
+            archive.addfile(info, io.BytesIO(data))
     write_atomically(folder / ARCHIVE, content.getvalue(), sync=False)
 
 

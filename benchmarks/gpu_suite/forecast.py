@@ -1,16 +1,22 @@
-"""What a dry run says of the memory of each size that `speed` measures, and how many layers of the largest one fit."""
+"""What a dry run says of the memory of each size that `speed` measures, how many layers of the largest one fit, and
+what the planner expects of a step on such a device."""
 
 from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_suite.setting import Setting
+from benchmarks.gpu_suite.setting import ROOT, Setting
 from pangu.dryrun.roles import Worker
+from pangu.pipeline.layouts import choose_layout
+from pangu.planning.auto import load_cluster
+from pangu.planning.forecast import Forecast
 
 SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")
 SLICE = "pangu_13b"
@@ -39,8 +45,31 @@ def dry_run(workers: SimpleQueue[Worker], values: dict[str, Any]) -> dict[str, A
     }
 
 
+def cluster_for(name: str) -> Path:
+    """The file of configs/cluster/ for a device: the one that its name holds, otherwise the H100's."""
+    files = {path.stem: path for path in (ROOT / "configs" / "cluster").glob("*.yaml")}
+    known = [stem for stem in files if stem in name.lower()]
+    return files[max(known, key=len, default="h100")]
+
+
+def expected(values: dict[str, Any], device: str) -> dict[str, Any]:
+    """The planner's forecast of a step."""
+    path = cluster_for(device)
+    config, layout, stages = choose_layout({**values, "cluster": asdict(load_cluster(path))}, 1)
+    forecast = Forecast.of(config, layout, stages)
+    return {"cluster": path.stem, "expected_seconds": forecast.time.total, "terms": vars(forecast.time)}
+
+
 def measure(setting: Setting) -> None:
-    """A row for each size, and one for the layers that fit."""
+    """A row for each size, one for the layers that fit, and one for each size's step."""
+    dry_runs(setting)
+    for name in SIZES[: 1 if setting.on_host else None]:
+        with setting.row(f"step of {name}") as figures:
+            figures |= expected(setting.values(name), setting.document["device"]["name"])
+
+
+def dry_runs(setting: Setting) -> None:
+    """Rows of what dry runs count."""
     jobs = {name: setting.values(name) for name in SIZES[: 2 if setting.on_host else None]}
     jobs |= {f"{SLICE}, {layers} layers": setting.values(SLICE, {"model.layers": layers}) for layers in TRIED}
     peaks, workers, count = [], SimpleQueue[Worker](), 1 if setting.on_host else len(jobs)

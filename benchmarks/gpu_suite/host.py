@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_suite.setting import Setting, seconds_of
-from benchmarks.gpu_suite.speed import make
+from benchmarks.gpu_suite.speed import make, one_rank
+from pangu.dryrun.audit import is_in_runs
 
 TINY: dict[str, Any] = {
     **{"model.layers": 24, "model.hidden": 64, "model.heads": 1, "model.sequence": 64, "model.vocab": 512},
@@ -28,24 +32,63 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 BUDGET_S = 1.5
 
 
+class HostCounts(TorchDispatchMode):
+    """Operators that are dispatched, and Python functions that are called around them, on any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.calls = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: True would make torch notify its compiler at every operation."""
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sys.setprofile(None)
+        self.operators += 1
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(self._called)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls += event == "call" and frame.f_code.co_filename != __file__ and is_in_runs(frame.f_code)
+
+
+def host_counts(step: Callable[[], object]) -> dict[str, int]:
+    """What the host does in a step. Not for what torch has compiled: there a profiler hangs."""
+    with HostCounts() as counts:
+        step()  # torch imports what a mode needs
+        counts.operators = counts.calls = 0
+        sys.setprofile(counts._called)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    return {"operators": counts.operators, "python_calls": counts.calls}
+
+
 def measure(setting: Setting) -> None:
-    """A row for each peer: milliseconds of a step, and against those of the plain loop."""
+    """A row for each peer: milliseconds of a step, against those of the plain loop, and what the host did."""
     kernel = {"model.attention": "sdpa" if setting.on_host else "cudnn"}  # a trial of all takes longer than the rest
     sizes = {**TINY, **({"model.layers": 2} if setting.on_host else {}), **kernel}
-    dist.init_process_group(
-        dist.get_default_backend_for_device(setting.device), store=dist.HashStore(), rank=0, world_size=1
-    )
     plain = None
-    try:
+    with one_rank(setting.device):
         for name, (peer, changes) in PEERS.items():
             with setting.row(name) as figures:
-                step = make(peer, setting.values("pangu_350m", {**sizes, **changes}), setting.device)
+                values = setting.values("pangu_350m", {**sizes, **changes})
+                try:
+                    step = make(peer, values, setting.device)
+                except ImportError as error:
+                    figures["cannot"] = str(error)
+                    continue
                 for _ in range(4):
                     step()
                 taken = seconds_of(setting, step, BUDGET_S)
                 plain = plain or median(taken)
                 figures |= {"milliseconds": 1e3 * median(taken), "all": taken, "against plain": median(taken) / plain}
+                if "compiled" not in name:
+                    figures |= host_counts(step)
                 del step
             torch.compiler.reset()
-    finally:
-        dist.destroy_process_group()

@@ -103,6 +103,7 @@ class Setting:
     output: Path
     part: str
     document: dict[str, Any] = field(default_factory=dict)
+    _began: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.process_time()))
 
     @property
     def on_host(self) -> bool:
@@ -138,9 +139,20 @@ class Setting:
 
     def add(self, row: str, **figures: Any) -> None:
         """Write a row at once: what comes later may fail."""
-        self.document["rows"].append({"row": row, **figures})
+        self.document["rows"].append({"row": row, **figures, "during": self._during()})
         self._write()
         print(f"  {row}: {', '.join(f'{key} {short(value)}' for key, value in figures.items())}", flush=True)
+
+    def _during(self) -> dict[str, Any]:
+        """Seconds since the row before, by the clock and of this process; allocator retries, clocks and power."""
+        now = time.perf_counter(), time.process_time()
+        wall, process = (new - old for new, old in zip(now, self._began, strict=True))
+        self._began = now
+        found: dict[str, Any] = {"wall_seconds": wall, "process_seconds": process}
+        if self.device.type == "cuda":
+            found["allocator_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+            found |= clocks()
+        return found
 
     def _write(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -167,6 +179,19 @@ class Setting:
         if not self.on_host:
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats()
+
+
+GPU_FIGURES = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+"""Figures of nvidia-smi, in MHz, watts and degrees Celsius."""
+
+
+def clocks() -> dict[str, float]:
+    """Clocks, power and temperature of the first GPU; nothing where nvidia-smi is not there or does not know."""
+    words = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(GPU_FIGURES)}", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=5).stdout
+        return dict(zip(GPU_FIGURES, map(float, told.split(",")), strict=True))
+    return {}
 
 
 def to_json(value: Any) -> bytes:

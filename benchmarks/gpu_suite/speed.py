@@ -1,11 +1,11 @@
-"""Whole steps of models from 124M on, as large as fit: the trainer beside a plain loop, the same compiled,
-`transformers` and FSDP2, with measured peaks of memory against the dry run's."""
+"""Whole steps of models from 124M on, as large as fit: the trainer with torch's flash attention and with its own
+kernels beside a plain loop, `transformers` and FSDP2, with measured peaks of memory against the dry run's."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -24,22 +24,31 @@ from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name, peak_tflops
 from pangu.models import compiled
 from pangu.models.size import num_parameters, training_flops_per_token
-from pangu.training.determinism import deterministic
 
 SIZES = (*forecast.SIZES, forecast.SLICE)
-ROUNDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("pangu",), SIZES),
-    (("plain", "plain compiled", "pangu compiled"), ("pangu_350m", "gpt3_1_3b")),
-    (("transformers", "fsdp2"), ("gpt3_1_3b",)),
-    (("plain", "transformers", "fsdp2"), ("gpt2_124m", "pangu_2_6b")),
-    (("pangu with dropout", "pangu compiled with dropout", "pangu in fp8"), ("pangu_350m", "pangu_2_6b")),
-    (("plain compiled", "pangu compiled"), ("pangu_2_6b", "gpt2_124m")),
-    (("pangu deterministic",), ("pangu_350m",)),
-)
+OWN = "pangu, own attention"
+"""The trainer with its own attention kernels."""
+Rounds = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 """Peers and the sizes that each is measured with; what stands first is there even if time runs out."""
+ROUNDS: Rounds = (
+    (("pangu",), SIZES[1:]),
+    (("plain", OWN, "fsdp2", "transformers"), ("pangu_350m", "gpt3_1_3b", "pangu_2_6b")),
+    (("pangu", "plain", "transformers", "fsdp2"), SIZES[:1]),
+)
 BUDGET_S = 1.5
 """Of timed steps."""
 Step = Callable[[], float]
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process, which FSDP2 wants."""
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def compiler_of(device: torch.device) -> str:
@@ -116,17 +125,17 @@ def measured(setting: Setting, peer: str, values: Mapping[str, Any]) -> dict[str
 
 def values_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The configuration of a row. Raises LookupError for the slice if no dry run said how many layers fit."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"model.attention": "sdpa"}  # trials of all kernels would compile in every row
     if size == forecast.SLICE:
         if size not in forecasts:
             raise LookupError(f"forecast.json does not say how many layers of {size} fit: --parts forecast speed does")
         changes["model.layers"] = forecasts[size]["layers"]
     if "dropout" in peer:
-        changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
-    if peer == "pangu in fp8":
+        changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1, "model.attention": "auto"}
+    if "in fp8" in peer:
         changes["precision.matmul"] = "fp8"
-    if peer == "pangu deterministic":
-        changes["train.deterministic"] = True
+    if peer == OWN:
+        changes["model.attention"] = "reference" if setting.on_host else "triton"
     changes["compile"] = peer.startswith("pangu compiled")
     return setting.values(size, changes)
 
@@ -134,8 +143,7 @@ def values_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Ma
 def row_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Figures of a size and peer; of a peer that has no room, or of blocks that cannot be compiled, why not."""
     try:
-        with deterministic() if peer == "pangu deterministic" else nullcontext():
-            figures = measured(setting, peer, values_of(setting, size, peer, forecasts))
+        figures = measured(setting, peer, values_of(setting, size, peer, forecasts))
     except Exception as error:
         if peer in ("pangu", "pangu with dropout"):
             raise
@@ -146,17 +154,17 @@ def row_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Mappi
     return {**figures, "dry_run_peak_bytes": expected, "peak_against_dry_run": figures["peak_bytes"] / expected}
 
 
-def measure(setting: Setting) -> None:
-    """A row for each size and peer."""
+def compare(setting: Setting, rounds: Rounds) -> None:
+    """A row for each size and peer; on a CPU only for the first size of each round but the first."""
     forecasts = forecast.forecasts(setting)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(setting.device), store=dist.HashStore(), rank=0, world_size=1
-    )
-    try:
-        for peers, sizes in ROUNDS:
-            for size in sizes[: 1 if setting.on_host and peers != ("pangu",) else None]:
+    with one_rank(setting.device):
+        for number, (peers, sizes) in enumerate(rounds):
+            for size in sizes[: 1 if setting.on_host and number else None]:
                 for peer in peers:
                     with setting.row(f"{size}, {peer}") as figures:
                         figures |= row_of(setting, size, peer, forecasts)
-    finally:
-        dist.destroy_process_group()
+
+
+def measure(setting: Setting) -> None:
+    """A row for each size and peer that nothing compiles."""
+    compare(setting, ROUNDS)

@@ -49,7 +49,7 @@ def time_layers(
     """
     trials: dict[tuple[str, str], Trial] = {}
     for precision, compiled in ways:
-        trial = matmul_precision(precision)(_trial(config, mesh, kernel, compiled == "true"))
+        trial = matmul_precision(precision)(layer_trial(config, mesh, kernel, compiled == "true"))
         try:
             trial()
         except (RuntimeError, LocalError) as error:  # out of memory, or what compilers demand
@@ -72,7 +72,7 @@ def warm_up(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool, timer: T
 
     def compute() -> None:
         with suppress(RuntimeError, LocalError):
-            timer({"layer": _trial(config, mesh, kernel, compiled)}, mesh.device, 0.0)
+            timer({"layer": layer_trial(config, mesh, kernel, compiled)}, mesh.device, 0.0)
 
     agree(mesh, compute, runs_here=True)
     log.info("%-12s %.1f s to compile and load the kernels of a layer", "warm-up", time.perf_counter() - began)
@@ -91,7 +91,8 @@ class _Discarded:
         grad.sum(0)
 
 
-def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
+def layer_trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
+    """Return a function that computes one layer forward and backward, on the same tensors in each call."""
     region = replace(TensorRegion.of(mesh), sequence=False, group=None)
     store, scales, part = None, None, ModelPart(range(1))
     if layer_products_add(mesh.device):

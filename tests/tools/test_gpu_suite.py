@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
+import shutil
 import signal
 import subprocess
 import tarfile
@@ -16,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_suite import __main__ as suite
+from benchmarks.gpu_suite import report
+from benchmarks.gpu_suite.host import host_counts
 from benchmarks.gpu_suite.setting import PRESETS, QUIET, Setting, preset, require_near
 from benchmarks.gpu_suite.staged import StagedGroup
 from benchmarks.gpu_suite.trace import Interval, busiest, gaps
+from pangu.planning.auto import load_cluster
 from tests.configs import composed
 from tests.end_to_end.commands import command
-from tests.spawn import Pool
+from tests.spawn import Pool, repository
 
 WITHOUT = """
 import importlib, sys
@@ -150,10 +155,90 @@ def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> No
     document = json.loads(setting.path.read_text(encoding="utf-8"))
     assert document.items() >= result.items()
     assert document["said"] == ["before", "last line"]
-    first, second = document["rows"]
+    assert all(row["during"]["wall_seconds"] >= 0 <= row["during"]["process_seconds"] for row in document["rows"])
+    first, second = ({key: value for key, value in row.items() if key != "during"} for row in document["rows"])
     assert first["loss"] is None
     assert first["error"].startswith("ValueError: [nan] are up to nan from [1.0]")
     assert second == {"row": "second"}
+
+
+def test_rounds_hold_each_part_once_and_fit_their_calls() -> None:
+    names = [part.name for part in suite.PARTS]
+    assert len(set(names)) == len(names)
+    for number, parts in enumerate(suite.ROUNDS, 1):
+        assert suite.command_line(["--round", str(number)]).parts == [part.name for part in parts]
+        assert suite.command_line(["--round", str(number)]).limit <= 540
+        alone = sum(part.limit_s for part in parts if part.alone)
+        assert alone + max((part.limit_s for part in parts if not part.alone), default=0) <= 540
+    assert suite.command_line([]).parts == names
+    with pytest.raises(SystemExit):
+        suite.command_line(["--round", "1", "--parts", "speed"])
+
+
+def test_an_archive_leaves_out_traces_that_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "ARCHIVE_BYTES", 20_000)
+    (tmp_path / "speed.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "speed.log").write_bytes(b"a" * 2 * suite.LOG_BYTES + b"end")
+    for name, count in (("small", 1_000), ("large", 30_000)):
+        (tmp_path / f"trace-{name}.json.gz").write_bytes(random.Random(0).randbytes(count))
+    suite.pack(tmp_path)
+    assert "trace-large.json.gz has no room" in capsys.readouterr().out
+    assert (tmp_path / "suite.tar.gz").stat().st_size < 20_000
+    with tarfile.open(tmp_path / "suite.tar.gz") as archive:
+        assert archive.getnames() == ["speed.json", "speed.log", "trace-small.json.gz"]
+        log = archive.extractfile("speed.log")
+        assert log is not None
+        assert log.read() == b"a" * (suite.LOG_BYTES - 3) + b"end"
+
+
+def test_a_report_makes_tables_and_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the files of the first GPU, with rates of made-up products, memory and attention beside them."""
+    for name in ("forecast", "speed", "host"):
+        shutil.copy(repository() / "benchmarks" / "results" / "gpu_h200" / f"{name}.json", tmp_path)
+    device = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))["device"]
+    made = {
+        "products": [{"row": "pangu_350m, bfloat16, up forward", "shape": [8192, 4096, 1024], "of_bf16_peak": 0.5}],
+        "memory": [{"row": "starting a kernel", "microseconds": 7.0}, {"row": "addition, no cache", "gb_s": 3000.0}],
+        "attention": [{"row": "pangu_2_6b, causal, torch cudnn", "tflops": 500.0}],
+    }
+    for name, rows in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"device": device, "rows": rows}), encoding="utf-8")
+    assert suite.main(["--report", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "| pangu_350m, pangu | 107.7 | 36.3% |" in told
+    cluster = load_cluster(tmp_path / "calibrated.yaml")
+    assert cluster.matmul.measured == ((8192, 4096, 1024, 0.5),)
+    assert (cluster.launch_us, cluster.matmul.tflops) == (7.0, 989.0)
+    assert cluster.memory.efficiency == pytest.approx(3000 / cluster.memory.gb_s)
+    shipped = load_cluster(repository() / "configs" / "cluster" / "h200.yaml")
+    slower = 162.5 / 107.7  # the host of these rows against that of the shipped rates
+    assert cluster.operator_us == pytest.approx(shipped.operator_us * slower, rel=0.01)
+    assert cluster.call_us == pytest.approx(shipped.call_us * slower, rel=0.01)
+
+
+def test_rates_of_a_host_are_found_from_its_steps() -> None:
+    counts = ((5000, 4000), (7000, 20000), (9000, 80000))
+    rows = [
+        {"operators": operators, "python_calls": calls, "milliseconds": 1e-3 * (12 * operators + 1.5 * calls)}
+        for operators, calls in counts
+    ]
+    assert report.host_rates(rows) == pytest.approx((12, 1.5))
+    assert report.host_rates(rows[:2]) is None
+
+
+def test_what_a_host_does_in_a_step_is_counted() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def step() -> None:
+        for _ in range(4):
+            (x * 2).sum()
+
+    once = host_counts(step)
+    assert once["operators"] == 8
+    assert once == host_counts(step)
+    assert once["python_calls"] == 1
 
 
 def test_gaps_are_the_times_in_which_nothing_runs() -> None:
