@@ -3,8 +3,8 @@
     python -m benchmarks.attention_kernels --output benchmarks/results/attention_kernels.json
 
 Needs Triton, whose ptxas says how many registers a thread has, how many bytes it keeps elsewhere for want of more, and
-how much shared memory a program has. The kernels are launched as training launches them, over documents and with
-dropout, by a driver that compiles and runs nothing.
+how much shared memory a program has, and whose nvdisasm shows the instructions of a loop. The kernels are launched as
+training launches them, over documents and with dropout, by a driver that compiles and runs nothing.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
         patch.object(JITFunction, "run", compile_only),
         patch.object(driver, "_active", nowhere),
         patch.object(dropping_attention, "has_small_tiles", lambda device: uses_small_tiles(capability)),
+        patch.object(dropping_attention, "has_whole_rows", lambda device: capability // 10 in (10, 11)),
     ):
         yield made
 
@@ -79,7 +80,8 @@ def compiled(capability: int, size: int, dtype: torch.dtype = torch.bfloat16) ->
 def needs(kernel: Any, capability: int) -> dict[str, int]:
     """Registers of a thread, bytes that it stores elsewhere for want of registers, shared memory, tensor-core products.
 
-    `products` are those that read shared memory (wgmma, tcgen05), `old_products` those that read registers.
+    `products` are those that read shared memory (wgmma, tcgen05), `old_products` those that read registers, and
+    `loop_instructions` those of a thread for a tile of queries and keys that needs no mask.
     """
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -99,7 +101,31 @@ def needs(kernel: Any, capability: int) -> dict[str, int]:
         "shared_bytes": kernel.metadata.shared,
         "products": len(re.findall(r"^\s*(?:@\S+ )?(?:wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"], re.M)),
         "old_products": len(re.findall(r"^\s*mma\.sync", kernel.asm["ptx"], re.M)),
+        "loop_instructions": min(loops(kernel)),
     }
+
+
+def loops(kernel: Any) -> list[int]:
+    """Instructions of each loop that multiplies matrices and contains no other such loop."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for label, instruction in re.findall(r"^\s*(?:(\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(.*?);)", text, re.M):
+        if label:
+            labels[label] = len(code)
+        else:
+            code.append(instruction)
+    products = [i for i, instruction in enumerate(code) if re.match(r"(@\S+ )?(HGMMA|HMMA|UTC\w*MMA)", instruction)]
+    jumps = ((re.search(r"\bBRA\b.*`\((\S+)\)", instruction), i) for i, instruction in enumerate(code))
+    spans = [(labels[jump[1]], i) for jump, i in jumps if jump and labels[jump[1]] < i]
+    spans = [(a, b) for a, b in spans if any(a <= i <= b for i in products)]
+    return [b - a + 1 for a, b in spans if not any((a, b) != (c, d) and a <= c <= d <= b for c, d in spans)]
 
 
 def main() -> None:

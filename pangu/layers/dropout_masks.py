@@ -1,19 +1,23 @@
 """Dropout masks from a hash of (seed, step, place, sample, position, element), equal on every device.
 
 An element is dropped if a 32-bit integer is below a bound. The integer comes from two 64-bit keys: one of place and
-step, computed on the host, and one of the row (sample, position), computed once for all places. In arithmetic that
-wraps around:
+step, computed on the host, and one of the row (sample, position), computed once for all places. Columns that differ in
+bits 3 and 4 only share a word, from which each gets its integer by a factor of its own: a GPU's thread holds their
+attention probabilities together, and computes the word once. In arithmetic that wraps around:
 
     row key    = splitmix64's finalizer (Steele et al. 2014, figure 16) of 2^32 sample + position
     (a, b)     = low and high half of row key xor place key
-    mixed      = (a xor 0x9E3779B1 column) (b | 1)
-    mixed      = (mixed xor mixed >> 16) 0x2C1B3C6D        >> keeps the sign
+    word       = 8 (column div 32) + column mod 8
+    mixed      = (a xor 0x9E3779B1 word) (b | 1)
+    mixed      = (mixed xor mixed >> 16) FACTORS[column div 8 mod 4]        >> keeps the sign
 
-That is a finalizer of two multiplications, with a factor for each row, without steps that only decide lower bits.
+That is a finalizer of two multiplications, with a factor for each row, without steps that only decide lower bits. Two
+factors F and G have a F + b G = 0 mod 2^32 only with |a b| > 10^7, so that columns of a word are nearly independent.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,7 +37,10 @@ def signed(number: int, bits: int) -> int:
     return number - (number >> (bits - 1) << bits)
 
 
-GOLDEN, FACTOR = signed(0x9E3779B1, 32), 0x2C1B3C6D
+GOLDEN = signed(0x9E3779B1, 32)
+FACTORS = 0x2C1B3C6D, 0x297A2D39, 0x7FEB352D, 0x31848BAB
+COLUMNS = 32
+"""Number of columns of 8 words."""
 _SPLITMIX = signed(0xBF58476D1CE4E5B9, 64), signed(0x94D049BB133111EB, 64)
 
 
@@ -58,23 +65,27 @@ def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
     return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1
 
 
-def _factors(columns: Tensor) -> Tensor:
+def _factors(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors, int32, by which columns change their row's key, and their word."""
     # from int64: a kernel that counts in int64 but calls it int32 would skip a conversion to int32
-    return (columns.to(torch.int64) * GOLDEN).to(torch.int32)
+    words = ((columns >> 5 << 3 | columns & 7).to(torch.int64) * GOLDEN).to(torch.int32)
+    low, high = ((columns & bit) == 0 for bit in (8, 16))
+    pairs = torch.where(low, FACTORS[0], FACTORS[1]), torch.where(low, FACTORS[2], FACTORS[3])
+    return words, torch.where(high, pairs[0], pairs[1]).to(torch.int32)
 
 
-def _words(rows: Tensor, key: Tensor | int, first: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return halves [..., 1] of row keys [...] xor a place key (int64), and factors [width] of columns from `first`."""
-    columns = torch.arange(width, dtype=torch.int32, device=rows.device) + first
-    return *_halves((rows ^ key)[..., None]), _factors(columns)
+_kept_factors = functools.lru_cache(maxsize=64)(lambda first, width: _factors(torch.arange(first, first + width)))
+"""Factors of columns on a CPU, where each of the small steps would take its own time."""
 
 
-def _mix(low: Tensor, high: Tensor, factors: Tensor, out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+def _mix(
+    low: Tensor, high: Tensor, factors: tuple[Tensor, Tensor], out: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> Tensor:
     """Return int32 [..., width], in the first of `out` if given; both are overwritten."""
     memory, shifted = out
-    mixed = torch.mul(torch.bitwise_xor(low, factors, out=memory), high, out=memory)
+    mixed = torch.mul(torch.bitwise_xor(low, factors[0], out=memory), high, out=memory)
     mixed = torch.bitwise_xor(mixed, torch.bitwise_right_shift(mixed, 16, out=shifted), out=memory)
-    return torch.mul(mixed, FACTOR, out=memory)
+    return torch.mul(mixed, factors[1], out=memory)
 
 
 def bound_of(probability: float) -> int:
@@ -93,7 +104,7 @@ def _drop_in_blocks(
     """Compute `drop` in steps that are fast on a CPU."""
     # Comparing into floats and multiplying by them takes a tenth of the time of filling by a mask.
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
-    low, high, factors = _words(rows.reshape(-1), key, first, width)
+    (low, high), factors = _halves((rows.reshape(-1) ^ key)[..., None]), _kept_factors(first, width)
     threads = torch.get_num_threads()
     elements = _BLOCK // 2 if threads > 1 and x.numel() <= _LARGE else _BLOCK * threads
     size = min(max(1, elements // width), len(low))
@@ -116,7 +127,8 @@ def drop(
     """Return `x` [..., columns] with some elements zeroed, the others scaled, plus `residual`."""
     # `rows` [...]: row keys; `first`: number of the first column
     memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
-    keep_mask = _mix(*_words(rows, key, first, x.shape[-1]), memory) >= bound_of(probability)
+    columns = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device) + first
+    keep_mask = _mix(*_halves((rows ^ key)[..., None]), _factors(columns), memory) >= bound_of(probability)
     scaled = torch.where(keep_mask, x * (1.0 / (1.0 - probability)), 0.0)
     return scaled if residual is None else residual + scaled
 

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from pangu.common.errors import LocalError
 from pangu.layers.attention_blocks import Attended, Drops, Gradients, Scores, Tile
 from pangu.layers.dropout import Dropout, DropoutKeys, Masks
-from pangu.layers.dropout_masks import bound_of, signed
+from pangu.layers.dropout_masks import COLUMNS, bound_of, signed
 from pangu.layers.kernels import QKV, MaskAndBias
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
@@ -173,6 +173,12 @@ def has_small_tiles(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10, 11)
 
 
+@cache
+def has_whole_rows(device: torch.device) -> bool:
+    """Return whether a device is a GPU whose threads get whole rows of a matmul: of transposed scores, a single key."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
+
+
 def tiles_of(size: int, small: bool) -> tuple[Tiles, Tiles, Tiles]:
     """Return the tiles of forward, query gradients and key gradients for heads of `size` columns."""
     # The largest whose values fit into the registers, as Triton compiles them (`benchmarks/attention_kernels.py`).
@@ -207,6 +213,7 @@ class _Launcher(NamedTuple):
         groups, keys = self.key.shape[1:3]
         count = -(-queries // tiles.queries) * heads if cut == "queries" else -(-keys // tiles.keys) * groups
         place = 0 if self.place is None else int(self.place)
+        shared = name != "key_gradients" or not has_whole_rows(self.query.device)
         kernel, options = getattr(triton_kernels, name), {"num_warps": tiles.warps, "num_stages": tiles.stages}
         arguments = (
             *columns,
@@ -228,6 +235,7 @@ class _Launcher(NamedTuple):
             1.0 / (1.0 - self.probability),
             reach is not None,
             self.rows is not None,
+            shared and self.key_at % COLUMNS == tiles.keys % COLUMNS == 0,
             size,
             *head_parts(size),
             tiles.queries,

@@ -1,9 +1,10 @@
 """Triton kernels of `pangu.layers.dropping_attention`: flash attention (Dao 2023, algorithms 1 and 2) with dropout.
 
-The dropout masks are the hash of `pangu.layers.dropout_masks`, computed next to the probability and never stored. A
-program has a tile of queries and goes through the keys that they see, or a tile of keys and goes through the queries
-that see them: there are no atomic additions, so results are bitwise reproducible. A head of `SIZE` columns is split
-into the largest power of two and a smaller one of at least 16: 80 columns into 64 and 16, not 128.
+The dropout masks are the hash of `pangu.layers.dropout_masks`, computed next to the probability and never stored. Where
+tensor cores give a thread all four columns of a word, or two of transposed scores, it computes the word once. A program
+has a tile of queries and goes through the keys that they see, or a tile of keys and goes through the queries that see
+them: there are no atomic additions, so results are bitwise reproducible. A head of `SIZE` columns is split into the
+largest power of two and a smaller one of at least 16: 80 columns into 64 and 16, not 128.
 
 Sizes: `M` queries and `N` keys in a tile, `D` and `E` columns in the parts of a head (`E` is 0 if there is one part).
 Places are positions in the sequence, numbers those in the tensors, which may hold a part of it. Scores are in powers of
@@ -15,10 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pangu.layers import dropout_masks
+from pangu.layers.triton_masks import kept_by_keys, kept_by_queries
 
-GOLDEN = tl.constexpr(dropout_masks.GOLDEN)
-FACTOR = tl.constexpr(dropout_masks.FACTOR)
 LOG_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -29,13 +28,17 @@ def _places(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     there = numbers[:, None] < stop
     if FIRST + WIDTH > SIZE:
         there = there & (columns[None, :] < SIZE)
-    return at + numbers[:, None].to(tl.int64) * stride + columns[None, :], there
+    # numbers are not negative, and extending them without a sign is half of the instructions
+    return at + numbers[:, None].to(tl.uint32).to(tl.int64) * stride + columns[None, :], there
 
 
 @triton.jit
-def _load(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+def _load(
+    at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr = True
+):
+    # without a mask all rows are there
     places, there = _places(at, numbers, stride, stop, FIRST, WIDTH, SIZE)
-    return tl.load(places, mask=there, other=0.0)
+    return tl.load(places) if not MASKED and FIRST + WIDTH <= SIZE else tl.load(places, mask=there, other=0.0)
 
 
 @triton.jit
@@ -48,12 +51,6 @@ def _store(at, numbers, stride, stop, values, FIRST: tl.constexpr, WIDTH: tl.con
 def _keys(rows, numbers, stop, place_low, place_high):
     keys = tl.load(rows + numbers, mask=numbers < stop, other=0)
     return keys.to(tl.int32) ^ place_low, ((keys >> 32).to(tl.int32) ^ place_high) | 1
-
-
-@triton.jit
-def _is_kept(low, high, keys, bound):
-    mixed = (low ^ (keys * GOLDEN)) * high
-    return ((mixed ^ (mixed >> 16)) * FACTOR) >= bound
 
 
 @triton.jit
@@ -100,33 +97,36 @@ def _of_queries(
 @triton.jit
 def _attend_some(
     sums, sums_e, total, top, query, query_e, key, value, key_stride, value_stride, begin, end, keys,
-    places, oldest, key_at, scale, low, high, bound,
-    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, N: tl.constexpr,
+    places, oldest, key_at, scale, low, high, bound, nothing,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the output and sums of a tile of queries over keys from `begin` to `end`."""
+    # `nothing` is 0, which the compiler does not know: it would select among 16-bit halves of registers
     for start in range(begin, end, N):
         numbers = start + tl.arange(0, N)
-        scores = tl.dot(query, tl.trans(_load(key, numbers, key_stride, keys, 0, D, SIZE)))
+        scores = tl.dot(query, tl.trans(_load(key, numbers, key_stride, keys, 0, D, SIZE, MASKED)))
         if E > 0:
-            part = _load(key, numbers, key_stride, keys, D, E, SIZE)
+            part = _load(key, numbers, key_stride, keys, D, E, SIZE, MASKED)
             scores = tl.dot(query_e, tl.trans(part), scores)
-        scores = scores * scale
         if MASKED:
             scores = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        # both are -inf for a query that has seen nothing yet, and their difference is nan
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        shares, shrink = tl.exp2(scores - finite[:, None]), tl.exp2(top - finite)
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        finite = higher
+        if MASKED:
+            # both are -inf for a query that has seen nothing yet, and their difference is nan
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+        shares, shrink = tl.exp2(scores * scale - finite[:, None]), tl.exp2(top - finite)
         total = total * shrink + tl.sum(shares, 1)
         top = higher
         if DROPS:
-            shares = tl.where(_is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound), shares, 0.0)
-        part = _load(value, numbers, value_stride, keys, 0, D, SIZE)
+            keep_mask = kept_by_queries(low, high, key_at + start, bound, WORDS, M, N)
+            shares = tl.where(keep_mask, shares, nothing)
+        part = _load(value, numbers, value_stride, keys, 0, D, SIZE, MASKED)
         shares = shares.to(part.dtype)
         sums = tl.dot(shares, part, sums * shrink[:, None])
         if E > 0:
-            part = _load(value, numbers, value_stride, keys, D, E, SIZE)
+            part = _load(value, numbers, value_stride, keys, D, E, SIZE, MASKED)
             sums_e = tl.dot(shares, part, sums_e * shrink[:, None])
     return sums, sums_e, total, top
 
@@ -149,8 +149,8 @@ def attend(
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     output_batch, output_head, output_row,
     heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
-    BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the natural logarithms of the sums of exponentials, -inf for a query that sees nothing."""
     first, last, batch, head, pair = _tile_of_queries(queries, heads, M)
@@ -175,7 +175,7 @@ def attend(
         sums, sums_e, total, top = _attend_some(
             sums, sums_e, total, top, query_tile, query_tile_e, key, value, key_row, value_row, edges[part],
             edges[part + 1], keys, places, begins, key_at, scale, low, high, bound,
-            part != 1, BOUNDED, DROPS, SIZE, D, E, N,
+            rescale * 0.0, part != 1, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
         )  # fmt: skip
     share = tl.where(total == 0, 0.0, rescale / total)[:, None]  # nan stays nan, dropped or not
     output += batch * output_batch + head * output_head
@@ -188,29 +188,29 @@ def attend(
 @triton.jit
 def _gradients_of_queries(
     sums, sums_e, query, query_e, grad, grad_e, key, value, key_stride, value_stride, begin, end, keys,
-    places, oldest, key_at, scale, low, high, bound, rescale, log_sums, means,
-    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, N: tl.constexpr,
+    places, oldest, key_at, scale, low, high, bound, log_sums, means,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the gradient of a tile of queries over keys from `begin` to `end`."""
     for start in range(begin, end, N):
         numbers = start + tl.arange(0, N)
-        part = _load(key, numbers, key_stride, keys, 0, D, SIZE)
+        part = _load(key, numbers, key_stride, keys, 0, D, SIZE, MASKED)
         part_e = part
         scores = tl.dot(query, tl.trans(part))
-        of_value = _load(value, numbers, value_stride, keys, 0, D, SIZE)
+        of_value = _load(value, numbers, value_stride, keys, 0, D, SIZE, MASKED)
         grad_shares = tl.dot(grad, tl.trans(of_value))
         if E > 0:
-            part_e = _load(key, numbers, key_stride, keys, D, E, SIZE)
+            part_e = _load(key, numbers, key_stride, keys, D, E, SIZE, MASKED)
             scores = tl.dot(query_e, tl.trans(part_e), scores)
-            of_value = _load(value, numbers, value_stride, keys, D, E, SIZE)
+            of_value = _load(value, numbers, value_stride, keys, D, E, SIZE, MASKED)
             grad_shares = tl.dot(grad_e, tl.trans(of_value), grad_shares)
         shares = tl.exp2(scores * scale - log_sums[:, None])
         if MASKED:
             shares = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), shares, 0.0)
         if DROPS:
-            keep_mask = _is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound)
-            grad_shares = tl.where(keep_mask, grad_shares * rescale, 0.0)
+            keep_mask = kept_by_queries(low, high, key_at + start, bound, WORDS, M, N)
+            grad_shares = tl.where(keep_mask, grad_shares, 0.0)
         grad_scores = (shares * (grad_shares - means[:, None])).to(part.dtype)
         sums = tl.dot(grad_scores, part, sums)
         if E > 0:
@@ -224,10 +224,10 @@ def query_gradients(
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     grad_batch, grad_head, grad_row, output_batch, output_head, output_row, of_batch, of_head, of_row,
     heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
-    BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute query gradients, and each query's mean of probability gradients, for `key_gradients`."""
+    """Compute query gradients, and each query's mean of probability gradients / `rescale`, for `key_gradients`."""
     first, last, batch, head, pair = _tile_of_queries(queries, heads, M)
     numbers = first + tl.arange(0, M)
     query += batch * query_batch + head * query_head
@@ -247,6 +247,8 @@ def query_gradients(
         means += tl.sum(of_output_e.to(tl.float32) * _load(output, numbers, output_row, queries, D, E, SIZE), 1)
         sums_e = tl.zeros([M, E], dtype=tl.float32)
     of_pair = pair * queries + numbers
+    # `rescale` multiplies the sums instead of every gradient of a probability
+    means = means / rescale
     tl.store(mean + of_pair, means, mask=numbers < queries)
     log_sums = tl.load(log_sum + of_pair, mask=numbers < queries, other=0.0) / LOG_2
     places = query_at + numbers
@@ -257,33 +259,34 @@ def query_gradients(
     for part in tl.static_range(3):
         sums, sums_e = _gradients_of_queries(
             sums, sums_e, query_tile, query_tile_e, of_output, of_output_e, key, value, key_row, value_row, edges[part],
-            edges[part + 1], keys, places, begins, key_at, scale, low, high, bound, rescale, log_sums, means,
-            part != 1, BOUNDED, DROPS, SIZE, D, E, N,
+            edges[part + 1], keys, places, begins, key_at, scale, low, high, bound, log_sums, means,
+            part != 1, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
         )  # fmt: skip
     of_query += batch * of_batch + head * of_head
-    _store(of_query, numbers, of_row, queries, sums * (scale * LOG_2), 0, D, SIZE)
+    _store(of_query, numbers, of_row, queries, sums * (scale * rescale * LOG_2), 0, D, SIZE)
     if E > 0:
-        _store(of_query, numbers, of_row, queries, sums_e * (scale * LOG_2), D, E, SIZE)
+        _store(of_query, numbers, of_row, queries, sums_e * (scale * rescale * LOG_2), D, E, SIZE)
 
 
 @triton.jit
 def _gradients_of_keys(
     of_key, of_key_e, of_value, of_value_e, key, key_e, value, value_e, query, grad, query_stride, grad_stride,
-    begin, end, queries, places, newest, query_at, scale, rows, place_low, place_high, bound, rescale, log_sum, mean,
-    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, M: tl.constexpr,
+    begin, end, queries, first, places, newest, query_at, scale, rows, place_low, place_high, bound, nothing,
+    log_sum, mean,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the gradients of a tile of keys and values over queries, with transposed scores."""
     for start in range(begin, end, M):
         numbers = start + tl.arange(0, M)
-        part = _load(query, numbers, query_stride, queries, 0, D, SIZE)
-        of_output = _load(grad, numbers, grad_stride, queries, 0, D, SIZE)
+        part = _load(query, numbers, query_stride, queries, 0, D, SIZE, MASKED)
+        of_output = _load(grad, numbers, grad_stride, queries, 0, D, SIZE, MASKED)
         part_e, of_output_e = part, of_output
         scores = tl.dot(key, tl.trans(part))
         grad_shares = tl.dot(value, tl.trans(of_output))
         if E > 0:
-            part_e = _load(query, numbers, query_stride, queries, D, E, SIZE)
-            of_output_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE)
+            part_e = _load(query, numbers, query_stride, queries, D, E, SIZE, MASKED)
+            of_output_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE, MASKED)
             scores = tl.dot(key_e, tl.trans(part_e), scores)
             grad_shares = tl.dot(value_e, tl.trans(of_output_e), grad_shares)
         log_sums = tl.load(log_sum + numbers, mask=numbers < queries, other=0.0) / LOG_2
@@ -298,9 +301,9 @@ def _gradients_of_keys(
         left = shares
         if DROPS:
             low, high = _keys(rows, numbers, queries, place_low, place_high)
-            keep_mask = _is_kept(low[None, :], high[None, :], places[:, None], bound)
-            left = tl.where(keep_mask, shares, 0.0)
-            grad_shares = tl.where(keep_mask, grad_shares * rescale, 0.0)
+            keep_mask = kept_by_keys(low, high, first, bound, WORDS, M, N)
+            left = tl.where(keep_mask, shares, nothing)
+            grad_shares = tl.where(keep_mask, grad_shares, 0.0)
         left = left.to(part.dtype)
         grad_scores = (shares * (grad_shares - means[None, :])).to(part.dtype)
         of_value = tl.dot(left, of_output, of_value)
@@ -318,8 +321,8 @@ def key_gradients(
     grad_batch, grad_head, grad_row, of_key_batch, of_key_head, of_key_row,
     of_value_batch, of_value_head, of_value_row,
     heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
-    BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values, from all query heads of their group."""
     tiles = tl.cdiv(keys, N)
@@ -356,14 +359,15 @@ def key_gradients(
         for part in tl.static_range(3):
             key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
                 key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
-                of_query, of_grad, query_row, grad_row, edges[part], edges[part + 1], queries, places, ends, query_at,
-                scale, rows + of_head, place_low, place_high, bound, rescale, log_sum + of_head, mean + of_head,
-                part != 1, BOUNDED, DROPS, SIZE, D, E, M,
+                of_query, of_grad, query_row, grad_row, edges[part], edges[part + 1], queries, key_at + first,
+                places, ends, query_at, scale, rows + of_head, place_low, place_high, bound, rescale * 0.0,
+                log_sum + of_head, mean + of_head,
+                part != 1, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
             )  # fmt: skip
     of_key += batch * of_key_batch + of_group * of_key_head
     of_value += batch * of_value_batch + of_group * of_value_head
-    _store(of_key, numbers, of_key_row, keys, key_sums * (scale * LOG_2), 0, D, SIZE)
+    _store(of_key, numbers, of_key_row, keys, key_sums * (scale * rescale * LOG_2), 0, D, SIZE)
     _store(of_value, numbers, of_value_row, keys, value_sums * rescale, 0, D, SIZE)
     if E > 0:
-        _store(of_key, numbers, of_key_row, keys, key_sums_e * (scale * LOG_2), D, E, SIZE)
+        _store(of_key, numbers, of_key_row, keys, key_sums_e * (scale * rescale * LOG_2), D, E, SIZE)
         _store(of_value, numbers, of_value_row, keys, value_sums_e * rescale, D, E, SIZE)

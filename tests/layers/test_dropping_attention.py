@@ -67,7 +67,7 @@ NAMES = ["plain", "grouped", "documents", "window", "documents in windows", "all
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a sequence, the last of them not full, and not as many queries as keys."""
-    tiles = Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)
+    tiles = Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)
     monkeypatch.setattr(dropping_attention, "tiles_of", lambda size, small: tiles)
 
 
