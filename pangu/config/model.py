@@ -158,7 +158,7 @@ class ModelConfig:
     norm_eps: Positive
     """Epsilon inside the root of every norm."""
     init_std: Positive
-    """Standard deviation of initial weights; outputs into the residual stream get `init_std` / sqrt(2 x `layers`)."""
+    """Standard deviation of initial weights; see `scaled_init`."""
     final_norm: Literal["before_query", "after_query"]
     """Position of PanGu-α's final norm. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
     pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
@@ -186,6 +186,10 @@ class ModelConfig:
     """true: attention and feed-forward layer both read the input of a layer, each through its own norm, and their
     outputs are added (GPT-J, Wang & Komatsuzaki 2021; GPT-NeoX); `shared_norm`: through one norm (Falcon). Needs
     `norm_placement=pre`, and has no query layer."""
+    scaled_init: bool = True
+    """true: initial weights of outputs into the residual stream have `init_std` / sqrt(2 x `layers`) (Radford et al.
+    2019, section 2.3); false: `init_std`, as Llama and DeepSeek-V3. Pangu Ultra's TinyInit is false with `init_std` =
+    sqrt(1 / (2 x `hidden` x `layers`)) (arXiv 2504.07866, section 2.2)."""
     embedding_norm: bool = False
     """Normalize the embedding sum (BLOOM, Le Scao et al. 2022, section 3.2.2)."""
     sparse: SparseConfig | None = None

@@ -205,8 +205,7 @@ def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, in
 
 
 def _rows(config: ModelConfig, name: str, inputs: int, biases: bool) -> Parameters:
-    # scaled as it writes to the residual stream (Radford et al. 2019, section 2.3)
-    std = config.init_std / math.sqrt(2 * config.layers)
+    std = config.init_std / (math.sqrt(2 * config.layers) if config.scaled_init else 1.0)
     yield from _one(f"{name}.weight", (config.hidden, inputs), std, cut_dim=1)
     if biases:
         yield from _one(f"{name}.bias", (config.hidden,), None)

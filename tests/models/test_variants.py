@@ -344,6 +344,14 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
         torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
 
 
+def test_outputs_into_the_residual_stream_begin_smaller_unless_all_matrices_are_alike() -> None:
+    for scaled, factor in ((True, math.sqrt(2 * 3)), (False, 1.0)):
+        _, table = make(variant(scaled_init=scaled))
+        outputs = {entry.std for entry in table if entry.name.endswith((".output.weight", ".down.weight"))}
+        assert outputs == {0.2 / factor}
+        assert {entry.std for entry in table if entry.name.endswith((".query.weight", ".up.weight"))} == {0.2}
+
+
 @pytest.mark.parametrize(
     "changes", [{"window": 3}, {"positions": "alibi"}, {"sparse": FixedSparsity("fixed", 2, 2, 1)}], ids=str
 )
