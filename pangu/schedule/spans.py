@@ -248,10 +248,11 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
     """Return the modules of a chunk in forward order, each with its kind.
 
     Modules with equal kinds, and neighbors of equal kinds, have equal spans. The kind of a layer names its contents
-    (experts, query layer), its frozen parameters, and what is kept of it: whether it is recomputed, and with
-    `memory.offload=[activations]` whether its saved tensors stay on the device. The second layer that the backward pass
-    reaches is a kind of its own where it frees less than later layers: offloaded, if the chunk's input belongs to the
-    caller (`second`); or behind modules that are not reached, as the first one then ends with the action (`follows`).
+    (experts, query layer, norm of the embedding), its frozen parameters, and what is kept of it: whether it is
+    recomputed, and with `memory.offload=[activations]` whether its saved tensors stay on the device. The second layer
+    that the backward pass reaches is a kind of its own where it frees less than later layers: offloaded, if the chunk's
+    input belongs to the caller (`second`); or behind modules that are not reached, as the first one then ends with the
+    action (`follows`).
     """
     model, kinds, reached, layers = config.model, dict[str, str](), not part.first, 0
     recomputed = config.memory.recomputed_layers
@@ -262,7 +263,7 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
         if module.startswith("layers."):
             layer = int(module.partition(".")[2])
             words = ["layer"]
-            words += ["query"] * (layer == model.query_layer)
+            words += ["query"] * (layer == model.query_layer) + ["first"] * (layer == 0 and model.embedding_norm)
             words += ["dense"] * (model.experts is not None and not model.has_experts(layer))
             words += ["recomputed"] * (layer < stop)
             words += ["resident"] * (offload and layer == part.layers[-1])

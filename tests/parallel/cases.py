@@ -64,7 +64,7 @@ ROWS = {
 EXPERT_LAYERS = {"all": "", "after_first": "model.dense_layers=1", "every_other": "model.expert_every=2"}
 ROTATIONS = {
     "plain": "",
-    "linear": "model.rope_scaling={name:linear,factor:2} model.partial_rotary_factor=0.7",
+    "linear": "model.rope_scaling={name:linear,factor:2} model.partial_rotary_factor=0.67",
     "yarn": "model.rope_scaling={name:yarn,factor:4,original_sequence:6,beta_fast:2}",
 }
 FACTORS: dict[str, tuple[str, ...]] = {
