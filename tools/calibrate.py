@@ -491,7 +491,9 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
         between=between,
         overlap=overlap,
         launch_us=launch_us,
-        **({"operator_us": 0.0, "call_us": 0.0} if on_host else {}),  # a host's launches hold all of its time
+        # a host's launches hold all of its time
+        operator_us=0.0 if on_host else base.operator_us,
+        call_us=0.0 if on_host else base.call_us,
         host_memory_gb_s=bandwidth if on_host else base.host_memory_gb_s,
         step_us=1000.0 if on_host else base.step_us,
     )

@@ -135,9 +135,9 @@ def _formats(config: RunConfig) -> Iterator[Problem]:
     if precision.compute != "fp32" and precision.fp32_matmul != "auto":
         rule = f"only applies to fp32, and precision.compute = {precision.compute}"
         yield Problem("precision.fp32_matmul", precision.fp32_matmul, rule, "use auto, or set precision=fp32")
-    if precision.compute == "fp16" and precision.matmul == "fp8":
-        rule = "cannot be combined with fp16: its dynamic loss scale conflicts with the scales of e5m2 gradients"
-        yield Problem("precision.matmul", "fp8", rule, "set precision=fp8, which computes the rest in bf16")
+    if precision.compute == "fp16" and precision.matmul != "compute":
+        rule = "cannot be combined with fp16: its dynamic loss scale conflicts with the scales of gradients in fp8"
+        yield Problem("precision.matmul", precision.matmul, rule, "set precision=fp8, which computes the rest in bf16")
     if precision.compute == "fp64" and precision.reduce == "bf16":
         yield Problem("precision.reduce", "bf16", "is too coarse for fp64", "use fp32, which keeps sums in fp64")
     if precision.compute == "fp64" and config.optimizer.moments == "bf16":

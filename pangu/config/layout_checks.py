@@ -14,8 +14,8 @@ from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, either, multiples_near
 from pangu.config.schema import RunConfig
 
-FP8_MULTIPLE = 16
-"""Divisor of all matmul dimensions in fp8."""
+FP8_MULTIPLES = {"fp8": 16, "fp8_blockwise": 128, "mxfp8": 32}
+"""Divisor of all matmul dimensions of a rank by `precision.matmul`."""
 MOST_FORWARDS = 2**15
 """Largest number of forward passes in a step's schedule, over all stages; GPT-3 with 12 stages on one replica has
 18,432."""
@@ -116,23 +116,35 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
 
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problem of matmul sizes that no fp8 kernel supports; not in fp64, where fp8 is emulated."""
-    if config.precision.matmul != "fp8" or config.precision.compute == "fp64":
+    """Yield the problem of matmul sizes that no fp8 kernel supports, or whose blocks would lie on several ranks."""
+    matmul, model, ranks, context = (
+        config.precision.matmul,
+        config.model,
+        config.parallel.tensor,
+        config.parallel.context,
+    )
+    # tensors of fp8 have one scale: fp64, where fp8 is emulated, takes any size
+    if matmul == "compute" or (matmul == "fp8" and config.precision.compute == "fp64"):
         return
-    model, ranks, context = config.model, config.parallel.tensor, config.parallel.context
+    multiple = FP8_MULTIPLES[matmul]
     share = "" if ranks == 1 else f" on each of parallel.tensor = {ranks} ranks"
-    shared = "" if context == 1 else f" / parallel.context = {context}"
+    length, shared = model.sequence // context, "" if context == 1 else f" / parallel.context = {context}"
+    tokens = {f"batch.micro_size x model.sequence{shared}": config.batch.micro_size * length}
+    key_value = 2 * model.kv_size // ranks
+    if matmul != "fp8":  # a rank may have a chunk from each end of the sequence
+        tokens = {f"model.sequence{shared and f' / (2 x parallel.context = {context})'}": length // min(context, 2)}
+        key_value //= 2
     sizes = {
         "model.hidden": model.hidden,
         f"the queries' width{share}": model.query_size // ranks,
-        f"the keys' and values' width{share}": 2 * model.kv_size // ranks,
+        f"the keys' and values' width{share}": key_value,
         f"the feed-forward width{share}": model.ffn_size // ranks if len(model.expert_layers) < model.layers else 0,
         f"the shared experts' width{share}": model.shared_experts * model.expert_size // ranks,
-        f"batch.micro_size x model.sequence{shared}": config.batch.micro_size * model.sequence // context,
+        **tokens,
     }
-    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]:
-        rule = f"needs multiples of {FP8_MULTIPLE}: {', '.join(wrong)}"
-        yield Problem("precision.matmul", "fp8", rule, "set precision=bf16")
+    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % multiple]:
+        rule = f"needs multiples of {multiple}: {', '.join(wrong)}"
+        yield Problem("precision.matmul", matmul, rule, "set precision=bf16")
 
 
 def _devices(config: RunConfig, world: int) -> Iterator[Problem]:

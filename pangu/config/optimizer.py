@@ -37,11 +37,12 @@ class PrecisionConfig:
     wire, and each gradient is rounded to 8 bits before it is added to those of other replicas."""
     loss_scale: LossScaleConfig | None
     """Dynamic loss scale; required by fp16, null for every other format."""
-    matmul: Literal["compute", "fp8"] = "compute"
+    matmul: Literal["compute", "fp8", "fp8_blockwise", "mxfp8"] = "compute"
     """Format of the layers' matmuls in training: queries, keys and values, attention output, feed-forward layer.
     `compute`: that of `compute`. `fp8`: inputs and weights in e4m3, gradients in e5m2, with one scale per tensor from
     its absolute maxima in the last 16 steps; embedding, scores, head and routed experts stay in the compute format,
-    weights and optimizer unchanged. A CPU computes the same numbers by emulation."""
+    weights and optimizer unchanged. `fp8_blockwise`, `mxfp8`: all in e4m3, with a scale per 1 x 128 elements (weights:
+    128 x 128) or per 32 of the current tensor. A CPU computes the same numbers by emulation."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pangu.layers.grouped_matmul import FLOP_FORMULAS
 
 for _operator, _formula in FLOP_FORMULAS.items():
     register_flop_formula(_operator)(_formula)
+register_flop_formula(torch.ops.aten._scaled_mm_v2)(lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1])
 
 COLLECTIVES = {
     "allreduce_": ("all_reduce", (0,), (0,)),

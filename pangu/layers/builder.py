@@ -17,7 +17,8 @@ from pangu.topology.placement import Placement, PlacementTable
 
 if TYPE_CHECKING:
     from pangu.layers.expert_balance import ExpertBalance
-    from pangu.layers.fp8 import Fp8Products, Fp8Scales
+    from pangu.layers.fp8 import Fp8Scales
+    from pangu.layers.fp8_blocks import BlockProducts
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -37,7 +38,7 @@ class Builder:
     """Store for the gradients of token embedding and head; None: autograd's."""
     layers_store: WeightGradientStore | None = None
     """Store for the gradients of the matrices of layers; None: autograd's."""
-    scales: Fp8Scales | None = None
+    scales: Fp8Scales | BlockProducts | None = None
     balance: ExpertBalance | None = None
     experts: ExpertRegion | None = None
     norm: str = "torch"
@@ -69,7 +70,7 @@ class Builder:
         """Return the logical tensors that are stored in a parameter."""
         return self.table.stored_in(self._below(name))
 
-    def fp8_products(self, name: str) -> Fp8Products | None:
+    def fp8_products(self, name: str) -> Any:
         """Return the fp8 matmuls of a parameter, or None without fp8."""
         return None if self.scales is None else self.scales.of(self.placements(name)[0].name)
 

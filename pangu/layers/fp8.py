@@ -29,6 +29,7 @@ from torch.utils._triton import has_triton
 
 from pangu.collectives.reduce import Completion, Handle, start_all_reduce
 from pangu.common.errors import UserError
+from pangu.layers.fp8_blocks import BLOCKS, require_blocks
 from pangu.topology.placement import in_fp8
 from pangu.topology.recorder import AxisGroup
 
@@ -149,13 +150,13 @@ class Fp8Products:
     """Index of its input among the tensors of all matrices."""
 
     @property
-    def known(self) -> bool:
-        """True if the scales are known; otherwise matmuls use the compute format."""
+    def casts_once(self) -> bool:
+        """True if the scales are known, and a tensor is cast for both of its products; else these are not in fp8."""
         return self.scales.known
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Return a function that computes x Wᵀ + b for x [rows, inputs], which may have been cast."""
-        if not self.known:
+        if not self.casts_once:
             _note(weight, self.scales.amax[self.first + _WEIGHT])
         return self._multiply(_INPUT, weight, partial(self._weight, weight, 0), bias)
 
@@ -170,7 +171,7 @@ class Fp8Products:
 
         # late, so that the cast overlaps the gather of rows
         def multiply(rows: Tensor) -> Tensor:
-            if not self.known:
+            if not self.casts_once:
                 _note(rows, self.scales.amax[self.first + which])
                 return F.linear(rows, matrix, bias)
             rows = rows.contiguous() if rows.itemsize == 1 else self._cast(rows, which, columns=False).rows
@@ -304,8 +305,8 @@ class Fp8Scales:
             self._set()
 
 
-def require_fp8(compute: str, device: torch.device) -> str:
-    """Describe how a device multiplies in fp8; raise `UserError` if it cannot."""
+def require_fp8(compute: str, device: torch.device, matmul: str = "fp8") -> str:
+    """Describe how a device multiplies in a format of `precision.matmul`; raise `UserError` if it cannot."""
     if device.type == "cpu" or compute == "fp64":
         return "emulated: the results of a device, but slower than without fp8"
     module: Any = torch.get_device_module(device)
@@ -313,7 +314,7 @@ def require_fp8(compute: str, device: torch.device) -> str:
     if capability < (8, 9):
         name = module.get_device_name(device)
         raise UserError(
-            f"precision.matmul = fp8: {name} has no fp8 matmuls (NVIDIA GPUs have them from compute capability "
+            f"precision.matmul = {matmul}: {name} has no fp8 matmuls (NVIDIA GPUs have them from compute capability "
             "8.9 on: Ada, Hopper, Blackwell); set precision=bf16"
         )
-    return "torch._scaled_mm, accumulated in fp32"
+    return require_blocks(matmul, device) if matmul in BLOCKS else "torch._scaled_mm, accumulated in fp32"

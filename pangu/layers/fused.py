@@ -19,8 +19,8 @@ MOST_KINDS = 64
 
 def fused(
     schema: str,
-    function: Callable[..., Tensor | None],
-    result: Callable[..., Tensor | None],
+    function: Callable[..., Any],
+    result: Callable[..., Any],
     on_cpu: Callable[..., Tensor | None] | None = None,
     without_triton: Callable[..., Tensor | None] | None = None,
 ) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
+from pangu.layers.fp8_blocks import BlockProducts, by_sample
 from pangu.layers.recompute import end_recompute, is_discarded
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
     Store = WeightGradientStore | None
-    Fp8 = Fp8Products | None
+    Fp8 = Fp8Products | None  # or `BlockProducts`, of which `casts_once` is False
 
 ALONE = TensorRegion()
 Multiply = Callable[[Tensor], Tensor]
@@ -135,7 +136,7 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
 def _gradients(use: Use, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the matmuls of the input and of the weight, and the bias, get of an output gradient."""
     rows, fp8 = grad.flatten(0, -2), use.fp8
-    if fp8 is None or not fp8.known or not use.weight.requires_grad:
+    if fp8 is None or not fp8.casts_once or not use.weight.requires_grad:
         return grad, rows.t(), rows
     cast = fp8.gradient(rows, sums=use.bias is not None and use.bias.requires_grad)
     return cast.rows.view(grad.shape), cast.columns, cast.sums
@@ -143,8 +144,12 @@ def _gradients(use: Use, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _weight_gradient(use: Use, left: Tensor, x: Tensor) -> Tensor | None:
     """Return left [outputs, rows] times the rows of x, unless it is added to a sum; in fp8, x may have been cast."""
-    right, fp8 = x.flatten(0, -2), use.fp8 if left.itemsize == 1 else None
-    if fp8 is not None and x.itemsize > 1:
+    right, fp8 = x.flatten(0, -2), use.fp8
+    if isinstance(fp8, BlockProducts):
+        left, right = by_sample(left, x)
+    elif left.itemsize > 1:
+        fp8 = None
+    elif fp8 is not None and x.itemsize > 1:
         right = fp8.input(right, rows=False).columns
     if use.store is None or use.store.sums is None:
         return left @ right if fp8 is None else fp8.weight_gradient(left, right, use.weight.dtype)
@@ -271,7 +276,7 @@ def _joined(columns: Sequence[Tensor], region: TensorRegion) -> Tensor:
 def _node(kind: Any, x: Tensor, use: Use) -> Tensor:
     x = x.contiguous()  # or both passes would copy it
     cast, fp8, gathers = None, use.fp8, kind is ColumnParallelMatmul and use.region.slices_sequence
-    if fp8 is not None and fp8.known and use.weight.requires_grad and not gathers and not is_discarded(x):
+    if fp8 is not None and fp8.casts_once and use.weight.requires_grad and not gathers and not is_discarded(x):
         # saved in place of x, which is twice as large unless the backward pass gathers or recomputes it
         cast = fp8.input(x.flatten(0, -2))
     end_recompute(x, use.weight, None if cast is None else cast.columns)

@@ -107,9 +107,11 @@ def space_of(
 
     Calls `note_progress` after each dry run. Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls.
     """
-    if config.precision.matmul == "fp8" and cluster.matmul.tflops_fp8 is None:
+    if config.precision.matmul != "compute" and cluster.matmul.tflops_fp8 is None:
         rule = f"{cluster.name} has no fp8 matmuls (cluster.matmul.tflops_fp8 = null)"
-        raise ConfigError([Problem("precision.matmul", "fp8", rule, "set precision=bf16, or use another cluster")])
+        raise ConfigError(
+            [Problem("precision.matmul", config.precision.matmul, rule, "set precision=bf16, or use another cluster")]
+        )
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
     return Space(Program(config, note_progress), cluster, config, fixed)

@@ -68,7 +68,7 @@ def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float) 
         if len(other) == 2:  # weight gradients sum over rows
             return [Matmul(depth, other[1], of_each, groups, grouped="depth")]
         return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
-    fp8 = operator == "_scaled_mm"  # the scales follow
+    fp8 = operator.startswith("_scaled_mm")  # the scales follow
     first, second = shapes[:2] if fp8 else shapes[-2:]
     return [Matmul(first[-2], second[-1], first[-1], first[0] if len(first) == 3 else 1, fp8=fp8)]
 

@@ -17,6 +17,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     `largest` is None if a dry run follows, which prints that line itself, as it counts all tensors.
     """
     model, batch = config.model, config.batch
+    matmul = config.precision.matmul
     parameters, tokens = f"{num_parameters(model):,} parameters", batch.global_size * model.sequence
     if model.experts is not None:
         parameters += f", {num_parameters(model, active=True):,} of them active for a token"
@@ -45,7 +46,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         ),
         (
             "numbers",
-            f"{config.precision.compute}{', matmuls of layers in fp8' * (config.precision.matmul == 'fp8')}, "
+            f"{config.precision.compute}{f', matmuls of layers in {matmul}' * (matmul != 'compute')}, "
             f"{config.optimizer.name} with {_kept_in(config, config.optimizer.moments)} "
             f"moments, gradients reduced in {_kept_in(config, config.precision.reduce)}, recompute "
             f"{config.memory.recompute}",

@@ -24,6 +24,7 @@ from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.cpu import matmul_precision
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp8 import Fp8Scales
+from pangu.layers.fp8_blocks import BLOCKS, BlockProducts
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernel_choice import random
 from pangu.layers.weight_gradient_store import WeightGradientStore
@@ -94,13 +95,14 @@ class _Discarded:
 def layer_trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
     """Return a function that computes one layer forward and backward, on the same tensors in each call."""
     region = replace(TensorRegion.of(mesh), sequence=False, group=None)
-    store, scales, part = None, None, ModelPart(range(1))
+    store, part = None, ModelPart(range(1))
+    scales: Fp8Scales | BlockProducts | None = BLOCKS.get(config.precision.matmul)
     if layer_products_add(mesh.device):
         store = WeightGradientStore()
         store.sums = _Discarded()
     if config.precision.matmul == "fp8":
-        scales = Fp8Scales(logical_shapes(config.model), mesh.device)
-        scales.known = True  # every step but the first
+        scales = history = Fp8Scales(logical_shapes(config.model), mesh.device)
+        history.known = True  # every step but the first
     build = Builder(region=region, layers_store=store, scales=scales)
     model, table = build_model(config.model, Options.of(config, kernel), build, [part])
     dtype, device = DTYPES[config.precision.compute], mesh.device

@@ -115,8 +115,8 @@ def run(
         attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
         for use in apex.USES:
             apex.candidates(use, config, device)  # likewise
-        if config.precision.matmul == "fp8":
-            log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device))
+        if (matmul := config.precision.matmul) != "compute":
+            log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device, matmul))
         if launch.world > 1:
             raise_open_files(launch.world)
         stack.enter_context(Interrupts(speaks=launch.rank == 0))

@@ -20,6 +20,7 @@ from pangu.layers.apex import UPDATES, USES
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp8 import Fp8Scales
+from pangu.layers.fp8_blocks import BLOCKS
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.compiled import CompiledBlocks
@@ -115,9 +116,8 @@ class Trainer:
         layers_store = store if schedule.splits_backward or layer_products_add(mesh.device) else None
         if config.precision.matmul == "fp8":
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
-        build = Builder.on(
-            mesh, config, store=store, layers_store=layers_store, scales=self.scales, norm=chosen["norm"]
-        )
+        scales = BLOCKS.get(config.precision.matmul, self.scales)
+        build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=scales, norm=chosen["norm"])
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, _ = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)

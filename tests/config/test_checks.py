@@ -169,7 +169,7 @@ CONTRADICTIONS = {
     "precision=bf16 precision.fp32_matmul=high": "precision.fp32_matmul = high: only applies to fp32",
     "precision=fp16 precision.matmul=fp8": (
         "precision.matmul = fp8: cannot be combined with fp16: its dynamic loss scale conflicts with the scales of "
-        "e5m2 gradients; set precision=fp8"
+        "gradients in fp8; set precision=fp8"
     ),
     "precision=fp8 model.hidden=72 batch.micro_size=1 model.sequence=24": (
         "precision.matmul = fp8: needs multiples of 16: model.hidden = 72, the queries' width = 72, batch.micro_size x "

@@ -109,3 +109,21 @@ def test_fp8_looks_at_each_ranks_share() -> None:
     )
     assert problems(*words, "precision=fp64", world=2) == str(ConfigError([]))
     assert problems("precision=fp8") == str(ConfigError([]))
+
+
+def test_no_block_of_fp8_lies_on_two_ranks() -> None:
+    """In fp64 too, and of each of keys and values, and of both chunks of a sequence that a rank has."""
+    words = (
+        "model.hidden=256",
+        "model.heads=4",
+        "model.ffn=256",
+        "model.sequence=256",
+        "precision.matmul=fp8_blockwise",
+    )
+    assert problems(*words, "parallel.tensor=2", "precision=fp64", world=2) == str(ConfigError([]))
+    assert "the keys' and values' width on each of parallel.tensor = 4 ranks = 64" in problems(
+        *words, "parallel.tensor=4", "precision=fp64", world=4
+    )
+    assert "needs multiples of 128: model.sequence / (2 x parallel.context = 2) = 64; set precision=bf16" in problems(
+        *words, "parallel.context=2", world=2
+    )

@@ -14,6 +14,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.layers.fp8 import cast, product, require_fp8
+from pangu.layers.fp8_blocks import BLOCKS
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -73,6 +74,30 @@ def test_products_are_those_of_a_cpu(device: torch.device, dtype: torch.dtype, l
     there = product(one, other, (scales[0], scales[1]), dtype, added)
     tolerance = 2e-3 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_products_of_blocks_are_those_of_a_cpu(name: str) -> None:
+    """Forward, and the gradients of input and weight, where the device has them."""
+    device, blocks, source = choose_device("cuda", Launch()), BLOCKS[name], torch.Generator().manual_seed(0)
+    try:
+        require_fp8("bf16", device, name)
+    except UserError as error:
+        pytest.skip(str(error))
+    x, weight, grad = (
+        torch.randn(shape, generator=source).bfloat16() for shape in ((256, 512), (384, 512), (256, 384))
+    )
+    results = []
+    for place in (HOST, device):
+        one, matrix, of_output = (tensor.to(place) for tensor in (x, weight, grad))
+        made = (
+            blocks.linear(matrix, None)(one),
+            blocks.input_gradient(matrix)(of_output),
+            blocks.weight_gradient(of_output.t(), one, torch.float32),
+        )
+        results.append([tensor.float().cpu() for tensor in made])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=2**-7, atol=0.25)
 
 
 def test_steps_in_fp8_stay_near_those_of_a_cpu_and_make_no_host_sync(device: torch.device) -> None:
