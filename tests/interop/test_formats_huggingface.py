@@ -52,7 +52,7 @@ def test_whatever_transformers_writes_is_known(kind: str) -> None:
     assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
 
 
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3.1 8B": (
         '{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
         '"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",'
@@ -119,6 +119,51 @@ PUBLISHED = {
         '"transformers_version": "4.51.0", "use_sliding_window": false, "vocab_size": 151936}',
         {"experts": 128, "experts_per_token": 8, "expert_ffn": 768, "expert_every": 1, "router": RouterConfig()},
     ),
+    "BLOOM 560M": (
+        '{"apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0, "bos_token_id": 1,'
+        '"architectures": ["BloomForCausalLM"], "attention_softmax_in_fp32": true, "pad_token_id": 3, "n_inner": null,'
+        '"eos_token_id": 2, "hidden_dropout": 0.0, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,'
+        '"masked_softmax_fusion": true, "model_type": "bloom", "n_embed": 1024, "n_layer": 24,'
+        '"num_attention_heads": 16, "offset_alibi": 100, "pretraining_tp": 1, "skip_bias_add": true,'
+        '"skip_bias_add_qkv": false, "slow_but_exact": false, "unk_token_id": 0, "use_cache": true,'
+        '"vocab_size": 250880}',
+        {"hidden": 1024, "heads": 16, "layers": 24, "sequence": 2048, "embedding_norm": True, "tied_head": True},
+    ),
+    "Falcon 7B": (
+        '{"alibi": false, "apply_residual_connection_post_layernorm": false, "architectures": ["FalconForCausalLM"],'
+        '"attention_dropout": 0.0, "bias": false, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,'
+        '"hidden_size": 4544, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",'
+        '"multi_query": true, "new_decoder_architecture": false, "num_attention_heads": 71, "num_hidden_layers": 32,'
+        '"parallel_attn": true, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 65024}',
+        {"kv_heads": 1, "parallel_block": "shared_norm", "biases": False, "ffn": None, "tied_head": True},
+    ),
+    "GPT-NeoX 20B": (
+        '{"architectures": ["GPTNeoXForCausalLM"], "attention_probs_dropout_prob": 0, "bos_token_id": 0,'
+        '"eos_token_id": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "hidden_size": 6144,'
+        '"initializer_range": 0.02, "intermediate_size": 24576, "layer_norm_eps": 1e-05, "model_type": "gpt_neox",'
+        '"max_position_embeddings": 2048, "num_attention_heads": 64, "num_hidden_layers": 44, "rotary_pct": 0.25,'
+        '"rotary_emb_base": 10000, "tie_word_embeddings": false, "use_cache": true, "vocab_size": 50432}',
+        {"partial_rotary_factor": 0.25, "rope_base": 1e4, "parallel_block": True, "dropout": 0.0},
+    ),
+    "StarCoder2 3B": (
+        '{"architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1, "attention_softmax_in_fp32": true,'
+        '"bos_token_id": 0, "embedding_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh",'
+        '"hidden_size": 3072, "initializer_range": 0.018042, "intermediate_size": 12288, "layer_norm_epsilon": 1e-05,'
+        '"max_position_embeddings": 16384, "mlp_type": "default", "model_type": "starcoder2", "norm_epsilon": 1e-05,'
+        '"norm_type": "layer_norm", "num_attention_heads": 24, "num_hidden_layers": 30, "num_key_value_heads": 2,'
+        '"residual_dropout": 0.1, "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": true,'
+        '"scale_attn_weights": true, "sliding_window": 4096, "use_bias": true, "vocab_size": 49152}',
+        {"window": 4096, "kv_heads": 2, "biases": True, "activation": "gelu_tanh", "tied_head": True},
+    ),
+    "Pangu Pro MoE 72B": (
+        '{"architectures": ["PanguProMoEForCausalLM"], "hidden_act": "silu", "hidden_size": 5120,'
+        '"initializer_range": 0.02, "max_position_embeddings": 131072, "model_type": "PanguProMoE",'
+        '"moe_intermediate_size": 1344, "num_attention_heads": 40, "num_experts": 64, "num_experts_per_tok": 8,'
+        '"num_hidden_layers": 48, "num_key_value_heads": 8, "output_router_logits": false, "rms_norm_eps": 1e-05,'
+        '"rope_theta": 16000000.0, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5376,'
+        '"tie_word_embeddings": false, "use_cache": true, "vocab_size": 153376}',
+        {"experts": 64, "expert_ffn": 1344, "shared_experts": 4, "experts_per_token": 8, "biases": "attention"},
+    ),
 }
 
 
@@ -130,6 +175,7 @@ def test_published_models(name: str) -> None:
     assert not list(find_model_problems(ModelConfig(**{**UNTOLD, **told})))
 
 
+MSCALE = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 8}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2", {"my_option": 3}, "my_option = 3: is unknown"),
     ("GPT2", {"add_cross_attention": True}, "add_cross_attention = true: is not supported; use false"),
@@ -186,6 +232,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3Moe", {"num_experts": 7}, "num_local_experts = 128: must be num_experts = 7"),
     ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
     ("Qwen3Moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not supported; use [] or null"),
+    ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "use default without a factor, which computes the"),
+    *(
+        ("Llama", {"rope_scaling": {**MSCALE, name: value}}, f"{name} = ")
+        for name in ("factor", "mscale", "mscale_all_dim")
+        for value in ("x", -1, [1], {"a": 1}, float("nan"))
+    ),
+    ("Llama", {"rope_scaling": {**MSCALE, "factor": None}}, "factor = null: must be at least 1"),
+    ("Llama", {"rope_scaling": {**MSCALE, "factor": 0.5}}, "factor = 0.5: must be at least 1"),
+    ("SeedOss", {"attention_bias": False, "attention_out_bias": True}, "attention_out_bias = true: is not supported"),
+    ("SeedOss", {"mlp_bias": True}, "attention_out_bias = false: is not supported with mlp_bias = true; use true"),
+    ("Bloom", {"n_embed": 64}, "n_embed = 64: must be hidden_size = 32"),
+    ("Bloom", {"num_attention_heads": 3, "n_head": 2}, "num_attention_heads = 3: must be n_head = 2"),
 ]
 
 

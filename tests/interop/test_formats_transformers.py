@@ -144,6 +144,7 @@ LLAMAS = [
     ("Persimmon", {}),
     ("Falcon", {"ffn_hidden_size": 56}),
     ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    ("Falcon", {"multi_query": False}),
     ("Bloom", {"n_layer": 2, "n_head": 4, "seq_length": 24}),
     ("OPT", {"ffn_dim": 56, "word_embed_proj_dim": 32, "init_std": 0.2}),
     ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40}),

@@ -285,6 +285,24 @@ def test_mixtral_of_transformers(tmp_path: Path) -> None:
     assert "flavour: mint" in section(done, "unknown, and left out")
 
 
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"model_type": "gpt_neox", "rotary_pct": 0.5, "use_parallel_residual": False}, "parallel_block=False"),
+        ({"model_type": "starcoder2", "use_bias": False}, "biases=False"),
+        ({"model_type": "bloom", "n_embed": 64, "n_layer": 2, "num_attention_heads": 4}, "embedding_norm=True"),
+    ],
+)
+def test_fields_of_transformers_that_stand_for_several_keys(fields: dict[str, Any], key: str, tmp_path: Path) -> None:
+    if "n_embed" not in fields:
+        fields |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        fields |= {"max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "vocab_size": 1024}))
+    model = built(translate("huggingface", tmp_path / "config.json")).model
+    name, _, value = key.partition("=")
+    assert (model.layers, model.hidden, str(getattr(model, name))) == (2, 64, value)
+
+
 def test_learning_rates_are_those_that_the_page_tells() -> None:
     """Those of Megatron-LM's optimizer_param_scheduler.py, one update apart in the warm-up and equal from then on."""
     words = ["--lr-decay-style", "cosine", "--min-lr", "6e-5", "--lr-warmup-iters", "10", "--lr-decay-iters", "800"]

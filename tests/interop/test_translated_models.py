@@ -78,6 +78,7 @@ LOST = {
         "--use-rotary-position-embeddings --rope-scaling-type yarn",
         "--rope-scaling-type",
     ),
+    "another place of a norm": ("--embed-layernorm", "--embed-layernorm: changes what the model computes"),
     "no positions": ("--no-position-embedding", "--no-position-embedding: changes what the model computes"),
     "other layers": ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec ["),
     "another objective": ("--label-smoothing 0.1", "--label-smoothing 0.1: an objective other"),

@@ -39,6 +39,8 @@ class ModelType:
     """Fields that are read several together, see `_DERIVE`."""
     twins: Mapping[str, str] = field(default_factory=dict)
     """Fields that must equal another one."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of fields, which transformers reads as well."""
     choices: Mapping[str, list[Any]] = field(default_factory=dict)
     """Values that the type can express, by key of `ModelConfig`, instead of the one that it `means`; empty: any."""
     values: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
@@ -80,6 +82,11 @@ def kind_in(config: Mapping[str, Any], path: Path) -> ModelType:
 def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return keys of `ModelConfig` from a config.json. Raises UserError for an unsupported model."""
     kind = kind_in(config, path)
+    for alias, name in kind.aliases.items():
+        if alias in config:
+            config = {name: config[alias], **config}
+            if config[name] != config[alias]:
+                raise wrong_field(path, alias, config[alias], f"must be {name} = {shown(config[name])}")
     if missing := [name for key, name in kind.keys.items() if name not in config and key not in kind.defaults]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
     values = {key: config.get(name, kind.defaults.get(key)) for key, name in kind.keys.items()}
@@ -89,7 +96,7 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         problems.append(Problem(kind.keys["activation"], activation, f"is none of {', '.join(kind.activations)}"))
     refuse(path, problems)
     harmless = f"{load_table('model_types')['_harmless']} {kind.harmless}".split()
-    used = {*kind.keys.values(), *kind.derived.split(), *kind.twins, *kind.values}
+    used = {*kind.keys.values(), *kind.derived.split(), *kind.twins, *kind.values, *kind.aliases}
     check_fields(config, path, used, harmless, kind.only)
     for name, meanings in kind.values.items():
         value = config.get(name, next(iter(meanings)))
@@ -150,8 +157,10 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     rope = config.get(key) or {}
     kind, type_ = rope.get("rope_type", rope.get("type", "default")), kind_in(config, path)
     if kind not in ("default", *_SCALINGS):
-        known = ", ".join(("default", *_SCALINGS))
-        raise wrong_field(path, f"{key}.rope_type", kind, "is not supported", f"use one of {known}")
+        fix = f"use one of {', '.join(('default', *_SCALINGS))}"
+        if kind == "dynamic":
+            fix = "use default without a factor, which computes the same up to max_position_embeddings tokens"
+        raise wrong_field(path, f"{key}.rope_type", kind, "is not supported", fix)
     needed, optional = (names.split() for names in _SCALINGS[kind][1:]) if kind in _SCALINGS else ([], [])
     names = {factor: f"{key}.{_ORIGINAL.get(factor, factor)}" for factor in (*needed, *optional)}
     used = {
@@ -161,14 +170,14 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
         "partial_rotary_factor",
         *(name.partition(".")[2] for name in names.values()),
     }
+    # DeepSeek's factors of YaRN
     used |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
-    # of DeepSeek's code, which transformers reads nowhere
     check_fields(rope, f"{path}: {key}", used, (), {"max_position_embeddings": [keys["sequence"]]})
     given = {factor: rope.get(name.partition(".")[2]) for factor, name in names.items()}
     if kind == "yarn":
         given["original_sequence"] = given["original_sequence"] or keys["sequence"]
         if given["attention_factor"] is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-            given["attention_factor"] = _mscale(rope, "mscale") / _mscale(rope, "mscale_all_dim")
+            given["attention_factor"] = _attention_factor(rope, f"{path}: {key}")
     given = {factor: value for factor, value in given.items() if value is not None or factor in needed}
     theta = {"rope_base": f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"}
     usual = config.get("rotary_emb_base", type_.defaults.get("rope_base", 1e4))
@@ -187,9 +196,19 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     keys |= base | part | {"rope_scaling": _SCALINGS[kind][0](name=kind, **factors) if kind in _SCALINGS else None}
 
 
-def _mscale(rope: Mapping[str, Any], name: str) -> float:
-    """Return DeepSeek's factor of YaRN, of a field `name` (its released code, `yarn_get_mscale`)."""
-    return 0.1 * float(rope[name]) * math.log(float(rope["factor"])) + 1
+def _attention_factor(rope: Mapping[str, Any], where: str) -> float:
+    """Return YaRN's attention factor from DeepSeek's fields (its released code, `yarn_get_mscale`)."""
+    # the three fields have the range of a factor
+    names = ("factor", "mscale", "mscale_all_dim")
+    numbers = {
+        name: read_keys(YarnScaling, {"attention_factor": rope.get(name)}, {"attention_factor": name}) for name in names
+    }
+    refuse(where, [problem for _, problems in numbers.values() for problem in problems])
+    factor, *scales = (keys["attention_factor"] for keys, _ in numbers.values())
+    if factor is None or factor < 1:
+        raise wrong_field(where, "factor", factor, "must be at least 1")
+    first, second = (0.1 * scale * math.log(factor) + 1 for scale in scales)
+    return float(first / second)
 
 
 def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -199,6 +218,10 @@ def _biases(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None
     known = {(False, False, False): False, (True, True, True): True, (True, True, False): "attention"}
     known |= {(True, False, False): "qkv"}
     if (queries, output, mlp) not in known:
+        if output != queries:
+            name, needed = "attention_out_bias", "mlp_bias" if queries else "attention_bias"
+            rule = f"is not supported with {needed} = {shown(mlp if queries else queries)}"
+            raise wrong_field(path, name, output, rule, f"use {shown(queries)}")
         raise wrong_field(path, "mlp_bias", mlp, "is not supported without attention_bias", "use false")
     keys["biases"] = known[queries, output, mlp]
 
@@ -277,7 +300,7 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
     written = {*kind.derived.split(), *kind.twins}
     derived = {key: value for key, value in _derived_fields(model).items() if key in written}
     for name, meanings in kind.values.items():
-        fits = (value for value, meant in meanings.items() if all(keys[key] == meant[key] for key in meant))
+        fits = (value for value, meant in meanings.items() if all(getattr(model, key) == meant[key] for key in meant))
         derived[name] = next(fits)
     return {"model_type": kind.name, **fields, **derived, **kind.writes}
 

@@ -16,7 +16,7 @@ from pangu.interop.translation.table import Table, Translation, load_table
 def _table(kind: ModelType) -> Table:
     harmless = f"{load_fields('model_types')['_harmless']} {kind.harmless} model_type"
     direct = {field: f"model.{key}" for key, field in kind.keys.items()}
-    same = f"{harmless} {' '.join((*kind.only, *kind.twins))} {kind.derived}"
+    same = f"{harmless} {' '.join((*kind.only, *kind.twins, *kind.aliases, *kind.values))} {kind.derived}"
     return replace(load_table("huggingface"), direct=direct, same=same)
 
 

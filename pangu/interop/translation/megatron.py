@@ -62,6 +62,9 @@ def _attention(source: Translation) -> None:
     positions = source.get("model.positions")
     if positions == "learned" and source.flag("no-position-embedding"):
         source.lacks("no-position-embedding", "other_function")
+    if positions == "learned" and source.flag("embed-layernorm"):
+        # there it normalizes the token embedding, before the position vectors are added
+        source.lacks("embed-layernorm", "other_function")
     if positions == "rope":
         _rotary(source)
     rows = source.integer("max-position-embeddings")
