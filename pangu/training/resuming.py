@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
 from pangu.common.errors import UserError
 from pangu.config.data import DataConfig, IndexedData
-from pangu.config.model import ModelConfig
+from pangu.config.model import ModelConfig, RouterConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.models.parameters import logical_shapes
@@ -160,7 +160,7 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     trainer.parameters.publish()
     if trainer.balance is not None and index.get("experts") is not None:
         trainer.balance.restore(path, index["experts"])
-    for key, now, before in _differences(index["identity"], identity(replace(config, model=model))):
+    for key, now, before in _differences(_completed(index["identity"]), identity(replace(config, model=model))):
         if key.startswith("model."):
             log.warning("%s = %s: the weights of %s were trained with %s", key, now, path, before)
 
@@ -192,7 +192,7 @@ def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
     tensors, wrong = index["tensors"], []
     shapes = {f"weight/{name}": list(shape) for name, shape in logical_shapes(config.model).items()}
     misfits = [name for name, shape in shapes.items() if name in tensors and tensors[name]["shape"] != shape]
-    for key, now, before in _differences(index["identity"], identity(config)):
+    for key, now, before in _differences(_completed(index["identity"]), identity(config)):
         may_change = any(f"{key}.".startswith(f"model.{name}.") for name in MAY_CHANGE)
         if may_change and not misfits:
             log.warning("%s = %s from here on: %s was trained with %s", key, now, path, before)
@@ -202,6 +202,13 @@ def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
         wrong += [f"  {name} would be {shapes[name]}: it is {tensors[name]['shape']}" for name in misfits[:3]]
         advice = "restore these values, or set another train.output to start a new run"
         raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
+
+
+def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's identity with the defaults of the keys of `model` that are younger than it."""
+    younger = {f"model.{field.name}": field.default for field in fields(ModelConfig) if field.default is not MISSING}
+    router, known = saved.get("model.router", {}), asdict(RouterConfig())
+    return {**younger, **saved, "model.router": {**known, **router} if isinstance(router, dict) else router}
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -87,6 +87,13 @@ def test_exchanges_of_fixed_sizes_are_planned(words: str, process: SharedWorker)
     assert_planned(values(f"{size} {layout} {words}"), process)
 
 
+@pytest.mark.parametrize("more", ["parallel.data=2 parallel.zero=3", "model.experts=4 model.expert_every=2"])
+def test_the_norm_of_the_embedding_is_in_layer_0_only(more: str, process: SharedWorker) -> None:
+    """The first layers of later stages are measured without it."""
+    size = "model.layers=6 model.kind=gpt batch.global_size=8 parallel.pipeline=3"
+    assert_planned(values(f"{size} model.embedding_norm=true {more}"), process)
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.checkpoint.files import amend
+from pangu.checkpoint.files import amend, checksum
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import read_tensor
 from pangu.common.errors import UserError
@@ -299,6 +299,20 @@ def test_what_does_not_change_the_tensors_may_change_within_a_run(
             UserError, match=rf"belongs to a different run; (.|\n)*  {key} = {value}: the checkpoint has"
         ):
             train(tmp_path, 5, word)
+
+
+def test_a_key_younger_than_the_checkpoint_had_its_default(three_steps: Path, tmp_path: Path) -> None:
+    """Its index lacks the key, and the tensors may fit: another value is another function all the same."""
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "checkpoints/step-00000003/index.json"
+    index = json.loads(path.read_text())
+    for key in ("qk_norm", "partial_rotary_factor", "embedding_norm"):
+        del index["identity"][f"model.{key}"]
+    del index["identity"]["model.router"]["learned_scale"], index["checksum"]
+    path.write_text(json.dumps({**index, "checksum": checksum(index)}))
+    with pytest.raises(UserError, match=r"  model\.partial_rotary_factor = 0\.5: the checkpoint has 1\.0"):
+        train(tmp_path, 4, "model.positions=rope", "model.partial_rotary_factor=0.5")
+    assert len(train(tmp_path, 4)) == 4
 
 
 def test_balance_weights_may_change_within_a_run(tmp_path: Path) -> None:
