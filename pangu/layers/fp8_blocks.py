@@ -21,7 +21,7 @@ from pangu.layers.fused import fused
 
 
 class CastBlocks(NamedTuple):
-    """Matrix in e4m3 with the scale of each block."""
+    """Matrix in e4m3, contiguous in rows as hardware needs it, with the scale of each block."""
 
     values: Tensor
     exponents: Tensor
@@ -44,7 +44,7 @@ def _cast(x: Tensor, height: float, width: float, saturates: float) -> tuple[Ten
     scaled = parts * (254 - exponents << 23).view(torch.float32)[:, None, :, None]
     # 0 for a finite number, otherwise nan
     values = scaled.clamp(-448.0, 448.0) + 0.0 * parts
-    return values.view(x.shape).to(torch.float8_e4m3fn), exponents
+    return values.view(x.shape).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), exponents
 
 
 def _like_cast(x: Tensor, height: float, width: float, saturates: float) -> tuple[Tensor, Tensor]:

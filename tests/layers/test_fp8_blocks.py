@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import cache
 from typing import Any
@@ -57,10 +58,16 @@ def test_casts_round_by_a_sixteenth_at_most_and_show_what_is_not_finite(name: st
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("rows", "outputs", "depth"), SHAPES)
 def test_torchs_kernels_take_the_casts(name: str, rows: int, outputs: int, depth: int) -> None:
-    """Their checks of shapes and strides, on tensors without memory; on a CPU the product is that of the numbers."""
+    """Their checks of shapes and strides, on tensors without memory; on a CPU the product is that of the numbers.
+
+    Operands are cast as they lie in memory and, as in the backward pass, as transposes.
+    """
     blocks = BLOCKS[name]
-    for height in {1, blocks.height}:
-        casts = blocks.cast(torch.randn(rows, depth)), blocks.cast(torch.randn(outputs, depth), height)
+    for height, transposed in itertools.product({1, blocks.height}, (False, True)):
+        left, right = (
+            torch.randn(depth, size).t() if transposed else torch.randn(size, depth) for size in (rows, outputs)
+        )
+        casts = blocks.cast(left), blocks.cast(right, height)
         expected = F.linear(*(one.restored(torch.float32) for one in casts))
         assert torch.equal(blocks._product(*casts, torch.float32), expected)
         meta = [CastBlocks(*(part.to("meta") for part in one)) for one in casts]
