@@ -101,7 +101,7 @@ def needs(kernel: Any, capability: int) -> dict[str, int]:
         "shared_bytes": kernel.metadata.shared,
         "products": len(re.findall(r"^\s*(?:@\S+ )?(?:wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"], re.M)),
         "old_products": len(re.findall(r"^\s*mma\.sync", kernel.asm["ptx"], re.M)),
-        "loop_instructions": min(loops(kernel)),
+        "loop_instructions": min(loops(kernel), default=0),
     }
 
 

@@ -74,7 +74,7 @@ class SpanRecorder(ModuleHooks):
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
         parameters, gradients, store = trainer.parameters, trainer.parameters.gradients, trainer.runner.store
         self._trained = [self._names[p] for flat in parameters.trained for p, _ in flat.parameters]
-        self._begins = trainer.config.parallel.zero > 1
+        self._begins = trainer.config.parallel.zero > 1 and trainer.config.precision.matmul == "fp8"
         for owner, name, method in (
             (audit, "enter", self._enter_action),
             (gradients, "sum_of", self._begin_sum),

@@ -60,7 +60,7 @@ def half_moved(batch: Batch, device: torch.device) -> Batch:
     return Batch(moved.tokens, batch.labels, moved.weights, moved.positions, moved.documents, moved.samples)
 
 
-def on_the_host(gradients: Any, loss: Any, flags: Any, mesh: Any) -> torch.Tensor:
+def on_the_host(gradients: Any, loss: Any, flags: Any, mesh: Any, *others: Any) -> torch.Tensor:
     assert dist.group.WORLD is not None
     reduce.all_reduce(torch.zeros(2), AxisGroup(dist.group.WORLD, "world"))
     return torch.ones(2, dtype=torch.float64, device=mesh.device)

@@ -56,6 +56,7 @@ def gradients(*overrides: str) -> dict[str, Tensor]:
 def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int) -> None:
     """Every value of each in some of four models. The graph is what is done without it, in the same order."""
     chosen = {name: FACTORS[name][number % len(FACTORS[name])] for name in MODEL}
+    chosen["parallel_block"] = "true" if (chosen["kind"], chosen["norm_placement"]) == ("gpt", "pre") else "false"
     recompute = MODES[number]
     words = [*keys_of({**FIRST, **chosen})[0], "model.layers=4", *RECOMPUTE[recompute].split()]
     with patch.object(compiled, "BACKEND", "eager"):
