@@ -54,10 +54,12 @@ def silent_ranks(mesh: Mesh) -> list[int]:
     """Return the rank that says it has failed, or those that do not report the same timeout soon after this one."""
     if mesh.store is None:
         return []
-    if mesh.store.check([failed := f"{BACKGROUND}/{FAILED}"]):
-        return [int(mesh.store.get(failed))]
+    failed = f"{BACKGROUND}/{FAILED}"
+    failing = [int(mesh.store.get(failed))] if mesh.store.check([failed]) else []
     mesh.store.set(f"misses-{mesh.rank}", "")
-    time.sleep(SILENCE_SECONDS)
+    time.sleep(SILENCE_SECONDS)  # a rank that has failed ends first: the launcher passes on its message and its status
+    if failing:
+        return failing
     silent = absent(mesh.store, [f"misses-{rank}" for rank in range(mesh.layout.world)])
     return [int(key.removeprefix("misses-")) for key in silent]
 

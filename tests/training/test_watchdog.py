@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname
 from threading import Event, Thread
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from pangu.collectives import meeting
 from pangu.collectives.agreement import answer_of_store, name_silent_ranks
-from pangu.common.errors import LostError
+from pangu.common.errors import SILENCE_SECONDS, LostError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import watchdog
@@ -108,12 +109,14 @@ def test_where_a_rank_fails_the_others_abort_what_they_wait_in_and_name_it(
         clock.sleep(0.25 * TIMEOUT)
         assert bool(aborted) == aborts
         assert all(when <= 0.25 + TIMEOUT / 20 for when in aborted)
+    waits: list[float] = []
     with (
         pytest.raises(LostError, match="rank 0 did not respond") if aborts else suppress(LostError),
-        patch.object(meeting, "SILENCE_SECONDS", 300.0 if aborts else 0.0),  # nobody is waited for
+        patch.object(meeting, "time", SimpleNamespace(sleep=waits.append)),
         name_silent_ranks(mesh(1, 2, store), lambda: "step 7"),
     ):
         raise dist.DistBackendError("NCCL communicator was aborted on rank 1")
+    assert waits == [SILENCE_SECONDS]  # the one that failed ends first, and the launcher has its message and status
 
 
 @pytest.mark.parametrize("folder", ["removed", "on a full disk"])
