@@ -117,12 +117,8 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
     """Yield the problem of matmul sizes that no fp8 kernel supports, or whose blocks would lie on several ranks."""
-    matmul, model, ranks, context = (
-        config.precision.matmul,
-        config.model,
-        config.parallel.tensor,
-        config.parallel.context,
-    )
+    matmul, model = config.precision.matmul, config.model
+    ranks, context = config.parallel.tensor, config.parallel.context
     # tensors of fp8 have one scale: fp64, where fp8 is emulated, takes any size
     if matmul == "compute" or (matmul == "fp8" and config.precision.compute == "fp64"):
         return

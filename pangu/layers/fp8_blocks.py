@@ -139,12 +139,9 @@ def require_blocks(matmul: str, device: torch.device) -> str:
     """Describe how a CUDA device multiplies in fp8 with a scale per block; raise `UserError` if it cannot."""
     major = torch.cuda.get_device_capability(device)[0]
     if not (major == 9 if matmul == "fp8_blockwise" else major in (10, 11)):
-        name, needed = (
-            torch.cuda.get_device_name(device),
-            {"fp8_blockwise": "Hopper (9.0)", "mxfp8": "Blackwell (10.0)"},
-        )
+        needed = "Hopper (9.0)" if matmul == "fp8_blockwise" else "Blackwell (10.0)"
         raise UserError(
-            f"precision.matmul = {matmul}: {name} has no such matmuls, which GPUs of compute capability "
-            f"{needed[matmul]} have; set precision=fp8, or precision=bf16"
+            f"precision.matmul = {matmul}: {torch.cuda.get_device_name(device)} has no such matmuls, which GPUs of "
+            f"compute capability {needed} have; set precision=fp8, or precision=bf16"
         )
     return f"torch.nn.functional.scaled_mm, {matmul}"

@@ -263,8 +263,7 @@ class ParallelBlock(Block):
         x, scores = below
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
             attended, scores = self.attention(normed, context, scores, queries)
-            change = self.mlp(normed, context.routes) if self.mlp_norm is None else None
-        change = self._mlp(x, context) if change is None else change
+            change = self.mlp(normed, context.routes) if self.mlp_norm is None else self._mlp(x, context)
         x = self.attention_dropout.hidden(attended, context.keys, x)
         return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
 
