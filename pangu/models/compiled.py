@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as partitioner
 from torch.utils._triton import has_triton
 
 from pangu.common.errors import ConfigError, LocalError, Problem, is_out_of_memory
@@ -118,6 +119,8 @@ def _compiled(splits_backward: bool) -> Callable[..., HiddenStates]:
         if splits_backward:
             # postponed gradients keep tensors of the backward pass: their memory must not be reused
             options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+    # the chain of operators of a dropout mask is long, but recomputing it in a kernel costs less than keeping the mask
+    partitioner.ban_recompute_long_fusible_chains = partitioner.ban_recompute_used_far_apart = False
     return torch.compile(_compute, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
 
 
