@@ -148,6 +148,8 @@ class Runner(Generic[M]):
         assert schedule.micro_batches == len(batches)
         for pending in (self._live, self._made, self._arriving, self._leaving):
             pending.clear()  # left by a failed run
+        if self.parameters is not None:
+            self.parameters.unsharder.restart()
         results: list[Tensor] = []
 
         def root(hidden: Any, batch: Any) -> Tensor:

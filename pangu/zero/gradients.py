@@ -84,8 +84,11 @@ class GradientSum(ReduceRules[FlatParameter]):
             parameter.register_post_accumulate_grad_hook(self._hook())
 
     def start_step(self) -> None:
-        """Reset the gradients for a new step."""
+        """Reset the gradients for a new step, whatever a failed one left."""
+        self._wait(0)
         for flat in self._all:
+            if flat.total is not None and flat.sharding.size > 1 and flat.sharding.stage >= 2:
+                self._free(flat)
             if flat.total is None:
                 flat.grad.zero_()
             else:
@@ -96,6 +99,11 @@ class GradientSum(ReduceRules[FlatParameter]):
     def _begin(self, flat: FlatParameter) -> None:
         for parameter, _ in flat.parameters:
             self._sums[id(parameter)].begins = True
+
+    def _free(self, flat: FlatParameter) -> None:
+        flat.total = None  # the next micro-batch allocates a new one
+        for parameter, _ in flat.parameters:
+            self._sums[id(parameter)].view = None
 
     def expect(self, chunk: int, parameters: Collection[Tensor] | None = None) -> None:
         """Arm gradient reduction: the next backward pass is the last one to add to these parameters (None: all)."""
@@ -175,8 +183,6 @@ class GradientSum(ReduceRules[FlatParameter]):
             if one.begins:  # the backward pass did not reach it
                 total[one.span].zero_()
                 one.begins = False
-            if sharding.stage >= 2:
-                one.view = None
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if sharding.size == 1:
             part = flat.grad.to(message)
@@ -189,7 +195,7 @@ class GradientSum(ReduceRules[FlatParameter]):
             if (copies := mesh.group(sharding.axis("copies"))) is not None:
                 handle = start_sum(part, handle, copies, self._stream)
             if sharding.stage >= 2:
-                flat.total = None  # the next micro-batch allocates a new one
+                self._free(flat)
 
         def finish(source: Tensor = total) -> None:
             """Wait for the reduction; the default argument keeps `source` alive until then."""

@@ -116,6 +116,15 @@ class UnshardRules(ABC, Generic[F]):
             self.finish(flat)
             self.release(flat)
 
+    def restart(self) -> None:
+        """Release what a failed step left gathered."""
+        if self._kept or any(self._users.values()):
+            self._kept.clear()
+            self._users = dict.fromkeys(self.flat_parameters, 0)
+            self.wait()
+            for flat in self.flat_parameters:
+                self.release(flat)
+
     def in_use(self, flat: F) -> bool:
         """Return whether a module computes with a flat parameter."""
         return self._users[flat] > 0

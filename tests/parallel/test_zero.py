@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pangu.topology.layout import Layout
-from tests.parallel.harness import OVERRIDES, train_layout
+from tests.parallel.harness import OVERRIDES, small_trainer, train_layout, whole
 from tests.threads import Ranks
 
 MODEL = (*OVERRIDES, "batch.micro_size=1", "batch.global_size=4")
@@ -44,3 +45,46 @@ def test_stages_are_equal_bit_for_bit_in_fp32(ranks: Ranks, data: int, optimizer
         for mine, reference in zip(ours["gradients"], first["gradients"], strict=True):
             assert all(torch.equal(mine[name], gradient) for name, gradient in reference.items())
         assert all(torch.equal(ours["weights"][name], weight) for name, weight in first["weights"].items())
+
+
+def gradients_after_a_failure(rank: int, world: int, layout: Layout, fails: bool, *overrides: str) -> dict[str, Tensor]:
+    """The gradients of a step; if it `fails`, after one that stopped in the middle of the second backward pass."""
+    trainer, batches = small_trainer(layout, *overrides)
+    if fails:
+        calls = []
+
+        def stop(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == len(parameters) + 1:
+                raise MemoryError
+
+        parameters = [p for name, p in trainer.model.named_parameters() if name.endswith("attention_norm.weight")]
+        hooks = [parameter.register_hook(stop) for parameter in parameters]
+        with pytest.raises(MemoryError):
+            trainer.forward_backward(batches)
+        for hook in hooks:
+            hook.remove()
+    trainer.forward_backward(batches)
+    return whole(trainer, of_gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        (Layout(), ()),
+        (Layout(data=2, zero=1), ()),
+        (Layout(data=2, zero=2), ()),
+        (Layout(data=2, zero=3), ("memory.recompute=full",)),
+    ],
+    ids=str,
+)
+def test_a_step_after_one_that_failed_in_backward_computes_the_same(
+    ranks: Ranks, layout: Layout, overrides: tuple[str, ...]
+) -> None:
+    """A caller that runs out of memory may drop the step and go on."""
+    first, again = (
+        ranks.run(layout.world, gradients_after_a_failure, layout, fails, *OVERRIDES, *overrides)[0]
+        for fails in (False, True)
+    )
+    for name, gradient in first.items():
+        assert torch.equal(again[name], gradient), name
