@@ -119,8 +119,9 @@ def _compiled(splits_backward: bool) -> Callable[..., HiddenStates]:
         if splits_backward:
             # postponed gradients keep tensors of the backward pass: their memory must not be reused
             options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
-    # the chain of operators of a dropout mask is long, but recomputing it in a kernel costs less than keeping the mask
-    partitioner.ban_recompute_long_fusible_chains = partitioner.ban_recompute_used_far_apart = False
+    # torch would keep dropout masks for backward, which take many operators to compute (holds for the whole process)
+    partitioner.ban_recompute_long_fusible_chains = False
+    partitioner.ban_recompute_used_far_apart = False
     return torch.compile(_compute, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
 
 

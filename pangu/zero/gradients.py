@@ -87,12 +87,11 @@ class GradientSum(ReduceRules[FlatParameter]):
         """Reset the gradients for a new step, whatever a failed one left."""
         self._wait(0)
         for flat in self._all:
-            if flat.total is not None and flat.sharding.size > 1 and flat.sharding.stage >= 2:
-                self._free(flat)
-            if flat.total is None:
-                flat.grad.zero_()
-            else:
+            if "total" in flat.table:
                 self._begin(flat)
+            else:
+                self._free(flat)
+                flat.grad.zero_()
         self.restart()
         self.norms = []
 

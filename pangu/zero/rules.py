@@ -121,8 +121,8 @@ class UnshardRules(ABC, Generic[F]):
         if self._kept or any(self._users.values()):
             self._kept.clear()
             self._users = dict.fromkeys(self.flat_parameters, 0)
-            self.wait()
             for flat in self.flat_parameters:
+                self.finish(flat)
                 self.release(flat)
 
     def in_use(self, flat: F) -> bool:
