@@ -19,6 +19,13 @@ PUBLISHED = {
     "pangu_13b": 12_800_870_400,
     "pangu_200b": 206_861_008_896,
     "gpt2_124m": 124_439_808,
+    "gpt3_125m": 125_226_240,
+    "gpt3_350m": 355_871_744,
+    "gpt3_760m": 760_300_032,
+    "gpt3_1_3b": 1_315_723_264,
+    "gpt3_2_7b": 2_651_553_280,
+    "gpt3_6_7b": 6_658_404_352,
+    "gpt3_13b": 12_853_386_240,
     "gpt3_175b": 174_604_259_328,
     "mixtral_8x7b": 46_702_792_704,
     "pangu_pro_moe": 71_988_781_056,
@@ -29,6 +36,24 @@ PUBLISHED = {
 }
 ACTIVE = {"mixtral_8x7b": 12_879_925_248, "pangu_pro_moe": 16_498_136_448, "qwen3_30b_a3b": 3_353_032_704}
 """Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411) and 3.3 (Yang et al. 2025)."""
+
+
+GPT3 = {
+    "125m": 125e6,
+    "350m": 350e6,
+    "760m": 760e6,
+    "1_3b": 1.3e9,
+    "2_7b": 2.7e9,
+    "6_7b": 6.7e9,
+    "13b": 13e9,
+    "175b": 175e9,
+}
+"""Sizes of Brown et al. 2020, table 2.1, which rounds to two or three digits."""
+
+
+@pytest.mark.parametrize("size", GPT3)
+def test_gpt3_has_the_sizes_of_its_paper(size: str) -> None:
+    assert num_parameters(config(f"+config=gpt3_{size}").model) == pytest.approx(GPT3[size], rel=0.02)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 
@@ -10,10 +11,18 @@ import pytest
 
 from pangu.dryrun.roles import DryRunError
 from pangu.planning import auto
+from tests.configs import RECIPES, config
 from tests.end_to_end.commands import called, command
 from tests.prepare.test_preprocess_data import shell
+from tests.spawn import repository
 from tools import plan
 
+PRESETS = re.findall(
+    r"^\| `(\w+)` .* \| (\d+) devices? \| ([\d.]+) s, ([\d.]+) GiB \|$",
+    (repository() / "docs" / "presets.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+"""Rows of the table: recipe, devices, seconds and GiB of a step on H100s."""
 SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")
 
 
@@ -34,6 +43,25 @@ def test_sharding_without_the_devices_or_the_data() -> None:
     ):
         assert line in lines, done.stdout
     assert "X [tokens, inputs] times A [inputs, outputs]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "devices", "seconds", "gib"),
+    [pytest.param(*row, marks=() if row[0] == "gpt3_2_7b" else pytest.mark.long) for row in PRESETS],
+)
+def test_the_table_of_presets_has_their_plans(recipe: str, devices: str, seconds: str, gib: str) -> None:
+    """To 5 %, as estimates of single operators change."""
+    parallel = config(f"+config={recipe}").parallel
+    replicas = int(devices) // (parallel.tensor * parallel.pipeline)
+    cluster = ("cluster=h100", f"cluster.devices={devices}", f"parallel.data={replicas}")
+    done = called("tools/plan", f"+config={recipe}", *cluster)
+    found = re.search(r"step time ([\d.]+) s .*memory ([\d.]+) of", done.stdout)
+    assert found is not None, done.stderr
+    assert tuple(map(float, found.groups())) == pytest.approx((float(seconds), float(gib)), rel=0.05)
+
+
+def test_every_preset_has_a_plan_in_the_table() -> None:
+    assert {row[0] for row in PRESETS} == {name for name in RECIPES if not name.startswith("quickstart")}
 
 
 def test_without_sharding_it_describes() -> None:
