@@ -123,6 +123,10 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--input {options.input} does not exist")
     source = FORMATS[options.source].open(options.input)
     config = configure(source, options.overrides, options.output)
+    foreign = next((name for name in (options.target, options.source) if name != "pangu"), None)
+    if config.model.mtp_layers and foreign:
+        print(f"model.mtp_layers = {config.model.mtp_layers}: left out, as {foreign} files have none here")
+        config = replace(config, model=replace(config.model, mtp_layers=0))
     assert isinstance(config.data, IndexedData)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and options.target == "huggingface" and tokenizer.kind in (*ENCODINGS, "bytes"):

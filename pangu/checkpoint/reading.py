@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,8 +24,10 @@ from pangu.config.build import build
 from pangu.config.data import DataConfig
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
-from pangu.models.parameters import logical_shapes
+from pangu.models.parameters import logical_shapes, only_predicts
 from pangu.topology.mesh import Mesh
+
+log = logging.getLogger("pangu")
 
 _UNREADABLE = "the configuration of the run cannot be read"
 MOST_BYTES = 4 * 2**20
@@ -111,17 +114,29 @@ def intact(path: Path, mesh: Mesh) -> Path:
     return path
 
 
-def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -> dict[str, Any]:
+def load_weights(
+    path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]], layers: int | None = None
+) -> dict[str, Any]:
     """Fill this rank's slices with the weights of a checkpoint, and nothing else, and return its index.
 
     The ranks of `mesh` together hold all tensors. Raises UserError on all of them if the checkpoint is damaged, or
-    naming every tensor that only one of the two has or whose shape differs.
+    naming every tensor that only one of the two has or whose shape differs. With `layers`, the number of layers of the
+    model, only one of the two may have tensors of multi-token prediction.
     """
     index = read_index(intact(path, mesh))
     slices = [(f"weight/{name}", part) for name, part in weights]
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather_objects({name: slice_.shape for name, slice_ in slices}, mesh.group("world")):
         shapes |= part
+    if layers is not None:
+        alone = shapes.keys() ^ {name for name in index["tensors"] if name.startswith("weight/")}
+        alone = {name for name in alone if only_predicts(name.removeprefix("weight/"), layers)}
+        if alone:
+            where = "this model leaves them out" if alone & index["tensors"].keys() else "not in the checkpoint"
+            log.info("%-12s %d tensors of multi-token prediction: %s (%s)", "weights", len(alone), where, path)
+        shapes = {name: shape for name, shape in shapes.items() if name not in alone}
+        slices = [(name, part) for name, part in slices if name not in alone]
+        index = {**index, "tensors": {name: x for name, x in index["tensors"].items() if name not in alone}}
     require_fit(path, index, shapes, "weight")
     load(path, index, slices)
     return index
@@ -149,7 +164,7 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from error
     weights = sum(name.startswith("weight/") for name in index["tensors"])
-    if trained.model.layers > weights:
+    if trained.model.num_blocks > weights:
         raise UserError(f"{path}: model.layers = {trained.model.layers}, but {checkpoint} has only {weights} weights")
     # no heads, or a negative width
     with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of `model` do not describe a model"):

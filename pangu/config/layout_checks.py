@@ -57,7 +57,7 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, exp
     # a number that divides the key heads divides the query heads too
     key = "heads" if model.kv_heads is None else "kv_heads"
     cut = {f"model.{key} = ": getattr(model, key)}
-    if len(model.expert_layers) < model.layers:
+    if len(model.expert_layers) < model.num_blocks:
         cut["the feed-forward width "] = model.ffn_size
     if experts and model.experts is not None:
         cut["an expert's width "] = model.expert_size
@@ -134,7 +134,7 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
         "model.hidden": model.hidden,
         f"the queries' width{share}": model.query_size // ranks,
         f"the keys' and values' width{share}": key_value,
-        f"the feed-forward width{share}": model.ffn_size // ranks if len(model.expert_layers) < model.layers else 0,
+        f"the feed-forward width{share}": model.ffn_size // ranks if len(model.expert_layers) < model.num_blocks else 0,
         f"the shared experts' width{share}": model.shared_experts * model.expert_size // ranks,
         **tokens,
     }

@@ -214,6 +214,9 @@ class ModelConfig:
     beyond that, in order, skip it (Lepikhin et al. 2020). null: nothing is dropped."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Routing and load balancing. Must keep its defaults without `experts`."""
+    mtp_layers: Annotated[int, Bounds(least=0, most=16)] = 0
+    """Multi-token prediction (DeepSeek-V3, section 2.2): number of modules in training, each one more layer, that
+    predict the tokens after the next one. Validation, generation and exports leave them out."""
 
     @property
     def explicit(self) -> ModelConfig:
@@ -253,9 +256,14 @@ class ModelConfig:
         return self.experts is not None and is_expert and layer != self.query_layer
 
     @property
+    def num_blocks(self) -> int:
+        """Number of layers with those of multi-token prediction, which come last."""
+        return self.layers + self.mtp_layers
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
         """Indices of the layers with experts."""
-        return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
+        return tuple(layer for layer in range(self.num_blocks) if self.has_experts(layer))
 
     @property
     def num_chosen(self) -> int:

@@ -155,6 +155,10 @@ class LossConfig:
     """Tokens of a micro-batch whose logits exist at a time; their gradients are computed in the forward pass. null:
     all. `auto`: all, half, a quarter or fewer, so that their logits take about as much memory as a layer saves for
     backward: the fewer, the larger `model.vocab` is than 17 times `model.hidden`, but at least 1,024."""
+    # younger than the first run folders
+    mtp_weight: Positive = 0.1
+    """Factor of the loss of multi-token prediction, the mean over its `model.mtp_layers` modules. DeepSeek-V3: 0.3,
+    later 0.1."""
 
 
 @dataclass(frozen=True)

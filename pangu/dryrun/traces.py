@@ -65,7 +65,7 @@ class Way(NamedTuple):
     values: str
     """Configuration to carry out, as JSON."""
     head: bool | None
-    """True if the stage has the head, not the embedding, if these share a matrix and are split; None: irrelevant."""
+    """True if the stage has the head, not the embedding, if these use one matrix and are split; None: irrelevant."""
     size: int
     """Sequences per micro-batch."""
 
@@ -73,7 +73,8 @@ class Way(NamedTuple):
     def of(cls, request: TraceRequest) -> Way:
         """Return the way in which a request's chunks are computed."""
         config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
-        head = "head" in kinds if config.model.tied_head and not {"embedding", "head"} <= kinds else None
+        shares = config.model.tied_head or config.model.mtp_layers > 0
+        head = "head" in kinds if shares and not {"embedding", "head"} <= kinds else None
         return cls(_values_of(replace(config, cluster=None)), head, config.batch.micro_size)
 
     @property

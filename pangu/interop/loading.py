@@ -72,7 +72,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
         UserError: On all ranks, there is no intact checkpoint, or the layout does not fit the model.
     """
     source = _exported(path) if (path / "config.json").is_file() else _of_run(path, mesh)
-    config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0)
+    config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0, mtp_layers=0)
     compute = precision or source.precision
     if mesh.device.type != "cpu":
         require_format(compute, mesh.device)
@@ -85,7 +85,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     model, table = build_model(config, options, Builder(region=region), list(chunks.values()))
     source.fill(_slices(model, table, DTYPES[compute], mesh.device))
     if (balance := model.balance_on(mesh.device)) is not None and source.experts is not None:
-        balance.restore(path, source.experts)
+        balance.restore(path, source.experts, common=True)
     runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), DTYPES[compute], region)
     ids = (source.packing["eod"], rows, source.packing["stop"], source.packing["bos"])
     return LoadedModel(runner, schedule, mesh, config, source.tokenizer, *ids, source.read_template)
@@ -106,7 +106,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
         trained.precision.compute,
         opened,
         vars(packing_with_ids(trained.data.packing, opened, own_end=own_end)),
-        lambda weights: load_weights(checkpoint, mesh, weights),
+        lambda weights: load_weights(checkpoint, mesh, weights, trained.model.layers),
         index.get("experts"),
         kernel if isinstance(kernel, str) else None,
         lambda: kept_template(run, trained.data),

@@ -26,6 +26,13 @@ class Chunks(NamedTuple):
     region: TensorRegion
     vocab: int
     train: bool
+    batch: int
+    sums: int
+
+
+def add_up(losses: Tensor, batch: int, sums: int) -> Tensor:
+    """Return the sum of losses [sequence x batch], or with `sums` > 1 those of equal parts of the batch: [sums]."""
+    return losses.sum() if sums == 1 else losses.view(-1, sums, batch // sums).sum((0, 2))
 
 
 class ChunkedLoss(Function):
@@ -67,7 +74,7 @@ class ChunkedLoss(Function):
         of_losses = weights if scale is None else weights * scale
         starts = range(0, len(tokens), chunks.size)
         losses = torch.cat([of_chunk(slice(start, start + chunks.size)) for start in starts])
-        return (losses * weights).sum()
+        return add_up(losses * weights, chunks.batch, chunks.sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -83,12 +83,20 @@ class ExpertBalance:
         """Return the state for a checkpoint, by layer."""
         return {"layers": list(self.layers), "bias": self.bias.tolist(), "shares": self.shares.tolist()}
 
-    def restore(self, path: object, state: Any) -> None:
-        """Restore the state of the checkpoint at `path`; raise `UserError` if it does not fit the model."""
-        known = state if isinstance(state, dict) and state.get("layers") == list(self.layers) else {}
+    def restore(self, path: object, state: Any, common: bool = False) -> None:
+        """Restore the state of the checkpoint at `path`; raise `UserError` if it does not fit the model.
+
+        With `common`, only one of the two may have the last layers, which are those of multi-token prediction.
+        """
+        known: dict[str, Any] = state if isinstance(state, dict) and isinstance(state.get("layers"), list) else {}
+        saved, layers = known.get("layers", []), list(self.layers)
+        count = min(len(saved), len(layers)) if common else len(layers)
+        if saved[: count if common else None] != layers[:count]:
+            known = {}
         try:
             for name, tensor in (("bias", self.bias), ("shares", self.shares)):
-                tensor.copy_(torch.tensor(known[name], dtype=torch.float64).view_as(tensor))
+                values = torch.tensor(known[name], dtype=torch.float64)
+                tensor[:count].copy_(values.view(len(saved), -1)[:count])
                 if not tensor.isfinite().all():
                     raise ValueError
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:

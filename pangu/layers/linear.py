@@ -25,6 +25,7 @@ reduce-scatter with sequence parallelism). The rows of A are split, hence the co
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from pangu.collectives.regions import TensorRegion, leave
 from pangu.layers.apex import NORMS
 from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
+
+if TYPE_CHECKING:
+    from pangu.layers.weight_gradient_store import WeightGradientStore
 
 
 class ParallelLinear(nn.Module):
@@ -99,13 +103,25 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids int64 [sequence, batch] to [sequence (/ ranks with sequence parallelism), batch, width]."""
-        if self.region.size == 1:
-            return lookup(ids, self.weight, self.store)
-        start, stop = self.region.bounds(self.rows)
-        elsewhere = (ids < start) | (ids >= stop)
-        # spread the other ranks' ids over all rows: gradients of one row, even zeros, would wait for each other
-        vectors = lookup((ids - start) % len(self.weight), self.weight, self.store)
-        return leave(vectors.masked_fill(elsewhere[..., None], 0.0), self.region)
+        return vocab_parallel_lookup(ids, self.weight, self.rows, self.region, self.store)
+
+
+def vocab_parallel_lookup(
+    ids: Tensor,
+    table: Tensor,
+    rows: int,
+    region: TensorRegion,
+    store: WeightGradientStore | None,
+    completes: bool = True,
+) -> Tensor:
+    """Look up ids in a `VocabParallelEmbedding` of `rows` rows, or a copy; `completes`: no other gradient follows."""
+    if region.size == 1:
+        return lookup(ids, table, store, completes)
+    start, stop = region.bounds(rows)
+    elsewhere = (ids < start) | (ids >= stop)
+    # spread the other ranks' ids over all rows: gradients of one row, even zeros, would wait for each other
+    vectors = lookup((ids - start) % len(table), table, store, completes)
+    return leave(vectors.masked_fill(elsewhere[..., None], 0.0), region)
 
 
 class PositionEmbedding(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pangu.collectives.regions import enter
 from pangu.layers.builder import Builder
-from pangu.layers.chunked_loss import ChunkedLoss, Chunks
+from pangu.layers.chunked_loss import ChunkedLoss, Chunks, add_up
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul, leaves_no_gradient
 from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 
@@ -25,9 +25,11 @@ class Head(nn.Module):
         self.weight = build.optional("head.weight")
 
     def loss(
-        self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor, scale: Tensor | None = None
+        self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor, scale: Tensor | None = None, sums: int = 1
     ) -> Tensor:
         """Return the sum over tokens of weight x negative log likelihood, in fp32 (fp64 for fp64 states).
+
+        With `sums`, one for each of so many equal parts of the batch: [sums].
 
         `hidden`: [sequence (/ ranks with sequence parallelism), batch, width]; `table`: output matrix [vocab / ranks,
         width], with padding; `labels` (int64), `weights`: [batch, sequence]; `scale`: gradient that the
@@ -39,7 +41,8 @@ class Head(nn.Module):
             # the states are gathered already
             logits = column_parallel_matmul(tokens, table, None, ALONE, self.store)
             losses = VocabParallelLoss.apply(logits, flat_labels, self.region, self.vocab)
-            return (losses * flat_weights).sum()
-        chunks = Chunks(self.chunk, table, self.store, self.region, self.vocab, torch.is_grad_enabled())
+            return add_up(losses * flat_weights, len(labels), sums)
+        train = torch.is_grad_enabled()
+        chunks = Chunks(self.chunk, table, self.store, self.region, self.vocab, train, len(labels), sums)
         matrix = table.detach() if leaves_no_gradient(tokens, self.store) else table
         return ChunkedLoss.apply(tokens, matrix, flat_labels, flat_weights, scale, chunks)

@@ -77,10 +77,10 @@ def row_parallel_matmul(
     return _node(RowParallelMatmul, x, Use(weight, bias, region, store, fp8))
 
 
-def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
-    """Return rows [..., width] of a table [rows, width], which is a leaf."""
+def lookup(ids: Tensor, table: Tensor, store: Store, completes: bool = True) -> Tensor:
+    """Return rows [..., width] of a table [rows, width], which is a leaf; `completes`: no other gradient follows."""
     # a table that is also the head's matrix needs one gradient, so this one goes through the `store` as well
-    return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store)
+    return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store, completes)
 
 
 def _linear(fp8: Fp8, weight: Tensor, bias: Tensor | None = None) -> Multiply:
@@ -299,21 +299,21 @@ def _store(use: Use, x: Tensor, region: TensorRegion, left: Tensor, rows: Tensor
 
 class _Lookup(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, store: WeightGradientStore) -> Tensor:
-        ctx.table, ctx.store = table, store
+    def forward(ctx: Any, ids: Tensor, table: Tensor, store: WeightGradientStore, completes: bool) -> Tensor:
+        ctx.table, ctx.store, ctx.completes = table, store, completes
         ctx.save_for_backward(ids)
         return F.embedding(ids, table)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
 
         def gradient(grad: Tensor) -> Tensor | None:
             if ctx.store.sums is not None:
-                return ctx.store.sums.add_lookup(ctx.table, ids, grad)
+                return ctx.store.sums.add_lookup(ctx.table, ids, grad, ctx.completes)
             return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.table.shape[0], -1, False)
 
         if ctx.store.is_open:
             ctx.store.put(ctx.table, grads[0], ALONE, gradient)
-            return None, None, None
-        return None, gradient(grads[0]), None
+            return None, None, None, None
+        return None, gradient(grads[0]), None, None

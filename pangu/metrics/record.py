@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from pangu.common.files import open_regular, parse_json
 
-_OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_")
+_OPTIONAL = ("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_")
 """Prefixes of the fields that are omitted from a line when they are None."""
 
 
@@ -42,6 +42,8 @@ class StepRecord:
     """Number of steps skipped so far because of a non-finite gradient."""
     loss_scale: float | None
     """Loss scale of the step; None unless the format is fp16."""
+    mtp_loss: float | None = None
+    """Mean loss of the modules of multi-token prediction, without `loss.mtp_weight`; None without such modules."""
     continued_from: int | None = None
     """Step of the checkpoint that the run was resumed from, or went back to, before this step."""
     failed_saves: int | None = None

@@ -73,6 +73,8 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
         (f"{record.peak_memory_gib:.2f} GiB", ""),
         (f"left {duration(seconds_left)}", ""),
     ]
+    if record.mtp_loss is not None:
+        parts.append((f"mtp loss {record.mtp_loss:.4f}", ""))
     if record.loss_scale is not None:
         parts.append((f"scale {record.loss_scale:g}", ""))
     if record.padding is not None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
+from pangu.data.ahead import all_targets
 from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.biases import make_bias
@@ -30,6 +33,7 @@ from pangu.layers.rotary import RotaryEmbedding
 from pangu.layers.scores import logits, token_losses
 from pangu.models.block import ForwardContext, HiddenStates, Options, make_block
 from pangu.models.parameters import ModelPart, place_tensors
+from pangu.models.prediction import Predictions
 from pangu.models.size import hidden_state_shapes
 from pangu.topology.placement import PlacementTable, TensorRank
 
@@ -93,6 +97,7 @@ class LanguageModel(nn.Module):
                 for number in part.layers
             }
         )
+        self.mtp = Predictions(config, build.at("mtp"), chain.from_iterable(part.layers for part in parts))
         self.head: Head | None = None
         if any(part.last for part in parts):
             self.final_norm = make_norm(build, "final_norm", config.norm_eps, config.norm)
@@ -130,6 +135,8 @@ class LanguageModel(nn.Module):
             tokens = hooks.before("embedding", batch.tokens)
             received = HiddenStates(hooks.after("embedding", self.embedding(tokens, context)))
         assert received is not None
+        # multi-token prediction: embeddings of the tokens ahead, and what else the head reads
+        words, read = list[Tensor](), list[Tensor]()
         hidden, scores = received
         del received  # so that the first layer's input can be freed
         recomputed = len(part.layers) if self.recomputed_layers is None else self.recomputed_layers
@@ -144,19 +151,32 @@ class LanguageModel(nn.Module):
                     # the query at a token's position predicts the next token; the index is not shifted
                     queries = self.query_embedding(batch.positions)
                 block, on = self.layers[str(layer)], layer < part.layers.start + recomputed
-                # no other name refers to the input, which would keep it alive while the next layer computes
-                hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
+                if layer == self.config.layers:
+                    hidden = self._normed(hidden)
+                    words = self.mtp.embed(batch, self.input_matrix, self.head, completes=self.embedding is None)
+                if layer < self.config.layers:
+                    # no other name refers to the input, which would keep it alive while the next layer computes
+                    hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
+                elif words:
+                    module = self.mtp.module(layer)
+                    read.append(hidden)
+                    merged = HiddenStates(module(hidden, words.pop(0)))
+                    hidden = module.output_norm(self.compute(block, merged, context, None, on=on).hidden)
             # the previous layer's offloaded tensors are freed by now, and so count for this layer
             hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
             return HiddenStates(hidden, scores)
-        hidden = hooks.before("head", hidden)
-        return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
+        hidden = hooks.before("head", torch.cat([*read, hidden], 1) if read else hidden)
+        return HiddenStates(hidden if self.config.mtp_layers else self._normed(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch, scale: Tensor | None = None) -> Tensor:
-        """Return the sum of weighted token losses (see `Head.loss`); the caller divides by the number of targets."""
+        """Return the sum of weighted token losses (see `Head.loss`); the caller divides by the number of targets.
+
+        With multi-token prediction, [1 + modules]: the sum for the next token, and one for each module.
+        """
         assert self.head is not None
-        loss = self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights, scale)
+        labels, weights, sums = all_targets(batch)
+        loss = self.head.loss(hidden, self._output_matrix, labels, weights, scale, sums)
         return self.hooks.after("head", loss)
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -185,6 +205,17 @@ class LanguageModel(nn.Module):
     def balance_on(self, device: torch.device) -> ExpertBalance | None:
         """Return the load statistics of the experts, moved to a device; None without experts."""
         return None if self._balance is None else self._balance.to(device)
+
+    @property
+    def input_matrix(self) -> Tensor | None:
+        """Token embedding, or this stage's copy of it; None if it has none."""
+        if self.embedding is not None:
+            return self.embedding.word.weight
+        tied = self.head is not None and self.config.tied_head and self.config.mtp_layers > 0
+        return self._output_matrix if tied else self.mtp.lookup
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self.config.norms_before_query else cast(Tensor, self.final_norm(hidden))
 
     @property
     def _output_matrix(self) -> Tensor:

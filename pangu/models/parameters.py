@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -33,7 +34,7 @@ class ModelPart:
     @classmethod
     def whole(cls, config: ModelConfig) -> ModelPart:
         """Return the full model as one part."""
-        return cls(range(config.layers), first=True, last=True)
+        return cls(range(config.num_blocks), first=True, last=True)
 
 
 def place_tensors(
@@ -89,39 +90,50 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def only_predicts(name: str, layers: int) -> bool:
+    """Return whether a tensor belongs to multi-token prediction, and not to one of the model's own `layers`."""
+    found = re.match(r"(?:mtp|layers\.(\d{1,9}))\.", name)
+    return found is not None and (found[1] is None or int(found[1]) >= layers)
+
+
 def parameters_by_module(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
     """Return modules of a part (`ModuleHooks`) -> their parameters, in forward order; `table` may hold other parts."""
     layers = [f"layers.{number}" for number in part.layers]
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
     uses: dict[str, list[str]] = {name: [] for name in names}
-    query_layer = f"layers.{config.query_layer}"
+    query_layer, predicts = f"layers.{config.query_layer}", config.layers in part.layers
     used_in = {
         "query_embedding": query_layer,
         "embedding_norm": "layers.0",
-        "final_norm": query_layer if config.norms_before_query else "head",
+        "final_norm": query_layer if config.norms_before_query else f"layers.{config.layers}" if predicts else "head",
     }
     for parameter in table.shapes:
         first, second, *_ = parameter.split(".")
         module = f"layers.{second}" if first == "layers" else used_in.get(first, first)
+        if first == "mtp":
+            module = f"layers.{config.layers + (int(second) if second.isdigit() else 0)}"
         if module in uses:
             uses[module].append(parameter)
-    if part.last and "head.weight" not in table.shapes:
-        uses["head"].append("embedding.word.weight")
+    tied = "head.weight" if "head.weight" in table.shapes else "embedding.word.weight"
+    if part.last and tied != "head.weight":
+        uses["head"].append(tied)
+    if predicts and "mtp.lookup" not in table.shapes:
+        uses[f"layers.{config.layers}"].append(tied if config.tied_head else "embedding.word.weight")
     return {name: parameters for name, parameters in uses.items() if parameters}
 
 
 def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     std, width = config.init_std, config.hidden
     begins, ends = any(part.first for part in parts), any(part.last for part in parts)
-    # a tied head on another stage than the embedding holds a copy of it
-    shared = "ends" if config.tied_head and begins != ends else None
+    # a tied head on another stage than the embedding holds a copy of it, and so does multi-token prediction
+    shared = "ends" if (config.tied_head or config.mtp_layers) and begins != ends else None
     words: dict[str, Any] = {"cut_dim": 0, "multiple": VOCABULARY_MULTIPLE, "shared": shared}
     if begins:
         yield from _one("embedding.word.weight", (config.vocab, width), std, **words)
         if config.positions == "learned":
             yield from _one("embedding.position.weight", (config.sequence, width), std)
     if config.positions == "relative":
-        complete = sum(len(part.layers) for part in parts) == config.layers
+        complete = sum(len(part.layers) for part in parts) == config.num_blocks
         shape = (config.num_relative_buckets, config.heads)
         yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "pipeline")
     for part in parts:
@@ -129,11 +141,16 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
             if number == 0 and config.embedding_norm:
                 yield from _norm(config, "embedding_norm", width)
             yield from _layer(config, number)
+            if number >= config.layers:
+                yield from _prediction(config, f"mtp.{number - config.layers}")
     if ends:
         yield from _norm(config, "final_norm", width)
         if not (config.tied_head and begins):
             name = "embedding.word.weight" if config.tied_head else "head.weight"
-            yield "head.weight", [Placement(name, (config.vocab, width), std, **words)]
+            untied = {} if config.tied_head else {"shared": None}
+            yield "head.weight", [Placement(name, (config.vocab, width), std, **words | untied)]
+        if config.mtp_layers and not (config.tied_head or begins):
+            yield "mtp.lookup", [Placement("embedding.word.weight", (config.vocab, width), std, **words)]
         if config.query_layer is not None:
             # every rank looks up all positions, for its own heads
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
@@ -166,6 +183,12 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
     yield from _experts(config, f"{mlp}.experts")
     if config.shared_experts:
         yield from _feed_forward(config, f"{mlp}.shared", config.shared_experts * config.expert_size)
+
+
+def _prediction(config: ModelConfig, path: str) -> Parameters:
+    for name in ("embedding_norm", "hidden_norm", "output_norm"):
+        yield from _norm(config, f"{path}.{name}", config.hidden)
+    yield from _one(f"{path}.merge.weight", (config.hidden, 2 * config.hidden), config.init_std)
 
 
 def _feed_forward(config: ModelConfig, path: str, inner: int) -> Parameters:

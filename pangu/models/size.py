@@ -18,6 +18,8 @@ def layer_matrices(config: ModelConfig, ranks: int = 1, layer: int = 0) -> Matri
     # QKV, output, up, down; or with experts: router, then up and down of each expert of the token.
     d, query = config.hidden, config.query_size // ranks
     attention = [(d, query + 2 * config.kv_size // ranks), (query, d)]
+    if layer >= config.layers:  # multi-token prediction merges two hidden states, on every rank
+        attention.append((2 * d, d))
     if not config.has_experts(layer):
         return attention + _feed_forward(config, config.ffn_size // ranks)
     assert config.experts is not None
@@ -49,9 +51,9 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
     bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
     norms = 4 if config.norm_placement == "sandwich" else 1 if config.parallel_block == "shared_norm" else 2
     layers = sum(
-        _of_layer(config, layer, active) + biases + head_norms + norms * norm for layer in range(config.layers)
+        _of_layer(config, layer, active) + biases + head_norms + norms * norm for layer in range(config.num_blocks)
     )
-    return (words + positions) * d + bias + layers + norm * (1 + config.embedding_norm)
+    return (words + positions) * d + bias + layers + norm * (1 + config.embedding_norm + 3 * config.mtp_layers)
 
 
 def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
@@ -82,14 +84,14 @@ def layer_flops(config: ModelConfig, layer: int = 0) -> float:
 
 
 def head_flops(config: ModelConfig) -> float:
-    """Return the forward FLOPs of the head per token."""
-    return 2.0 * config.vocab * config.hidden
+    """Return the forward FLOPs of the head per token, once for each token that it predicts."""
+    return 2.0 * config.vocab * config.hidden * (1 + config.mtp_layers)
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
     """Return the FLOPs of forward and backward (twice the forward) per token, without recompute."""
     # 72·L·d²·(1 + S/(6d) + V/(12·L·d)) for ffn = 4 x hidden
-    layers = sum(layer_flops(config, layer) for layer in range(config.layers))
+    layers = sum(layer_flops(config, layer) for layer in range(config.num_blocks))
     return 3.0 * (layers + head_flops(config))
 
 

@@ -36,16 +36,28 @@ def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) 
     """Split the model into `chunks` parts of equal time, or as in `explicit`; raise `NumbersError` if impossible."""
     spans = [range(model.layers)]
     if chunks > 1 or explicit is not None:
-        spans = split_layers(model.layers, chunks, explicit, _costs(model))
+        costs = _costs(model)
+        costs[model.layers - 1 :] = [sum(costs[model.layers - 1 :])]
+        spans = split_layers(model.layers, chunks, explicit, costs)
     parts = [ModelPart(layers) for layers in spans]
     parts[0] = replace(parts[0], first=True)
-    parts[-1] = replace(parts[-1], last=True)
+    parts[-1] = with_end(model, parts[-1].layers, first=chunks == 1)
     return tuple(parts)
+
+
+def with_end(model: ModelConfig, layers: range, first: bool) -> ModelPart:
+    """Return the last part of a model: multi-token prediction and the head follow its `layers`."""
+    return ModelPart(range(layers.start, layers.stop + model.mtp_layers), first, last=True)
+
+
+def layer_counts(model: ModelConfig, parts: Sequence[ModelPart]) -> tuple[int, ...]:
+    """Return the number of layers of each part, without those of multi-token prediction."""
+    return tuple(len(part.layers) - part.last * model.mtp_layers for part in parts)
 
 
 def _costs(model: ModelConfig) -> list[float]:
     """Return each layer's forward FLOPs per token, the last one's with the head; the embedding takes no time."""
-    costs = [layer_flops(model, layer) for layer in range(model.layers)]
+    costs = [layer_flops(model, layer) for layer in range(model.num_blocks)]
     costs[-1] += head_flops(model)
     return costs
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.pipeline.stages import Stages, shards_sums
+from pangu.pipeline.stages import Stages, layer_counts, shards_sums, with_end
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SIMPLEST, reduces_each, splits_backward
@@ -108,7 +108,7 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
         micro_size=batch.micro_size,
         micro_batches=batch.global_size // (batch.micro_size * layout.data),
         schedule=parallel.schedule,
-        layers=tuple(len(part.layers) for part in stages.parts),
+        layers=layer_counts(config.model, stages.parts),
         recomputed=0 if isinstance(recompute, str) else recompute,
         offload=config.memory.offload,
         chunks=parallel.overlap_chunks,
@@ -218,7 +218,8 @@ class Program:
             model, last, bounds = self.config.model, len(plan.layers) - 1, [0, *accumulate(plan.layers)]
             held: list[dict[int, ModelPart]] = [{} for _ in range(plan.pipeline)]
             for chunk, stage in enumerate(chunk_stages(plan.schedule, plan.pipeline, plan.virtual_stages)):
-                part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
+                layers = range(bounds[chunk], bounds[chunk + 1])
+                part = with_end(model, layers, chunk == 0) if chunk == last else ModelPart(layers, chunk == 0)
                 held[stage][len(held[stage])] = part
 
             def content(part: ModelPart) -> Any:

@@ -24,7 +24,7 @@ from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import kept_workers, measured_gib
-from pangu.pipeline.stages import cut
+from pangu.pipeline.stages import cut, layer_counts
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.program import Plan, Program, configured, shortest
@@ -309,7 +309,7 @@ def with_schedule(space: Space, plan: Plan) -> Plan | str:
 
 @lru_cache(maxsize=1000)
 def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
-    return tuple(len(part.layers) for part in cut(model, chunks))
+    return layer_counts(model, cut(model, chunks))
 
 
 def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:

@@ -263,6 +263,7 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
         if module.startswith("layers."):
             layer = int(module.partition(".")[2])
             words = ["layer"]
+            words += [f"mtp{layer - model.layers}"] * (layer >= model.layers)
             words += ["query"] * (layer == model.query_layer) + ["first"] * (layer == 0 and model.embedding_norm)
             words += ["dense"] * (model.experts is not None and not model.has_experts(layer))
             words += ["recomputed"] * (layer < stop)

@@ -100,7 +100,8 @@ class StageProgram:
         self._trained = [each for each in zip(flats, shards, self._buffers, strict=True) if each[0].trained]
         self._flat_of = {name: flat.index for flat in flats for name in flat.names}
         if (words := self._flat_of.get("embedding.word.weight")) is not None:
-            self._flat_of.setdefault("head.weight", words)  # a tied head may have been measured without the embedding
+            for copy in ("head.weight", "mtp.lookup"):  # they may have been measured without the embedding
+                self._flat_of.setdefault(copy, words)
         self._expansion = Expansion(parameters, None)
         self._states: list[Any] = [(self._expansion.state, frozenset())]
         """States of the flat parameters between actions; a step begins in the first one."""
@@ -187,14 +188,14 @@ class StageProgram:
             sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
         partial = sum(held.partial for _, held, _ in self._trained)
         sent += [Collective("all_reduce", "tensor", partial * width)] * (partial > 0)
-        world = [2 * 8]  # loss and norm
+        world = [8 * (2 + (config.model.mtp_layers > 0))]  # norm and losses
         if config.precision.matmul == "fp8":
             shapes = logical_shapes(config.model).items()
             world.append(3 * 4 * sum(in_fp8(name, shape) for name, shape in shapes))
         if config.model.experts is not None:
             world.append(8 * len(config.model.expert_layers) * (config.model.experts + 3))
         sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]
-        sent.append(Collective("all_reduce", "replicas", 8))  # number of targets
+        sent.append(Collective("all_reduce", "replicas", 8 * (1 + config.model.mtp_layers)))  # numbers of targets
         if config.optimizer.name == "lamb":  # squared norms of directions, weights and updates
             counts: Counter[Axis] = Counter(shard_axes)
             counts["tensor"] = counts.total()

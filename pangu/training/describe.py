@@ -23,6 +23,8 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         parameters += f", {num_parameters(model, active=True):,} of them active for a token"
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
+    if model.mtp_layers:
+        shape += f" and {model.mtp_layers} of multi-token prediction"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
     of_each = ", each unsplit" if layout.expert_tensor not in (0, layout.tensor) else ""
     spread = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""

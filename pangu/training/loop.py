@@ -247,6 +247,7 @@ class Loop:
             trust_ratios=ratios,
             slow_ranks=stragglers,
             experts=result.experts,
+            mtp_loss=result.mtp_loss,
         )
 
     def _place(self, step: int) -> str:

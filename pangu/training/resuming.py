@@ -156,10 +156,10 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     if model.experts is not None:
         require_kind(intact(path, trainer.mesh), upcycle)
         weights, model = (of_dense_model(weights), model.without_experts) if upcycle else (weights, model)
-    index = load_weights(path, trainer.mesh, weights)
+    index = load_weights(path, trainer.mesh, weights, model.layers)
     trainer.parameters.publish()
     if trainer.balance is not None and index.get("experts") is not None:
-        trainer.balance.restore(path, index["experts"])
+        trainer.balance.restore(path, index["experts"], common=True)
     for key, now, before in _differences(_completed(index["identity"]), identity(replace(config, model=model))):
         if key.startswith("model."):
             log.warning("%s = %s: the weights of %s were trained with %s", key, now, path, before)

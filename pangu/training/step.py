@@ -15,6 +15,7 @@ from pangu.checkpoint.files import Slice
 from pangu.checkpoint.states import state_of
 from pangu.collectives.reduce import all_reduce
 from pangu.config.schema import RunConfig
+from pangu.data.ahead import look_ahead
 from pangu.data.batch import Batch
 from pangu.layers.apex import UPDATES, USES
 from pangu.layers.builder import DTYPES, Builder
@@ -63,6 +64,8 @@ class StepResult:
     """Norms of this rank's gradients before reduction, on the device, if the step was skipped."""
     experts: dict[str, float] | None = None
     """Load statistics of the experts, if there are any."""
+    mtp_loss: float | None = None
+    """Mean over the modules of multi-token prediction of their mean losses, without their factor."""
 
     @property
     def skipped(self) -> bool:
@@ -75,8 +78,8 @@ class PendingResult:
     """Result of a step, in flight to the host."""
 
     numbers: Tensor
-    """Loss, norm, loss scale, number of ranks that raised each flag, and expert statistics: fp64, in host memory, valid
-    after `end`."""
+    """Loss, norm, loss scale, loss of multi-token prediction, number of ranks that raised each flag, and expert
+    statistics: fp64, in host memory, valid after `end`."""
     lr: float
     norms: Norms
     end: Moment
@@ -94,6 +97,7 @@ class Trainer:
         attention kernel does not support the configuration.
         """
         self.config = config
+        self._predicts = config.model.mtp_layers > 0
         self.stages = stages or plan_stages(config, mesh.layout)
         self.choices = None if choices is None else asdict(choices)
         """Resolved choices of `auto`, as saved in checkpoints."""
@@ -188,10 +192,11 @@ class Trainer:
         if self.check is not None:
             self.check.begin()
         self.doing = "counting target tokens"
+        if self._predicts:
+            eod = self.config.data.packing.eod
+            micro_batches = [look_ahead(batch, self.config.model.mtp_layers, eod) for batch in micro_batches]
         batches = [batch.cut(self.model.context).to(self.mesh.device) for batch in micro_batches]
-        # the divisor is known before the backward pass, so that gradients are plain sums over micro-batches and ranks
-        num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
-        self._per_token = 1.0 / all_reduce(num_targets, self.mesh.group("replicas")).clamp(min=1.0)
+        batches = self._count_targets(batches)
         scale = (self._per_token * self.loss_scale.scale).to(self.parameters.squares.dtype)
         # masks are a function of (seed, step, sample): no generator has a state to save
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
@@ -200,10 +205,9 @@ class Trainer:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         self.doing = "forward and backward"
         self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
+        losses = list[Tensor]()
         try:
-            losses = self.runner.run(
-                self.stages.schedule, batches, partial(self.model.loss_of, scale=scale), keys, scale
-            )
+            self.runner.run(self.stages.schedule, batches, partial(self._loss_of, scale, losses), keys, scale)
         except BaseException:
             if self.check is not None:
                 self.check.stop()
@@ -211,7 +215,33 @@ class Trainer:
         self.doing = "adding up gradients"
         # the last reductions have overlapped the backward pass until here
         self.parameters.gradients.finish()
-        self._loss = torch.stack(losses).double().sum() if losses else None
+        self._loss = torch.stack(losses).double().sum(0) if losses else None
+
+    def _count_targets(self, batches: list[Batch]) -> list[Batch]:
+        """Set the divisor of the loss, and return the batches with the loss weights of multi-token prediction."""
+        # the divisors are known before the backward pass, so that gradients are plain sums over micro-batches and ranks
+        num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
+        if self._predicts:
+            ahead = torch.stack([batch.ahead_weights for batch in batches if batch.ahead_weights is not None])
+            num_targets = torch.cat([num_targets[None], ahead.sum((0, 1, 3), dtype=torch.float64)])
+        per_token = 1.0 / all_reduce(num_targets, self.mesh.group("replicas")).clamp(min=1.0)
+        if not self._predicts:
+            self._per_token = per_token
+            return batches
+        self._per_token, factor = per_token[0], self.config.loss.mtp_weight / self.config.model.mtp_layers
+        # a module's mean is over its own targets
+        weights = (factor * per_token[1:] / per_token[0]).to(self.parameters.squares.dtype)[:, None]
+        return [replace(batch, ahead_weights=one * weights) for batch, one in zip(batches, ahead, strict=True)]
+
+    def _loss_of(self, scale: Tensor, losses: list[Tensor], hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of a micro-batch; append it to `losses`, apart from that of multi-token prediction."""
+        loss = self.model.loss_of(hidden, batch, scale)
+        if not self._predicts:
+            losses.append(loss.detach())
+            return loss
+        total = loss.sum()
+        losses.append(torch.stack([loss[0], total - loss[0]]).detach())
+        return total
 
     def update(self, flags: Sequence[bool] = ()) -> PendingResult:
         """Unscale, clip, update the weights, then adjust the scale; a step with a non-finite gradient norm is skipped.
@@ -222,7 +252,9 @@ class Trainer:
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = "adding up loss and norm"
         # one collective for the norm, the loss and the flags of all ranks
-        sums = self.parameters.norm_and_loss(self._loss, flags)
+        sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._predicts)
+        if self._predicts:
+            sums[2] *= self._per_token / self.config.loss.mtp_weight
         if self.scales is not None:
             self.scales.start_update(self.mesh.group("world"))
         self.doing = "updating weights"
@@ -254,7 +286,8 @@ class Trainer:
         experts = None
         if self.balance is not None:
             flags, experts = self.balance.split(flags)
-        result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)), experts=experts)
+        mtp_loss = flags.pop(0) if self._predicts else None
+        result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)), experts=experts, mtp_loss=mtp_loss)
         if not result.skipped:
             return result
         self.skipped += 1

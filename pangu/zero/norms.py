@@ -71,17 +71,22 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
 
 
 def norm_and_loss(
-    gradients: list[Tensor], loss: Tensor | None, flags: Sequence[bool], mesh: Mesh, norms: Norms = torch._foreach_norm
+    gradients: list[Tensor],
+    loss: Tensor | None,
+    flags: Sequence[bool],
+    mesh: Mesh,
+    norms: Norms = torch._foreach_norm,
+    losses: int = 1,
 ) -> Tensor:
-    """Return fp64 [2 + flags], in one all-reduce: gradient norm, summed loss, number of ranks that raise each flag."""
-    sums = torch.zeros(2 + len(flags), dtype=torch.float64, device=mesh.device)
+    """Return fp64 [1 + losses + flags], in one all-reduce: gradient norm, sums of `loss`, numbers of raised flags."""
+    sums = torch.zeros(1 + losses + len(flags), dtype=torch.float64, device=mesh.device)
     # Only shards that count (`counts`) are in `gradients`; a non-finite element makes the norm non-finite. `loss` is
-    # the fp64 sum of this replica's token losses, and None on stages other than the last.
+    # the fp64 sum of this replica's token losses (or [losses] sums), and None on stages other than the last.
     if gradients:
         sums[0] = torch.stack(list(norms(gradients))).square().double().sum()
     if loss is not None and mesh.at.tensor == 0:
-        sums[1] = loss
-    for place, raised in enumerate(flags, start=2):
+        sums[1 : 1 + losses] = loss
+    for place, raised in enumerate(flags, start=1 + losses):
         if raised:
             sums[place].fill_(1.0)
     all_reduce(sums, mesh.group("world"))

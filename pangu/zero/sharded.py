@@ -152,6 +152,6 @@ class ShardedParameters:
                 flat.lend_gradients(False)
             self.unsharder.publish(flats)
 
-    def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool]) -> Tensor:
+    def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool], losses: int = 1) -> Tensor:
         """Return gradient norm, summed loss and flag counts as in `norms.norm_and_loss`."""
-        return norm_and_loss(self._counted, loss, flags, self._mesh, self.norms)
+        return norm_and_loss(self._counted, loss, flags, self._mesh, self.norms, losses)

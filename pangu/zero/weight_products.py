@@ -37,7 +37,8 @@ class WeightProducts:
         """Add to `gradients` of the parameters of `model`, optionally with apex's kernel."""
         self._gradients, self._with_apex = gradients, with_apex
         # with a tied head, the gradient of the lookup comes last
-        self._looked_up = set() if model.embedding is None else {id(one) for one in model.embedding.parameters()}
+        tables = [model.input_matrix] if model.embedding is None else model.embedding.parameters()
+        self._looked_up = {id(one) for one in tables}
 
     def add(
         self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Products | None = None, completes: bool = True
@@ -66,8 +67,8 @@ class WeightProducts:
             total.add_(grad.sum(0, dtype=total.dtype))
         self._gradients.complete(bias)
 
-    def add_lookup(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
-        """Add gradients [..., width] to looked-up rows [...] of a table, its last gradient of each backward pass."""
+    def add_lookup(self, table: Tensor, rows: Tensor, grad: Tensor, completes: bool = True) -> None:
+        """Add gradients [..., width] to looked-up rows [...] of a table; `completes`: the last of a backward pass."""
         # A dense gradient would be written, read and added for the whole vocabulary.
         total, _ = self._gradients.sum_of(table, cleared=True)
         grad = grad.to(total.dtype)
@@ -75,4 +76,5 @@ class WeightProducts:
             total.index_add_(0, rows.flatten(), grad.flatten(0, -2))
         else:
             total.index_put_((rows,), grad, accumulate=True)
-        self._gradients.complete(table)
+        if completes:
+            self._gradients.complete(table)

@@ -94,6 +94,20 @@ def test_the_norm_of_the_embedding_is_in_layer_0_only(more: str, process: Shared
     assert_planned(values(f"{size} model.embedding_norm=true {more}"), process)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.mtp_layers=2 model.experts=4 parallel.data=2 parallel.zero=3 precision=bf16 loss.chunk=64",
+        "model.mtp_layers=1 model.tied_head=false parallel.pipeline=2 parallel.schedule=zb_h1 memory.recompute=full",
+        "model.mtp_layers=2 parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=zb_v parallel.zero=1",
+        "model.mtp_layers=1 parallel.pipeline=3 parallel.tensor=2 parallel.sequence=true memory.offload=[activations]",
+    ],
+)
+def test_multi_token_prediction_is_planned_on_the_last_stage(words: str, process: SharedWorker) -> None:
+    size = "model.layers=6 model.kind=gpt model.hidden=192 model.sequence=128 batch.global_size=12"
+    assert_planned(values(f"{size} {words}"), process)
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

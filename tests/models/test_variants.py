@@ -295,7 +295,7 @@ class Plain:
         change = self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
         return x + (self.norm(change, f"{name}.mlp_output_norm") if sandwich else change)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
         x = self.w["embedding.word.weight"][batch.tokens]
         if self.c.positions == "learned":
             x = x + self.w["embedding.position.weight"][batch.positions]
@@ -308,10 +308,14 @@ class Plain:
             x = self.block(x, self.c.layers - 1, batch, self.w["query_embedding.weight"][batch.positions])
         if self.c.final_norm == "after_query":
             x = self.norm(x, "final_norm")
+        return x
+
+    def scores(self, x: Tensor) -> Tensor:
         return x @ self.w["embedding.word.weight" if self.c.tied_head else "head.weight"].T
 
     def loss(self, batch: Batch) -> Tensor:
-        chances = self.logits(batch).log_softmax(-1)
+        self.below = []
+        chances = self.scores(self.hidden(batch)).log_softmax(-1)
         return -(chances.gather(-1, batch.labels[..., None])[..., 0] * batch.weights).sum()
 
 

@@ -122,6 +122,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "experts": ("null", "4", "6"),
     "expert_capacity": ("null", "0.8"),
     "shared_experts": ("0", "2"),
+    "mtp_layers": ("0", "1", "2"),
     "vocab": ("101", "250"),  # the latter is padded to a multiple of 128, on one rank and on two
 }
 WIDER = FACTORS | {

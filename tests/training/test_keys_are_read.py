@@ -158,6 +158,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "data.shuffle=9",
             "data.max_bad=1",
             "validation.every=1",
+            "model.mtp_layers=1",
             *quiet,
         ),
         ("data=synthetic", "precision=fp16", "faults.straggler_every=1", patterns[1], *relative, *quiet, *EXPERTS),

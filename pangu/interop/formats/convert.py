@@ -126,7 +126,7 @@ def _plain(model: ModelConfig) -> dict[str, Any]:
     filled = {"ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim}
     if model.experts is not None:
         filled |= {"expert_ffn": model.expert_size, "experts_per_token": model.num_chosen}
-        if len(model.expert_layers) == model.layers:
+        if len(model.expert_layers) == model.num_blocks:
             filled["ffn"] = model.expert_size
     return _dotted(vars(model)) | filled
 

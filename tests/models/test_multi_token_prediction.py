@@ -1,0 +1,130 @@
+"""Multi-token prediction equals plain lines of torch after equations 21 to 25 of DeepSeek-V3, and no layout cuts it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.data.ahead import look_ahead
+from pangu.data.batch import Batch
+from pangu.models.size import num_parameters, training_flops_per_token
+from pangu.topology.layout import Layout
+from tests.models.helpers import logical_gradients, logical_weights, make, variant
+from tests.models.test_variants import EOD, Plain, batch_of
+from tests.parallel.harness import OVERRIDES, small_trainer, whole
+from tests.weights import whole_loss
+
+LAYER = {"norm": "rmsnorm", "activation": "swiglu", "biases": False, "positions": "rope", "tied_head": False}
+
+
+class Predicting(Plain):
+    """With modules of multi-token prediction. A text [sequence + 1] is the tokens, then the last label."""
+
+    def losses(self, batch: Batch, eod: int = EOD) -> list[tuple[Tensor, int]]:
+        """For the next token and for each module, the sum of the losses and the number of targets."""
+        hidden = self.hidden(batch)
+        found = [(self.loss(batch), int(batch.weights.sum()))]
+        text = torch.cat([batch.tokens, batch.labels[:, -1:]], 1)
+        length = batch.tokens.shape[1]
+        for module in range(self.c.mtp_layers):
+            name, ahead = f"mtp.{module}", module + 1
+            known = torch.cat([text[:, ahead:], text[:, :1].expand(-1, ahead - 1)], 1)
+            embedded = self.norm(self.w["embedding.word.weight"][known], f"{name}.embedding_norm")
+            merged = torch.cat([embedded, self.norm(hidden, f"{name}.hidden_norm")], -1)
+            self.below = []
+            hidden = self.block(merged @ self.w[f"{name}.merge.weight"].T, self.c.layers + module, batch)
+            hidden = self.norm(hidden, f"{name}.output_norm")
+            chances = self.scores(hidden).log_softmax(-1)
+            targets = [
+                (row, place)
+                for row in range(len(text))
+                for place in range(length - ahead)
+                if eod not in text[row, place : place + ahead + 1] and batch.weights[row, place + ahead]
+            ]
+            losses = [-chances[row, place, text[row, place + ahead + 1]] for row, place in targets]
+            found.append((torch.stack(losses).sum(), len(targets)))
+        return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "gpt", "mtp_layers": 1, **LAYER},
+        {"kind": "gpt", "mtp_layers": 2, "norm_placement": "sandwich", "kv_heads": 2},
+        {"kind": "pangu", "mtp_layers": 2, "residual_scores": True},
+        {"kind": "pangu", "mtp_layers": 1, "final_norm": "after_query", "embedding_norm": True},
+        {"kind": "gpt", "mtp_layers": 3, "experts": 4, "expert_ffn": 20, "expert_every": 2, **LAYER},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_losses_and_every_gradient(changes: dict[str, object], chunk: int | None) -> None:
+    """fp64, as in `test_variants`; the modules count half."""
+    config = variant(**changes)
+    model, table = make(config)
+    assert model.head is not None
+    model.head.chunk = chunk
+    weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
+    batch = look_ahead(batch_of(config), config.mtp_layers, EOD)
+    assert batch.ahead_weights is not None
+    expected, counts = zip(*Predicting(weights, config).losses(batch), strict=True)
+    assert batch.ahead_weights.sum((0, 2)).tolist() == list(counts[1:])
+    halved = replace(batch, ahead_weights=batch.ahead_weights / 2)
+    losses = whole_loss(model, halved)
+    factors = torch.tensor([1.0] + [0.5] * config.mtp_layers)
+    torch.testing.assert_close(losses, torch.stack(expected) * factors, atol=1e-11, rtol=1e-11)
+    losses.sum().backward()
+    (torch.stack(expected) * factors).sum().backward()
+    for name, gradient in logical_gradients(model, table).items():
+        torch.testing.assert_close(gradient, weights[name].grad, atol=1e-9, rtol=1e-10, msg=name)
+
+
+def test_without_labels_ahead_the_model_is_the_one_without_the_modules() -> None:
+    """As in validation and sampling during training."""
+    config = variant(kind="gpt", mtp_layers=2)
+    model, _ = make(config)
+    without, _ = make(replace(config, mtp_layers=0))
+    without.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(whole_loss(model, batch_of(config)), whole_loss(without, batch_of(config)))
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_nothing_is_predicted_across_the_end_of_a_document(resets: bool) -> None:
+    """The first row has documents of 5, 7 and 12 tokens. Module j has no target for the last j + 1 of a document, and
+    for the last j of the third one, which goes on behind the row."""
+    batch = look_ahead(batch_of(variant(), resets), 3, EOD)
+    assert batch.ahead_weights is not None
+    expected = [(5 - j - 1) + (7 - j - 1) + (12 - j) for j in (1, 2, 3)]
+    assert batch.ahead_weights[0].sum(-1).tolist() == expected
+
+
+def test_a_step_adds_the_weighted_mean_of_the_modules() -> None:
+    """Over four micro-batches with different numbers of targets, as the norm of the gradient shows."""
+    words = (*OVERRIDES, "model.dropout=0", "model.attention_dropout=0", "precision=fp64", "loss.mtp_weight=0.7")
+    words = (*words, "model.kind=gpt", "model.mtp_layers=2", "batch.global_size=4", "batch.micro_size=1")
+    trainer, batches = small_trainer(Layout(), *words)
+    weights = {name: value.clone().requires_grad_() for name, value in whole(trainer, of_gradients=False).items()}
+    plain = Predicting(weights, trainer.config.model)
+    result = trainer.train_step(batches)
+    main, *modules = zip(*(plain.losses(batch, eod=3) for batch in batches), strict=True)
+    means = [sum(loss for loss, _ in each) / sum(count for _, count in each) for each in (main, *modules)]
+    assert len({count for _, count in main}) > 1
+    assert result.loss == pytest.approx(float(means[0].detach()), rel=1e-12)
+    assert result.mtp_loss == pytest.approx(float((means[1] + means[2]).detach()) / 2, rel=1e-12)
+    (means[0] + 0.7 * (means[1] + means[2]) / 2).backward()
+    squares = [float(weight.grad.square().sum()) for weight in weights.values() if weight.grad is not None]
+    assert result.grad_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{}, {"experts": 4, "expert_ffn": 20, "activation": "swiglu"}], ids=str)
+def test_sizes_count_the_modules(changes: dict[str, object]) -> None:
+    """Each has a layer, three norms, a matrix of two hidden states, and the head once more."""
+    config = variant(kind="gpt", **changes)
+    _, table = make(replace(config, mtp_layers=2))
+    assert num_parameters(replace(config, mtp_layers=2)) == table.numel
+    longer, width = replace(config, layers=config.layers + 2), config.hidden
+    more = training_flops_per_token(replace(config, mtp_layers=2)) - training_flops_per_token(longer)
+    assert more == pytest.approx(3 * 2 * 2 * (2 * width**2 + config.vocab * width))
