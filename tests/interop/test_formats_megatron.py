@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from pangu.common.errors import UserError
 from pangu.config.build import build
-from pangu.config.model import ModelConfig
+from pangu.config.model import LinearScaling, ModelConfig, YarnScaling
 from pangu.interop.formats.convert import FORMATS, fitting_tensors, settle_model
 from pangu.interop.formats.stored import take
 from pangu.models.parameters import logical_shapes
@@ -125,10 +125,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     [
         ("squared_relu", True),
         ("quick_geglu", True),
-        ("rotary_seq_len_interpolation_factor", 4),
-        ("rotary_percent", 0.5),
+        ("rotary_seq_len_interpolation_factor", 0.5),
+        ("rotary_percent", 1.5),
         ("position_embedding_type", "none"),
-        ("position_embedding_type", "yarn"),
         ("position_embedding_type", "relative"),
         ("no_rope_freq", [0, 1]),
         ("softmax_scale", 0.1),
@@ -155,6 +154,24 @@ def test_options_that_change_the_function_are_refused(
     option: str, value: object, small: Callable[..., Path], given: ModelConfig
 ) -> None:
     assert f"  {option} = " in refusal(small(**{option: value}), given)
+
+
+def test_what_yarn_computes_otherwise_is_refused(small: Callable[..., Path], given: ModelConfig) -> None:
+    for option, value in {"mscale": 0.7, "mscale_all_dim": 1.0, "rotary_percent": 0.5, "yarn_mscale": 2.0}.items():
+        assert f"  {option} = " in refusal(small(position_embedding_type="yarn", **{option: value}), given)
+    both = {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}
+    assert "is not supported with use_rope_scaling" in refusal(small(**both), given)
+
+
+def test_options_of_rotation_are_read(small: Callable[..., Path], given: ModelConfig) -> None:
+    """With the defaults of Megatron's `YarnRotaryEmbedding` where an option is null."""
+    assert read(small(rotary_percent=0.5), given)[0].partial_rotary_factor == 0.5
+    found = read(small(rotary_seq_len_interpolation_factor=4), given)[0]
+    assert found.rope_scaling == LinearScaling(name="linear", factor=4.0)
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_beta_fast": 16.0, "mscale": 1.0}
+    found = read(small(**yarn, yarn_beta_slow=None, yarn_correction_range_round_to_int=False), given)[0]
+    scaling = YarnScaling(name="yarn", factor=4.0, original_sequence=4096, beta_fast=16.0, truncate=False)
+    assert found.rope_scaling == scaling
 
 
 @pytest.mark.parametrize("options", [{"squared_relu": True}, SimpleNamespace(squared_relu=True), ["--squared-relu"]])

@@ -27,7 +27,7 @@ def megatron(ranks: int, *words: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "torch_dist"])
-@pytest.mark.parametrize(("variant", "ranks"), [("gpt", 1), ("gpt", 2), ("llama", 2)])
+@pytest.mark.parametrize(("variant", "ranks"), [("gpt", 1), ("gpt", 2), ("llama", 2), ("linear", 2), ("yarn", 1)])
 def test_logits_both_ways(variant: str, ranks: int, how: str, tmp_path: Path) -> None:
     """1e-5: fp32, logits of up to about 10, sums of at most 256 products."""
     ids = tokens(256, 24)

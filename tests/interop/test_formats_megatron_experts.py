@@ -33,6 +33,8 @@ SIZES = {
     "max_position_embeddings": 24,
 }
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 12, "beta_fast": 4}
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 24}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, "rms_norm_eps": 1e-5}),
     ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": True}),
@@ -40,6 +42,11 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2, "num_experts_per_tok": 2}),
+    ("GPT2", GPT2),
+    ("Qwen2", {"rope_parameters": {**YARN, "truncate": False}}),
+    ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}}),
+    ("StableLm", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "use_qkv_bias": True}),
+    ("Arcee", {"attention_bias": True, "mlp_bias": True}),
 ]
 FORMATS = [("torch", 1), ("torch", 2), ("torch_grouped", 2), ("torch_dist", 1)]
 
@@ -50,7 +57,8 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, more = MODELS[request.param]
     folder = tmp_path_factory.mktemp(kind)
     torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
+    sizes = {"vocab_size": 67} if kind == "GPT2" else SIZES
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **more})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -76,6 +84,23 @@ def test_megatron_and_back_changes_no_bit_and_no_field(
     for file in there.rglob("*.pt"):
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
+
+
+def test_transformers_ours_megatron_ours_transformers(theirs: tuple[Path, Path], tmp_path: Path) -> None:
+    """The same bits of every weight, and logits bit for bit of a model that leaves as the type that it came as."""
+    run, direct = theirs
+    there = convert("pangu", "megatron", run, tmp_path / "megatron")
+    again = convert("megatron", "pangu", there, tmp_path / "again")
+    require_equal(logical(again), logical(run))
+    back = convert("pangu", "huggingface", again, tmp_path / "back")
+    ids = torch.arange(24)[None] * 7 % 67
+    first, last = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (direct.parent / "theirs", back)
+    )
+    assert first.config.model_type == last.config.model_type
+    require_equal(last.state_dict(), first.state_dict())
+    with torch.no_grad():
+        assert torch.equal(first(ids).logits, last(ids).logits)
 
 
 def moe_weights(experts: int = 3) -> dict[str, Tensor]:
@@ -190,10 +215,10 @@ def test_what_tensors_do_not_tell_is_asked_for_by_name(tmp_path: Path, capsys: p
     made = foreign.weights(True)
     without_options(tmp_path, foreign.whole_tensors(made, True))
     said = refused(tmp_path, capsys)
-    for key in ("heads", "rope_base", "rope_scaling", "norm_eps", "sequence"):
+    for key in ("heads", "rope_base", "rope_scaling", "partial_rotary_factor", "norm_eps", "sequence"):
         assert f"model.{key} = (missing)" in said
     given = ["model.heads=4", "model.rope_base=500", "model.norm_eps=1e-6", "model.sequence=12"]
-    given.append("model.rope_scaling=null")
+    given += ["model.rope_scaling=null", "model.partial_rotary_factor=1"]
     require_equal(logical(convert("megatron", "pangu", tmp_path / "in", tmp_path / "out", *given)), made)
 
 
@@ -205,7 +230,7 @@ def test_rows_that_may_be_padding_are_asked_for(tmp_path: Path, capsys: pytest.C
         whole[name] = torch.cat([whole[name], torch.ones(128 - len(whole[name]), whole[name].shape[1])])
     without_options(tmp_path, whole)
     given = ["model.heads=4", "model.rope_base=500", "model.norm_eps=1e-6", "model.sequence=12"]
-    given.append("model.rope_scaling=null")
+    given += ["model.rope_scaling=null", "model.partial_rotary_factor=1"]
     assert "model.vocab = (missing)" in refused(tmp_path, capsys, *given)
     given.append("model.vocab=64")
     require_equal(logical(convert("megatron", "pangu", tmp_path / "in", tmp_path / "out", *given)), made)

@@ -18,6 +18,7 @@ torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-valu
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.activations import squared_relu  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -43,12 +44,30 @@ OPTIONS = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+OPTIONS["linear"] = {
+    **OPTIONS["llama"],
+    "swiglu": False,
+    "squared_relu": True,
+    "rotary_percent": 0.5,
+    "rotary_seq_len_interpolation_factor": 3,
+}
+OPTIONS["yarn"] = {
+    **OPTIONS["llama"],
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 12,
+    "yarn_beta_fast": 4.0,
+    "yarn_beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 
 
 def build(variant: str, ranks: int) -> torch.nn.Module:
     """The model of a variant."""
     options = OPTIONS[variant]
-    llama = variant == "llama"
+    llama, gated = variant != "gpt", options.get("swiglu", False)
     config = TransformerConfig(
         num_layers=3,
         hidden_size=32,
@@ -58,14 +77,17 @@ def build(variant: str, ranks: int) -> torch.nn.Module:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization=options.get("normalization", "LayerNorm"),
-        gated_linear_unit=llama,
-        activation_func=F.silu if llama else F.gelu,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else squared_relu if llama else F.gelu,
         bias_activation_fusion=not llama,
         add_bias_linear=options.get("add_bias_linear", True),
         tensor_model_parallel_size=ranks,
         use_cpu_initialization=True,
         init_method_std=0.2,
     )
+    for name, value in options.items():
+        if name.startswith(("yarn_", "rotary_scaling", "mscale")):
+            setattr(config, f"yarn_{name.removeprefix('yarn_')}", value)
     return GPTModel(
         config,
         get_gpt_layer_local_spec(normalization=config.normalization),
@@ -75,6 +97,8 @@ def build(variant: str, ranks: int) -> torch.nn.Module:
         share_embeddings_and_output_weights=not options["untie_embeddings_and_output_weights"],
         position_embedding_type=options["position_embedding_type"],
         rotary_base=options.get("rotary_base", 10000),
+        rotary_percent=options.get("rotary_percent", 1.0),
+        seq_len_interpolation_factor=options.get("rotary_seq_len_interpolation_factor"),
     )
 
 

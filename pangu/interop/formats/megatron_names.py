@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.common.errors import ConfigError, Problem, UserError
+from pangu.common.errors import ConfigError, UserError
 from pangu.config.model import ModelConfig
-from pangu.interop.formats.megatron_options import ROPE_SCALING, ROWS
+from pangu.interop.formats.megatron_options import ROWS, inexpressible_scaling
 from pangu.interop.formats.stored import Stored, inexpressible, make_table
 
 EXPERT = "mlp.experts.local_experts.{}."
@@ -23,13 +23,11 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     pangu, heads = model.kind == "pangu", model.kv_heads or model.heads
     kind = "megatron_pangu" if pangu else "megatron_core"
     # Megatron-Core's approximation by tanh is a kernel fused with the bias
-    fused = {"activation": ["gelu_tanh", "gelu", "swiglu"]} if not pangu and model.biases is True else {}
-    if problems := inexpressible(model, kind, **fused):
+    fused = (
+        {"activation": ["gelu_tanh", "gelu", "swiglu", "squared_relu"]} if not pangu and model.biases is True else {}
+    )
+    if problems := [*inexpressible(model, kind, **fused), *inexpressible_scaling(model)]:
         raise ConfigError(problems)
-    scaling = model.rope_scaling
-    if scaling is not None and scaling != replace(ROPE_SCALING, factor=scaling.factor):
-        rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
-        raise ConfigError([Problem("model.rope_scaling", scaling, rule)])
     widths = {model.expert_size if model.has_experts(layer) else model.ffn_size for layer in range(model.layers)}
     if any(width % tensor for width in {heads, *widths}):
         raise UserError(

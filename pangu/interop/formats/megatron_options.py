@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pangu.common.errors import UserError
+from pangu.common.errors import Problem, UserError
 from pangu.config.build import read_keys
-from pangu.config.model import Llama3Scaling, ModelConfig
+from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
 from pangu.interop.expert_layers import spread
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
@@ -20,6 +20,16 @@ ROWS = 128
 """Unit of Megatron-Core's vocabulary padding: to a multiple of this times the tensor-parallel size."""
 ROPE_SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_sequence=8192)
 """RoPE scaling of Megatron-Core (`--use-rope-scaling`), in which only the factor is an option."""
+INTERPOLATION = "rotary_seq_len_interpolation_factor"
+"""Option of linear scaling."""
+YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_sequence": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+}
+"""Options of YaRN by fields of `YarnScaling`."""
 TOP = "language_model.topQueryEmbedding.top_query_embeddings.weight"
 """Name of PanGu-α's query embedding, which no GPT has."""
 
@@ -81,7 +91,8 @@ def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     }
     if gelus := [options[name] is True for name in ("bias_gelu_fusion", "openai_gelu") if name in options]:
         keys["activation"] = "gelu_tanh" if any(gelus) else "gelu"
-    return {key: value for key, value in numbers.items() if key not in ("rope_base", "experts_per_token")} | keys
+    others = ("rope_base", "partial_rotary_factor", "experts_per_token")
+    return {key: value for key, value in numbers.items() if key not in others} | keys
 
 
 def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +106,8 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     biases = True if f"{layer}linear_proj.bias" in shapes else "qkv" if f"{layer}linear_qkv.bias" in shapes else False
     # the fused kernel is the approximation by tanh; it needs biases
     tanh = biases is True and options.get("bias_gelu_fusion") is True
-    plain: object = ("gelu_tanh" if tanh else "gelu") if options else UNTOLD
+    squared = options.get("squared_relu") is True
+    plain: object = ("squared_relu" if squared else "gelu_tanh" if tanh else "gelu") if options else UNTOLD
     table = shapes.get("embedding.position_embeddings.weight")
     keys: dict[str, Any] = {
         "kind": "gpt",
@@ -111,6 +123,7 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
         "positions": "learned" if table else "rope",
         "rope_base": None if table else numbers.get("rope_base", 10000.0 if options else UNTOLD),
         "rope_scaling": None if table else _rope_scaling(options) if options else UNTOLD,
+        "partial_rotary_factor": 1.0 if table else numbers.get("partial_rotary_factor", 1.0 if options else UNTOLD),
         "qk_norm": f"{layer}q_layernorm.weight" in shapes,
     }
     if table:
@@ -166,14 +179,41 @@ def _has_experts(shapes: _Shapes) -> list[int]:
     return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
 
 
-def _rope_scaling(options: _Options) -> Llama3Scaling | None:
-    """Return Llama 3.1's scaling with the factor of the options, or None. Raises UserError for an invalid factor."""
-    if options.get("use_rope_scaling") is not True:
-        return None
-    factor = options.get("rope_scaling_factor", ROPE_SCALING.factor)
-    keys, problems = read_keys(Llama3Scaling, {"factor": factor}, {"factor": "rope_scaling_factor"})
+def _rope_scaling(options: _Options) -> RopeScaling | None:
+    """Return the scaling that the options name, or None. Raises UserError for one that we do not compute."""
+    yarn, llama = options.get("position_embedding_type") == "yarn", options.get("use_rope_scaling") is True
+    linear = not yarn and options.get(INTERPOLATION) not in (None, 1)
+    if llama and linear:
+        raise wrong_field("args", INTERPOLATION, options[INTERPOLATION], "is not supported with use_rope_scaling")
+    if yarn:
+        # there all of a head rotates, whatever its share
+        only: dict[str, Sequence[Any]] = {"rotary_percent": [None, 1.0]}
+        only |= {f"{start}mscale": [None, 1.0] for start in ("", "yarn_")}
+        only |= {f"{start}mscale_all_dim": [None, 0.0] for start in ("", "yarn_")}
+        only["yarn_rotary_scaling_factor"] = [None, options.get("rotary_scaling_factor")]
+        refuse("args", disagreements(options, only, "is not supported with yarn; use {}"))
+    start: RopeScaling = YarnScaling(name="yarn", factor=1.0, original_sequence=4096) if yarn else ROPE_SCALING
+    names = YARN if yarn else {"factor": "rope_scaling_factor"}
+    if linear:
+        start, names = LinearScaling(name="linear", factor=1.0), {"factor": INTERPOLATION}
+    given = {key: options[name] for key, name in names.items() if options.get(name) is not None}
+    keys, problems = read_keys(type(start), given, names) if yarn or llama or linear else ({}, [])
     refuse("args", problems)
-    return replace(ROPE_SCALING, **keys)
+    return replace(start, **keys) if yarn or llama or linear else None
+
+
+def inexpressible_scaling(model: ModelConfig) -> list[Problem]:
+    """Return a problem if Megatron-Core has no options for the RoPE scaling of a model."""
+    scaling, rule, fix = model.rope_scaling, "", ""
+    if isinstance(scaling, Llama3Scaling) and scaling != replace(ROPE_SCALING, factor=scaling.factor):
+        rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
+    elif isinstance(scaling, LinearScaling) and scaling.factor % 1:
+        rule, fix = "Megatron-Core interpolates positions by whole factors alone", f"use factor = {scaling.factor:.0f}"
+    elif isinstance(scaling, YarnScaling) and scaling.attention_factor is not None:
+        rule, fix = "Megatron-Core's YaRN has the paper's attention_factor alone", "use attention_factor = null"
+    elif isinstance(scaling, YarnScaling) and model.partial_rotary_factor != 1:
+        rule, fix = "Megatron-Core's YaRN rotates all of a head", "use model.partial_rotary_factor = 1"
+    return [Problem("model.rope_scaling", scaling, rule, fix)] if rule else []
 
 
 def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
@@ -213,15 +253,18 @@ def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) 
 
 def _implied(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the tensors imply, by keys of `ModelConfig`."""
+    scaling = keys["rope_scaling"]
+    rope = "yarn" if isinstance(scaling, YarnScaling) else "rope"
     return {
         "normalization": "RMSNorm" if keys["norm"] == "rmsnorm" else "LayerNorm",
         "add_bias_linear": keys["biases"] is True,
         "add_qkv_bias": keys["biases"] == "qkv",
         "swiglu": keys["activation"] == "swiglu",
-        "position_embedding_type": "rope" if keys["positions"] == "rope" else "learned_absolute",
+        "squared_relu": keys["activation"] == "squared_relu",
+        "position_embedding_type": rope if keys["positions"] == "rope" else "learned_absolute",
         "untie_embeddings_and_output_weights": not keys["tied_head"],
         "qk_layernorm": keys["qk_norm"],
-        "use_rope_scaling": keys["rope_scaling"] is not None,
+        "use_rope_scaling": isinstance(scaling, Llama3Scaling),
         "num_experts": keys["experts"],
     }
 
@@ -247,6 +290,7 @@ def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = Fal
         "group_query_attention": model.kv_heads not in (None, model.heads),
         "num_query_groups": model.kv_heads or model.heads,
         "rope_scaling_factor": (model.rope_scaling or ROPE_SCALING).factor,
+        INTERPOLATION: int(model.rope_scaling.factor) if isinstance(model.rope_scaling, LinearScaling) else None,
         "moe_router_topk": model.num_chosen,
         # Megatron-Core knows the approximation by its fused kernel alone, the port by either
         "bias_gelu_fusion": tanh and not pangu,
@@ -254,8 +298,10 @@ def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = Fal
         "add_position_embedding": not rope,
         "use_rotary_position_embeddings": rope,
         "rotary_base": model.rotary_base,
-        "rotary_percent": 1.0,
     }
+    if isinstance(model.rope_scaling, YarnScaling):
+        values |= {option: getattr(model.rope_scaling, key) for key, option in YARN.items()}
+        values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     if model.experts is not None:
         has = [int(model.has_experts(layer)) for layer in range(model.layers)]
         losses = {"sequence": "seq_aux_loss", "global": "global_aux_loss"}
