@@ -131,9 +131,9 @@ def load_weights(
     if layers is not None:
         alone = shapes.keys() ^ {name for name in index["tensors"] if name.startswith("weight/")}
         alone = {name for name in alone if only_predicts(name.removeprefix("weight/"), layers)}
-        if alone:
-            where = "this model leaves them out" if alone & index["tensors"].keys() else "not in the checkpoint"
-            log.info("%-12s %d tensors of multi-token prediction: %s (%s)", "weights", len(alone), where, path)
+        if alone and mesh.is_first:
+            where = "left out" if alone & index["tensors"].keys() else "not in it, they begin at random"
+            log.warning("%s: %d tensors of multi-token prediction: %s", path, len(alone), where)
         shapes = {name: shape for name, shape in shapes.items() if name not in alone}
         slices = [(name, part) for name, part in slices if name not in alone]
         index = {**index, "tensors": {name: x for name, x in index["tensors"].items() if name not in alone}}

@@ -126,11 +126,13 @@ class Fold:
             if segment.mark is not None and segment.mark.event == "complete"
         }
         placed: dict[int, list[StepOp]] = {}
-        place, waits = 0, list[StepOp]()
+        place, waits, reduced = 0, list[StepOp](), None
         for one in reductions:
             waits.append(one)
-            if one.flat is not None and one.kind == Operation.REDUCE:
-                place = max(place, last.get(one.flat.index, 0))
+            starts = one.kind == Operation.REDUCE
+            if starts and one.flat is not None:
+                place, reduced = max(place, last.get(one.flat.index, 0)), one.flat
+            if starts or one.flat is reduced:  # without overlap, a reduction is waited for at once
                 placed.setdefault(place, []).extend(waits)
                 waits = []
         placed.setdefault(place, []).extend(waits)

@@ -239,6 +239,9 @@ class Trace:
         return span or next(span for key, span in self.spans.items() if key.module == kind and span is not None)
 
 
+_SHARED = ("embedding.word.weight", "head.weight", "mtp.lookup")
+
+
 def full_name(module: str, parameter: str) -> str:
     """Return the full name of a mark's parameter in the span of a module such as `layers.3`."""
     return f"{module}{parameter}" if module.startswith("layers.") and parameter[0] == "." else parameter
@@ -269,8 +272,8 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
             words += ["recomputed"] * (layer < stop)
             words += ["resident"] * (offload and layer == part.layers[-1])
         frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]
-        # a tied head has its own copy of the matrix if the embedding is on another stage
-        frozen = [name.removeprefix("embedding.word.") for name in frozen]
+        # the head and multi-token prediction have their own copy of the matrix if the embedding is on another stage
+        frozen = ["weight" if name in _SHARED else name for name in frozen]
         reached = reached or len(frozen) < len(parameters)
         layers += reached and words[0] == "layer"
         if layers == 2 and words[0] == "layer":

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from pangu.checkpoint.index import read_index
+from pangu.checkpoint.reading import newest_checkpoint, read_tensor
+from pangu.config.build import build
+from pangu.config.schema import RunConfig
 from pangu.data.ahead import look_ahead
 from pangu.data.batch import Batch
+from pangu.interop.loading import load_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.resuming import begin_with
+from pangu.training.run import run
+from pangu.training.step import Trainer
+from tests.configs import composed
+from tests.end_to_end.commands import SMALL
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
 from tests.models.test_variants import EOD, Plain, batch_of
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
 from tests.weights import whole_loss
+from tools import convert_checkpoint
 
 LAYER = {"norm": "rmsnorm", "activation": "swiglu", "biases": False, "positions": "rope", "tied_head": False}
 
@@ -103,8 +117,8 @@ def test_nothing_is_predicted_across_the_end_of_a_document(resets: bool) -> None
 
 def test_a_step_adds_the_weighted_mean_of_the_modules() -> None:
     """Over four micro-batches with different numbers of targets, as the norm of the gradient shows."""
-    words = (*OVERRIDES, "model.dropout=0", "model.attention_dropout=0", "precision=fp64", "loss.mtp_weight=0.7")
-    words = (*words, "model.kind=gpt", "model.mtp_layers=2", "batch.global_size=4", "batch.micro_size=1")
+    same = (*OVERRIDES, "model.dropout=0", "model.attention_dropout=0", "precision=fp64", "loss.mtp_weight=0.7")
+    words = (*same, "model.kind=gpt", "model.mtp_layers=2", "batch.global_size=4", "batch.micro_size=1")
     trainer, batches = small_trainer(Layout(), *words)
     weights = {name: value.clone().requires_grad_() for name, value in whole(trainer, of_gradients=False).items()}
     plain = Predicting(weights, trainer.config.model)
@@ -128,3 +142,57 @@ def test_sizes_count_the_modules(changes: dict[str, object]) -> None:
     longer, width = replace(config, layers=config.layers + 2), config.hidden
     more = training_flops_per_token(replace(config, mtp_layers=2)) - training_flops_per_token(longer)
     assert more == pytest.approx(3 * 2 * 2 * (2 * width**2 + config.vocab * width))
+
+
+SMALLER = (*SMALL, "data=synthetic", "model.kind=gpt", "model.layers=2", "model.experts=2", "model.router.balance=bias")
+
+
+def test_weights_are_taken_with_and_without_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with one module; then its weights in models with none, for generation too, and with two."""
+    words = (*SMALLER, "validation.every=0", "train.steps=1", "lr_schedule.warmup_steps=1", "train.device=cpu")
+    run(composed(*words, "model.mtp_layers=1", f"train.output={tmp_path}"))
+    path = newest_checkpoint(tmp_path)
+    index, mesh = read_index(path), Mesh.connect(Layout(), torch.device("cpu"))
+    stored = {name for name in index["tensors"] if name.startswith("weight/")}
+    begun = {}
+    for modules in (0, 2):
+        config = build(RunConfig, composed(*words, f"model.mtp_layers={modules}", "parallel.data=1"))
+        trainer = Trainer(config, mesh)
+        before = {name: value.clone() for name, value in whole(trainer, of_gradients=False).items()}
+        capsys.readouterr()
+        begin_with(path, config, trainer)
+        for name, weight in whole(trainer, of_gradients=False).items():
+            known = f"weight/{name}" in stored
+            assert torch.equal(weight, read_tensor(path, index, f"weight/{name}") if known else before[name]), name
+        begun[modules] = {f"weight/{name}" for name in before}
+        line = capsys.readouterr().err.partition("\n")[0]
+        count = len(begun[modules] ^ stored)
+        expected = "left out" if modules == 0 else "not in it, they begin at random"
+        assert line == f"{path}: {count} tensors of multi-token prediction: {expected}"
+    assert begun[0] < stored < begun[2]
+    model = load_model(tmp_path, mesh).runner.model
+    assert model.config.mtp_layers == 0
+    assert sum(one.numel() for one in model.parameters()) == num_parameters(model.config)
+
+
+def test_an_export_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("model.positions=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.biases=false")
+    words = (
+        *SMALLER,
+        *own,
+        "model.experts=null",
+        "model.router.balance=sequence",
+        "validation.every=0",
+        "train.steps=1",
+    )
+    more = ("validation.every=0", "train.steps=1", "lr_schedule.warmup_steps=1", "train.device=cpu")
+    run(composed(*words, *more, "model.mtp_layers=1", f"train.output={tmp_path}/run"))
+    for target, names in (("huggingface", "model.mtp_layers = 1: left out"), ("pangu", "")):
+        capsys.readouterr()
+        files = ["--input", f"{tmp_path}/run", "--output", f"{tmp_path}/{target}"]
+        assert convert_checkpoint.main(["--from", "pangu", "--to", target, *files]) == 0
+        assert capsys.readouterr().out.startswith(names)
+    kept = read_index(newest_checkpoint(tmp_path / "pangu"))["tensors"]
+    assert kept.keys() == {x for x in read_index(newest_checkpoint(tmp_path / "run"))["tensors"] if x[:7] == "weight/"}
+    exported = (tmp_path / "huggingface" / "config.json").read_text(encoding="utf-8")
+    assert json.loads(exported)["num_hidden_layers"] == 2
