@@ -128,6 +128,7 @@ SEARCHED = ("parallel.tensor=8", "parallel.zero=1", "batch.micro_size=1", "memor
 MODEL_OF_FILES = {
     "pangu_2.6B/": "pangu.ckpt",
     "model=pangu_2_6b": "model.heads=8",
+    "runs/qwen3_tuned": "runs/qwen3",
     "data.tokenizer={kind: pangu, path: vocab.model}": "data.tokenizer={kind: pangu, path: my/tokenizer.model}",
 }
 TRAINED_STEP = {"runs/quickstart/checkpoints/step-00001850": "runs/quickstart/checkpoints/step-00000020"}

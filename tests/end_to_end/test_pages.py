@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import time
 import tomllib
-from contextlib import chdir
+from contextlib import chdir, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +22,13 @@ from filelock import FileLock
 
 import pangu
 from docs.line_breaks import join_lines
+from pangu.common.errors import ConfigError
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
+from pangu.interop.formats.fields import load_table
+from pangu.interop.formats.huggingface_config import kinds
+from pangu.interop.formats.megatron_names import table as megatron_table
+from pangu.interop.formats.stored import inexpressible
 from pangu.models.size import num_parameters
 from pangu.schedule.orders import SCHEDULES
 from pangu.training.process import Heartbeat
@@ -86,6 +92,22 @@ def test_every_preset_is_in_the_table_with_its_number_of_parameters() -> None:
     for page in (DOCS["presets"], chinese(DOCS["presets"])):
         rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([\d,]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert dict(rows) == numbers
+
+
+@pytest.mark.parametrize("page", [DOCS["families"], chinese(DOCS["families"])], ids=lambda page: page.name)
+def test_every_family_leaves_as_the_page_says(page: Path) -> None:
+    """The first type that can express a preset has the last column's class; Megatron has the model, or refuses it."""
+    rows = re.findall(
+        r"^\| [^|]+ \| (`[^|]+) \| [^|]+ \| ([^|]+) \| `(\w+)`", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) == 9
+    for presets, megatron, architecture in rows:
+        for preset in re.findall(r"`(\w+)`", presets):
+            model = config(f"+config={preset}").model
+            first = next(kind for kind in kinds() if not inexpressible(model, kind))
+            assert load_table("model_types")[first]["writes"]["architectures"] == [architecture], preset
+            with nullcontext() if not megatron.startswith(("no", "不")) else pytest.raises(ConfigError):
+                megatron_table(replace(model, layers=2), 1)
 
 
 def understood(words: list[str]) -> None:
@@ -173,6 +195,8 @@ def _write_models(place: Path) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 3, "max_position_embeddings": 24}
     mixtral = transformers.MixtralConfig(**sizes, **heads)
     transformers.MixtralForCausalLM(mixtral).save_pretrained(place / "Mixtral-8x7B-v0.1")
+    qwen3 = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24)
+    transformers.Qwen3ForCausalLM(qwen3).save_pretrained(place / "Qwen3-8B")
 
 
 @pytest.mark.usefixtures("formulas", "commands_share_it")
