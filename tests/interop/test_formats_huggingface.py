@@ -175,6 +175,29 @@ def test_published_models(name: str) -> None:
     assert not list(find_model_problems(ModelConfig(**{**UNTOLD, **told})))
 
 
+def test_other_names_of_fields() -> None:
+    sizes = {
+        "model_type": "exaone",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 67,
+    }
+    names = {"num_layers": 3, "layer_norm_epsilon": 1e-4, "activation_function": "silu", "max_position_embeddings": 16}
+    told = read_model(sizes | names, Path("config.json"))
+    assert (told["layers"], told["norm_eps"], told["activation"], told["kv_heads"]) == (3, 1e-4, "swiglu", 8)
+    for field in ("qkv_bias", "bias"):
+        config = {
+            **sizes,
+            "model_type": "internlm3",
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 16,
+            field: True,
+        }
+        with pytest.raises(UserError, match="_bias = true: is not supported; use false"):
+            read_model(config, Path("config.json"))
+
+
 MSCALE = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 8}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2", {"my_option": 3}, "my_option = 3: is unknown"),

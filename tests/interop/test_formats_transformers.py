@@ -128,6 +128,8 @@ LLAMAS = [
     ("Phi3", {"num_key_value_heads": 2, "sliding_window": 5}),
     ("Ministral", {"sliding_window": 5, "head_dim": 8}),
     ("IQuestCoder", {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True}),
+    ("InternLM3", {"num_key_value_heads": 2, "head_dim": 12}),
+    ("Exaone", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     ("SeedOss", {"num_key_value_heads": 2, "head_dim": 12}),
     ("SeedOss", {"attention_out_bias": True, "head_dim": 8}),
     ("Ernie4_5", {"use_bias": True, "head_dim": 12, "num_key_value_heads": 2}),
@@ -164,7 +166,7 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
     assert compared | {"PanguEmbedded", "internlm2", "PanguProMoE"} == kinds().keys()
-    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 25
+    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 27
 
 
 @pytest.mark.parametrize("kind", ["PanguEmbedded", "internlm2"])
