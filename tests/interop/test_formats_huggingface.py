@@ -219,6 +219,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "relative_key: is not supported; use absolute or rotary",
     ),
     ("Pangu", {"position_embedding_type": ["rotary"]}, "position_embedding_type = [rotary]: is not supported"),
+    ("Olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0: is not supported; use null"),
     ("Pangu", {"rope_theta": -1}, "rope_theta = -1.0: must be above 0"),
     ("Pangu", {"rope_scaling": {"factor": 4}}, "rope_scaling = {factor: 4}: is unknown"),
     ("Llama", {"mlp_bias": True}, "mlp_bias = true: is not supported without attention_bias"),

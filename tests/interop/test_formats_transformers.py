@@ -147,6 +147,9 @@ LLAMAS = [
     ("Falcon", {"ffn_hidden_size": 56}),
     ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     ("Falcon", {"multi_query": False}),
+    ("Olmo", {"num_key_value_heads": 2}),
+    ("Nemotron", {"num_key_value_heads": 2, "head_dim": 8}),
+    ("Nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}}),
     ("Bloom", {"n_layer": 2, "n_head": 4, "seq_length": 24}),
     ("OPT", {"ffn_dim": 56, "word_embed_proj_dim": 32, "init_std": 0.2}),
     ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40}),
@@ -165,8 +168,8 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
-    assert compared | {"PanguEmbedded", "internlm2", "PanguProMoE"} == kinds().keys()
-    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 27
+    assert compared | {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE"} == kinds().keys()
+    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 29
 
 
 @pytest.mark.parametrize("kind", ["PanguEmbedded", "internlm2"])
@@ -190,6 +193,42 @@ def test_types_that_transformers_lacks(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(our_logits(run, tokens(67, 24)), theirs(tokens(67, 24)).logits, atol=1e-5, rtol=0)
     back = transformers.AutoModelForCausalLM.from_pretrained(convert("pangu", "huggingface", run, tmp_path / "back"))
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
+
+
+def test_norms_that_a_type_lacks_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.OlmoConfig(**RELATIVE)
+    transformers.OlmoForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    save_file(load_file(file) | {"model.norm.weight": torch.rand(32)}, file)
+    words = ["--from", "huggingface", "--to", "pangu", "--input", str(tmp_path / "theirs")]
+    assert main([*words, "--output", str(tmp_path / "ours")]) == 2
+    assert "model.norm.weight: olmo has no such tensor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("vocab", "normalized"), [(67, True), (64000, False)])
+def test_baichuan(vocab: int, normalized: bool, tmp_path: Path) -> None:
+    """A Llama with queries, keys and values in one tensor; Baichuan2 divides each row of the head by its norm."""
+    config = transformers.LlamaConfig(**RELATIVE | {"vocab_size": vocab})
+    theirs = random_vectors(transformers.LlamaForCausalLM, config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    told = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    llamas = ("attention_bias", "mlp_bias", "head_dim", "num_key_value_heads", "attention_dropout", "pretraining_tp")
+    told = {key: value for key, value in told.items() if key not in llamas}
+    told |= {"model_type": "baichuan", "model_max_length": 24, "z_loss_weight": 0}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(told))
+    state = theirs.state_dict()
+    for layer in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
+        state[f"{layer}W_pack.weight"] = torch.cat([state.pop(f"{layer}{one}_proj.weight") for one in "qkv"])
+    save_file(state, tmp_path / "theirs" / "model.safetensors")
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        if normalized:
+            theirs.lm_head.weight /= theirs.lm_head.weight.norm(dim=1, keepdim=True)
+        expected = theirs(tokens(vocab, 24)).logits
+        torch.testing.assert_close(our_logits(run, tokens(vocab, 24)), expected, atol=1e-5, rtol=0)
+        back = convert("pangu", "huggingface", run, tmp_path / "back")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(back)
+        torch.testing.assert_close(loaded(tokens(vocab, 24)).logits, expected, atol=1e-5, rtol=0)
 
 
 def as_internlm2(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -106,10 +106,14 @@ class HuggingFaceSource(WeightSource):
                     f"{shown(name)}: is not what config.json implies, so that the model computes something else; "
                     "correct config.json, or remove the tensor from the file if nothing uses it"
                 )
-        return self.tensors
+        implied = {stored.name: self.read(stored).to("meta") for stored in table if stored.implied is not None}
+        problems += [f"{name}: {self._kind.name} has no such tensor" for name in implied if name in self.tensors]
+        return {**self.tensors, **implied}
 
     def read(self, stored: Stored) -> Tensor:
         """Return one full tensor."""
+        if stored.implied is not None:
+            return torch.full(stored.shape, stored.implied, dtype=next(iter(self.tensors.values())).dtype)
         return self._read(stored.name)
 
     def _read(self, full: str) -> Tensor:

@@ -58,6 +58,12 @@ class Stored:
     paired: tuple[int, int] | None = None
     """Head size, and how many elements of a head rotate, if neighbors are pairs in the file; ours are half of them
     apart. None: as ours, or no rotation."""
+    plus: float = 0.0
+    """Difference of our values and those of the file."""
+    unit_rows: bool = False
+    """True if the model divides each row by its norm; ours are divided once."""
+    implied: float | None = None
+    """Value of all elements of a tensor that files lack; None: they have it."""
 
 
 class WeightSource(ABC):
@@ -166,7 +172,20 @@ def make_table(
                 table.append(Stored(f"{prefix}{name}", (part,), (1, *shapes[part])))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
-    return table
+    return [_with_values(stored, naming) for stored in table]
+
+
+def _with_values(stored: Stored, naming: Mapping[str, Any]) -> Stored:
+    """Return a stored tensor with the difference between its values and ours."""
+    part = stored.parts[0]
+    weight = part.endswith("norm.weight")
+    if naming.get("plain_norms", False) and (weight or part.endswith("norm.bias")):
+        return replace(stored, implied=float(weight))
+    if naming.get("gains_below_one", False) and weight:
+        return replace(stored, plus=1.0)
+    if part in naming.get("unit_rows", {}):
+        return replace(stored, unit_rows=stored.shape[0] not in naming["unit_rows"][part])
+    return stored
 
 
 def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, str, Sequence[str]]]:
@@ -199,6 +218,8 @@ def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
         whole = torch.cat(parts, dim=1).flatten(0, 1)
     if stored.transposed:
         whole = whole.t()
+    if stored.plus:
+        whole = whole - stored.plus
     if stored.skipped:
         whole = torch.cat([whole.new_zeros(stored.skipped, *whole.shape[1:]), whole])
     if whole.dim() < len(stored.shape):
@@ -210,6 +231,10 @@ def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
 def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
     """Return a logical tensor cut out of a stored one; `shapes` are those of the logical tensors."""
     whole = tensor.t() if stored.transposed else tensor.flatten() if len(shapes[part]) < tensor.dim() else tensor
+    if stored.plus:
+        whole = whole + stored.plus
+    if stored.unit_rows:
+        whole = torch.nn.functional.normalize(whole)
     if len(stored.parts) == 1:
         return _paired(stored, part, whole[stored.skipped :][: shapes[part][0]], True)
     widths = [shapes[name][0] // stored.groups for name in stored.parts]
