@@ -15,7 +15,7 @@ from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
-from pangu.config.position_checks import position_problems
+from pangu.config.position_checks import latent_problems, position_problems
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import FixedSparsity
 
@@ -55,7 +55,7 @@ def find_model_problems(model: ModelConfig) -> list[Problem]:
 
 def contradictions(model: ModelConfig) -> list[Problem]:
     """Return the contradictions between the keys of an architecture, independent of kernel and layout."""
-    rules = (_heads, position_problems, _parallel, _sparse, _query_layer, _experts)
+    rules = (_heads, latent_problems, position_problems, _parallel, _sparse, _query_layer, _experts)
     return [problem for rule in rules for problem in findings(rule, model)]
 
 
@@ -63,7 +63,7 @@ def _heads(model: ModelConfig) -> Iterator[Problem]:
     if model.kv_heads is not None and model.heads % model.kv_heads:
         near = divisors_near(model.heads, model.kv_heads)
         yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", any_of(near))
-    if model.head_dim is None and model.hidden % model.heads:
+    if model.head_dim is None and model.latent is None and model.hidden % model.heads:
         near = divisors_near(model.hidden, model.heads)
         yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
 

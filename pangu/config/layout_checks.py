@@ -130,10 +130,14 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     if matmul != "fp8":  # a rank may have a chunk from each end of the sequence
         tokens = {f"model.sequence{shared and f' / (2 x parallel.context = {context})'}": length // min(context, 2)}
         key_value //= 2
+    widths = {f"the queries' width{share}": model.query_size // ranks}
+    if model.latent is None:
+        widths[f"the keys' and values' width{share}"] = key_value
+    else:
+        widths |= {f"model.latent.{name}": value or 0 for name, value in vars(model.latent).items()}
     sizes = {
         "model.hidden": model.hidden,
-        f"the queries' width{share}": model.query_size // ranks,
-        f"the keys' and values' width{share}": key_value,
+        **widths,
         f"the feed-forward width{share}": model.ffn_size // ranks if len(model.expert_layers) < model.num_blocks else 0,
         f"the shared experts' width{share}": model.shared_experts * model.expert_size // ranks,
         **tokens,

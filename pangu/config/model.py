@@ -40,6 +40,9 @@ class YarnScaling:
     """Round the numbers of these two pairs outwards."""
     attention_factor: Positive | None = None
     """Factor of rotated queries and of rotated keys; null means 0.1 ln(`factor`) + 1."""
+    mscale_all_dim: NotNegative = 0.0
+    """With `model.latent`, factor of all attention scores: the square of 0.1 x this x ln(`factor`) + 1 (DeepSeek's
+    released code)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,22 @@ class RouterConfig:
     2022, section 3.3)."""
     learned_scale: bool = False
     """Multiply each expert's weights by a learned number of its own, 1 at first (Pangu Pro MoE's released code)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    kv_rank: Count
+    """Width of the normed vector that keys and values of all heads are made of, and that generation keeps."""
+    q_rank: Count | None = None
+    """Width of the normed vector that queries are made of; null: they are made of the input."""
+    nope_head_dim: Count
+    """Elements of each head's queries and keys that do not rotate."""
+    rope_head_dim: Count
+    """Elements that rotate, after the others; all heads share those of their keys."""
+    value_head_dim: Count
+    """Width of each head's values, at most that of its queries."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +211,9 @@ class ModelConfig:
     sqrt(1 / (2 x `hidden` x `layers`)) (arXiv 2504.07866, section 2.2)."""
     embedding_norm: bool = False
     """Normalize the embedding sum (BLOOM, Le Scao et al. 2022, section 3.2.2)."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention, with `rope`; null: keys and values are made of the input. Biases `qkv` are then
+    those of the down-projections."""
     sparse: SparseConfig | None = None
     """Block-sparse attention: a query attends to some blocks of keys only, counted from the start of its document, and
     within `window`; null: to all. FlexAttention skips the other blocks, other kernels mask them."""
@@ -226,7 +248,7 @@ class ModelConfig:
             self,
             ffn=self.ffn_size,
             kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
-            head_dim=self.head_size,
+            head_dim=self.head_size if self.latent is None else None,
             rope_base=self.rotary_base if ropes else None,
             relative_buckets=self.num_relative_buckets if relates else None,
             relative_distance=self.furthest_relative if relates else None,
@@ -282,12 +304,16 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head, default filled in."""
+        """Width of one head's queries and keys, default filled in."""
+        if self.latent is not None:
+            return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.head_dim if self.head_dim is not None else self.hidden // self.heads
 
     @property
     def head_size_key(self) -> str:
         """Key or formula that `head_size` comes from, for messages."""
+        if self.latent is not None:
+            return "model.latent.nope_head_dim + model.latent.rope_head_dim"
         return "model.head_dim" if self.head_dim is not None else "model.hidden / model.heads"
 
     @property
@@ -296,8 +322,15 @@ class ModelConfig:
         return self.head_size * self.heads
 
     @property
+    def values_size(self) -> int:
+        """Width of the values of all query heads together, which the output projection reads."""
+        return self.query_size if self.latent is None else self.latent.value_head_dim * self.heads
+
+    @property
     def rotary_size(self) -> int:
         """Number of elements of each head that rotate."""
+        if self.latent is not None:
+            return self.latent.rope_head_dim
         return int(self.head_size * self.partial_rotary_factor)
 
     @property

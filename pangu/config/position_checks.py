@@ -7,12 +7,38 @@ from collections.abc import Iterator
 from pangu.common.errors import Problem
 from pangu.config.model import Llama3Scaling, ModelConfig, YarnScaling
 
+LATENT_NEEDS = {
+    "kind": "gpt",
+    "positions": "rope",
+    "head_dim": None,
+    "kv_heads": None,
+    "qk_norm": False,
+    "partial_rotary_factor": 1.0,
+}
+"""Values of other keys that latent attention needs."""
+
 
 def position_problems(model: ModelConfig) -> Iterator[Problem]:
     """Yield the contradictions between `positions` and the keys that only some kinds of positions have."""
     yield from _rotation(model)
     yield from _scaling(model)
     yield from _distances(model)
+
+
+def latent_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield the contradictions between `latent` and other keys of attention."""
+    if (latent := model.latent) is None:
+        return
+    for key, needed in LATENT_NEEDS.items():
+        if (value := getattr(model, key)) != needed:
+            shown = "null" if needed is None else str(needed).lower()
+            yield Problem(f"model.{key}", value, f"must be {shown} with model.latent", f"use {shown}")
+    if latent.rope_head_dim % 2:
+        near = f"use {latent.rope_head_dim + 1}"
+        yield Problem("model.latent.rope_head_dim", latent.rope_head_dim, "must be even: pairs rotate", near)
+    if latent.value_head_dim > model.head_size:
+        rule = f"must be at most {model.head_size_key} = {model.head_size}"
+        yield Problem("model.latent.value_head_dim", latent.value_head_dim, rule, f"use {latent.nope_head_dim}")
 
 
 def _rotation(model: ModelConfig) -> Iterator[Problem]:
@@ -23,10 +49,10 @@ def _rotation(model: ModelConfig) -> Iterator[Problem]:
     if model.positions != "rope" and share != 1:
         rule = f"only applies with model.positions = rope, got {model.positions}"
         yield Problem("model.partial_rotary_factor", share, rule, "use 1, or set model.positions=rope")
-    elif model.positions == "rope" and share == 1 and model.head_size % 2:
+    elif model.positions == "rope" and model.latent is None and share == 1 and model.head_size % 2:
         rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
         yield Problem("model.positions", "rope", rule, "use learned, or an even head size")
-    elif model.positions == "rope" and (model.rotary_size % 2 or not model.rotary_size):
+    elif model.positions == "rope" and model.latent is None and (model.rotary_size % 2 or not model.rotary_size):
         rule = f"must make an even number of the {model.head_size} elements of a head rotate, not {model.rotary_size}"
         fix = f"use e.g. {2 * max(1, model.rotary_size // 2) / model.head_size:g}"
         yield Problem("model.partial_rotary_factor", share, rule, fix)
@@ -45,6 +71,9 @@ def _scaling(model: ModelConfig) -> Iterator[Problem]:
     if isinstance(scaling, YarnScaling) and scaling.beta_fast <= scaling.beta_slow:
         rule = f"must be above model.rope_scaling.beta_slow = {scaling.beta_slow:g}"
         yield Problem("model.rope_scaling.beta_fast", scaling.beta_fast, rule, "use e.g. 32 with 1")
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim and model.latent is None:
+        rule = "only applies with model.latent, which is null"
+        yield Problem("model.rope_scaling.mscale_all_dim", scaling.mscale_all_dim, rule, "use 0")
 
 
 def _distances(model: ModelConfig) -> Iterator[Problem]:

@@ -43,21 +43,19 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens of one micro-batch so far, by attention layer."""
+    """Keys and values, or what these are made of, of the tokens of one micro-batch so far, by attention layer."""
 
     def __init__(self, room: int) -> None:
         """Create an empty cache of at most `room` tokens."""
         self._room = room
         self._layers: dict[nn.Module, list[Tensor]] = {}
-        """Keys and values [batch, heads, room, head size] by layer."""
+        """Tensors [batch, heads, room, head size] by layer."""
 
-    def append(self, layer: nn.Module, qkv: QKV, first: int) -> QKV:
-        """Store the keys and values of tokens from `first` on; return those of all tokens up to the last of them."""
-        batch, heads, length, size = qkv.key.shape
+    def append(self, layer: nn.Module, first: int, *new: Tensor) -> list[Tensor]:
+        """Store tensors [batch, heads, tokens, head size] of tokens from `first` on; return those of all tokens."""
+        end = first + new[0].shape[2]
         if layer not in self._layers:
-            self._layers[layer] = [x.new_empty(batch, heads, self._room, size) for x in (qkv.key, qkv.value)]
-        cached = self._layers[layer]
-        for memory, x in zip(cached, (qkv.key, qkv.value), strict=True):
-            memory[:, :, first : first + length] = x
-        key, value = (memory[:, :, : first + length] for memory in cached)
-        return QKV(qkv.query, key, value)
+            self._layers[layer] = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in new]
+        for memory, x in zip(self._layers[layer], new, strict=True):
+            memory[:, :, first:end] = x
+        return [memory[:, :, :end] for memory in self._layers[layer]]

@@ -110,6 +110,10 @@ class Sdpa:
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
+        shape = qkv.query.shape
+        if self.mask is not None and self.mask.shape[1] == shape[2] == 1:
+            # decoding: the query heads of a key head are queries with one mask
+            qkv = qkv._replace(query=qkv.query.reshape(shape[0], qkv.key.shape[1], -1, shape[3]))
         # with a mask, no fused kernel supports grouped heads
         parts = qkv if self.mask is None else qkv.ungrouped()
         output = F.scaled_dot_product_attention(
@@ -119,7 +123,7 @@ class Sdpa:
             is_causal=self.mask is None,
             enable_gqa=parts.is_grouped,
         )
-        return output, None
+        return output.reshape(shape), None
 
 
 def densely_masked(kernel: type[Kernel]) -> type[Kernel]:

@@ -25,13 +25,14 @@ reduce-scatter with sequence parallelism). The rows of A are split, hence the co
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pangu.collectives.regions import TensorRegion, leave
+from pangu.collectives.regions import TensorRegion, enter, leave
 from pangu.layers.apex import NORMS
 from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
@@ -74,6 +75,19 @@ class ColumnParallelLinear(ParallelLinear):
         if self.in_graph is not None and torch.compiler.is_compiling():
             return self.in_graph(self, x)
         return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """Linear layer that every rank computes with all outputs, for its slice of the sequence, without communication."""
+
+    def __init__(self, build: Builder, name: str) -> None:
+        """Build attribute `name` of the parent."""
+        super().__init__(replace(build, region=TensorRegion()), name)
+        self.readers = build.region
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return an output for ranks that each use it in another way: full, with gradients summed over them."""
+        return enter(x, self.readers)
 
 
 class RowParallelLinear(ParallelLinear):

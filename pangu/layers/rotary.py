@@ -77,6 +77,13 @@ def _yarn(frequencies: Tensor, size: int, base: float, scaling: YarnScaling) -> 
     return torch.lerp(frequencies, frequencies / scaling.factor, slow)
 
 
+def attention_scale(scaling: RopeScaling | None) -> float:
+    """Return the factor of attention scores in DeepSeek's released code, which YaRN has for rotated elements only."""
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+
+
 def yarn_attention_factor(scaling: YarnScaling) -> float:
     """Return the factor of rotated queries and keys (Peng et al. 2023, section 3.4: its square is their 1 / t)."""
     return 0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor

@@ -21,6 +21,7 @@ from pangu.layers.experts import MixtureOfExperts
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed, will_repeat
+from pangu.models.latent_attention import LatentAttention
 
 if TYPE_CHECKING:
     from pangu.layers.experts import Routes
@@ -136,10 +137,9 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None:
             query, key = context.rotary(query), context.rotary(key)
-        qkv = QKV(query, key, value)
         if context.cache is not None:
-            qkv = context.cache.append(self, qkv, context.first)
-        attended, scores = self.core(qkv, context.kernel, context.keys, below)
+            key, value = context.cache.append(self, context.first, key, value)
+        attended, scores = self.core(QKV(query, key, value), context.kernel, context.keys, below)
         return HiddenStates(self.output(merge_heads(attended)), scores)
 
 
@@ -190,7 +190,8 @@ class Block(nn.Module):
         """Build layer `number` below the path of `build`."""
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
-        self.attention = Attention(config, build.at("attention"), options, number == config.query_layer)
+        attention = Attention if config.latent is None else LatentAttention
+        self.attention = attention(config, build.at("attention"), options, number == config.query_layer)
         self.mlp_norm: nn.Module | None = None
         if config.parallel_block != "shared_norm":
             self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)

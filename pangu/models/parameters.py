@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from pangu.common.errors import ConfigError, Problem
-from pangu.config.model import ModelConfig
+from pangu.config.model import LatentConfig, ModelConfig
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
 
 if TYPE_CHECKING:
@@ -157,17 +157,14 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
 
 
 def _layer(config: ModelConfig, number: int) -> Parameters:
-    path, query, key_value = f"layers.{number}", config.query_size, config.kv_size
+    path = f"layers.{number}"
     attention, mlp = f"{path}.attention", f"{path}.mlp"
-    projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": key_value, "value": key_value}}
-    if number == config.query_layer:
-        projections = {"query": {"query": query}, "key_value": {"key": key_value, "value": key_value}}
     yield from _norm(config, f"{path}.attention_norm", config.hidden)
-    for name, outputs in projections.items():
-        yield from _columns(config, attention, name, outputs, config.has_biases("qkv"))
-    for name in ("query_norm", "key_norm") if config.qk_norm else ():
-        yield from _norm(config, f"{attention}.{name}", config.head_size, of_heads=True)
-    yield from _rows(config, f"{attention}.output", query, config.has_biases("output"))
+    if config.latent is None:
+        yield from _heads(config, attention, number == config.query_layer)
+    else:
+        yield from _latent(config, attention, config.latent)
+    yield from _rows(config, f"{attention}.output", config.values_size, config.has_biases("output"))
     if config.parallel_block != "shared_norm":
         yield from _norm(config, f"{path}.mlp_norm", config.hidden)
     for name in ("attention_output_norm", "mlp_output_norm") if config.norm_placement == "sandwich" else ():
@@ -183,6 +180,29 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
     yield from _experts(config, f"{mlp}.experts")
     if config.shared_experts:
         yield from _feed_forward(config, f"{mlp}.shared", config.shared_experts * config.expert_size)
+
+
+def _heads(config: ModelConfig, path: str, query_layer: bool) -> Parameters:
+    query, key_value = config.query_size, config.kv_size
+    projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": key_value, "value": key_value}}
+    if query_layer:
+        projections = {"query": {"query": query}, "key_value": {"key": key_value, "value": key_value}}
+    for name, outputs in projections.items():
+        yield from _columns(config, path, name, outputs, config.has_biases("qkv"))
+    for name in ("query_norm", "key_norm") if config.qk_norm else ():
+        yield from _norm(config, f"{path}.{name}", config.head_size, of_heads=True)
+
+
+def _latent(config: ModelConfig, path: str, latent: LatentConfig) -> Parameters:
+    down = {} if latent.q_rank is None else {"query_down": latent.q_rank}
+    down |= {"kv_down": latent.kv_rank, "shared_key": latent.rope_head_dim}
+    yield from _columns(config, path, "down", down, config.has_biases("qkv"), cut_dim=None)
+    if latent.q_rank is not None:
+        yield from _norm(config, f"{path}.query_norm", latent.q_rank)
+    yield from _norm(config, f"{path}.kv_norm", latent.kv_rank)
+    yield from _columns(config, path, "query", {"query": config.query_size}, False, latent.q_rank)
+    outputs = {"key": latent.nope_head_dim * config.heads, "value": config.values_size}
+    yield from _columns(config, path, "key_value", outputs, False, latent.kv_rank)
 
 
 def _prediction(config: ModelConfig, path: str) -> Parameters:
@@ -218,13 +238,20 @@ def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False, ga
         yield from _one(f"{name}.bias", (width,), None, partial=of_heads)
 
 
-def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, int], biases: bool) -> Parameters:
-    std, inputs = config.init_std, config.hidden
-    matrices = [Placement(f"{path}.{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()]
+def _columns(
+    config: ModelConfig,
+    path: str,
+    name: str,
+    outputs: Mapping[str, int],
+    biases: bool,
+    inputs: int | None = None,
+    cut_dim: int | None = 0,
+) -> Parameters:
+    widths, shape = outputs.items(), (config.hidden if inputs is None else inputs,)
+    matrices = [Placement(f"{path}.{out}.weight", (n, *shape), config.init_std, cut_dim=cut_dim) for out, n in widths]
     yield f"{path}.{name}.weight", matrices
     if biases:
-        vectors = [Placement(f"{path}.{out}.bias", (width,), cut_dim=0) for out, width in outputs.items()]
-        yield f"{path}.{name}.bias", vectors
+        yield f"{path}.{name}.bias", [Placement(f"{path}.{out}.bias", (n,), cut_dim=cut_dim) for out, n in widths]
 
 
 def _rows(config: ModelConfig, name: str, inputs: int, biases: bool) -> Parameters:

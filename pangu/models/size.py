@@ -16,8 +16,12 @@ def _num_up(config: ModelConfig) -> int:
 def layer_matrices(config: ModelConfig, ranks: int = 1, layer: int = 0) -> Matrices:
     """Return [inputs, outputs] of the matmuls per token in a layer on one of `ranks` tensor-parallel ranks."""
     # QKV, output, up, down; or with experts: router, then up and down of each expert of the token.
-    d, query = config.hidden, config.query_size // ranks
-    attention = [(d, query + 2 * config.kv_size // ranks), (query, d)]
+    d, query, values = config.hidden, config.query_size // ranks, config.values_size // ranks
+    attention = [(d, query + 2 * config.kv_size // ranks), (values, d)]
+    if (latent := config.latent) is not None:  # every rank computes the latent vectors
+        down = (latent.q_rank or 0) + latent.kv_rank + latent.rope_head_dim
+        keys = latent.nope_head_dim * config.heads // ranks
+        attention = [(d, down), (latent.q_rank or d, query), (latent.kv_rank, keys + values), (values, d)]
     if layer >= config.layers:  # multi-token prediction merges two hidden states, on every rank
         attention.append((2 * d, d))
     if not config.has_experts(layer):
@@ -43,16 +47,17 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
     """Return the number of weights, a tied head counted once; `active`: without experts that a token does not use."""
     # PanGu-α with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d.
     d = config.hidden
-    biases = (config.query_size + 2 * config.kv_size) * config.has_biases("qkv") + d * config.has_biases("output")
     of_norm = 2 if config.norm == "layernorm" else 1
-    norm, head_norms = of_norm * d, 2 * of_norm * config.head_size if config.qk_norm else 0
+    norm, inner, projected = of_norm * d, 2 * config.head_size * config.qk_norm, config.query_size + 2 * config.kv_size
+    if (latent := config.latent) is not None:
+        inner = (latent.q_rank or 0) + latent.kv_rank
+        projected = inner + latent.rope_head_dim
+    vectors = of_norm * inner + projected * config.has_biases("qkv") + d * config.has_biases("output")
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
     bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
     norms = 4 if config.norm_placement == "sandwich" else 1 if config.parallel_block == "shared_norm" else 2
-    layers = sum(
-        _of_layer(config, layer, active) + biases + head_norms + norms * norm for layer in range(config.num_blocks)
-    )
+    layers = sum(_of_layer(config, layer, active) + vectors + norms * norm for layer in range(config.num_blocks))
     return (words + positions) * d + bias + layers + norm * (1 + config.embedding_norm + 3 * config.mtp_layers)
 
 
@@ -73,14 +78,15 @@ def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
 def layer_flops(config: ModelConfig, layer: int = 0) -> float:
     """Return the forward FLOPs of one layer per token (Narayanan et al. 2021, section 5.1).
 
-    2 per weight of its matrices, plus 4·S·d for attention: masked scores are counted in full (with windows as well),
-    except for the blocks that sparse attention leaves out. Grouped heads have smaller projections, but every query head
-    still meets every key.
+    2 per weight of its matrices, plus 4·S·d for attention (2·S per element of queries and of values): masked scores are
+    counted in full (with windows as well), except for the blocks that sparse attention leaves out. Grouped heads have
+    smaller projections, but every query head still meets every key.
     """
     seen = 1.0
     if config.sparse is not None:
         seen = computed_share(config.sparse, config.sequence, config.sparse.block)
-    return 2.0 * _numel(layer_matrices(config, layer=layer)) + 4.0 * seen * config.sequence * config.query_size
+    scored = config.query_size + config.values_size
+    return 2.0 * _numel(layer_matrices(config, layer=layer)) + 2.0 * seen * config.sequence * scored
 
 
 def head_flops(config: ModelConfig) -> float:

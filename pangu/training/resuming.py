@@ -19,7 +19,7 @@ from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
 from pangu.common.errors import UserError
 from pangu.config.data import DataConfig, IndexedData
-from pangu.config.model import ModelConfig, RouterConfig
+from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.models.parameters import logical_shapes
@@ -218,5 +218,6 @@ def _is_default(key: str, now: object, before: object, current: Mapping[str, Any
     if (now is None) == (before is None) or group != "model" or name not in _NULLABLE:
         return False
     values = {name.partition(".")[2]: value for name, value in current.items() if name.startswith("model.")}
-    model = ModelConfig(**{**values, "attention": "auto", name: None})
+    latent = None if values["latent"] is None else LatentConfig(**values["latent"])
+    model = ModelConfig(**{**values, "attention": "auto", "latent": latent, name: None})
     return bool(getattr(model.explicit, name) == (before if now is None else now))

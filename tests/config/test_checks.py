@@ -16,7 +16,7 @@ from tests.configs import RECIPES, composed, config
 
 SCALING = "model.rope_scaling={factor:8,low_freq_factor:1,high_freq_factor:4,original_sequence:64}"
 
-
+LATENT = "model.latent={kv_rank:6,nope_head_dim:8,rope_head_dim:4,value_head_dim:8}"
 SIZES = ("model.hidden=128", "model.heads=8", "model.positions=learned")
 """What messages name where no preset is chosen, whatever the quickstart's model is."""
 
@@ -74,6 +74,23 @@ CONTRADICTIONS = {
     "model.attention=flash_attn precision=bf16 compile=true": (
         "model.attention = flash_attn: cannot be compiled, and compile = true; set model.attention=auto or "
         "compile=false"
+    ),
+    **{
+        f"model.kind=gpt model.positions=rope {LATENT} {words}": message
+        for words, message in {
+            "model.kind=pangu": "model.kind = pangu: must be gpt with model.latent; use gpt",
+            "model.head_dim=16": "model.head_dim = 16: must be null with model.latent; use null",
+            "model.qk_norm=true": "model.qk_norm = true: must be false with model.latent; use false",
+            "model.latent.rope_head_dim=3": "model.latent.rope_head_dim = 3: must be even: pairs rotate; use 4",
+            "model.latent.value_head_dim=13": (
+                "model.latent.value_head_dim = 13: must be at most model.latent.nope_head_dim + "
+                "model.latent.rope_head_dim = 12; use 8"
+            ),
+            "precision=bf16 precision.matmul=fp8": "needs multiples of 16: model.latent.kv_rank = 6",
+        }.items()
+    },
+    "model.positions=rope model.rope_scaling={name:yarn,factor:2,original_sequence:8,mscale_all_dim:1}": (
+        "model.rope_scaling.mscale_all_dim = 1.0: only applies with model.latent, which is null; use 0"
     ),
     "model.heads=7": "model.heads = 7: must divide model.hidden = 128; nearest valid values: 2, 4, 8",
     "model.rope_base=500": (

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from pangu.common.errors import UserError
 from pangu.config.attention import obstacles
-from pangu.config.model import ModelConfig
+from pangu.config.model import LatentConfig, ModelConfig
 from pangu.evaluation.generation import Reader, Sampling, draw, generate, pick
 from pangu.evaluation.inference import LoadedModel
+from pangu.layers.attention import AttentionCore, KVCache
+from pangu.layers.kernels import QKV
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.schedule.schedule import make_schedule
@@ -90,6 +92,29 @@ def test_a_text_ends_at_each_id_that_ends_one() -> None:
     stop = tuple(dict.fromkeys(text[3:5]))
     (cut,) = generate(replace(loaded(eod=66), stop=stop), [[1, 2, 3]], Sampling(12, seed=3))
     assert cut == text[: min(text.index(token) for token in stop)]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+def test_latent_attention_keeps_the_latent_vectors_alone(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is read with keys of every head; after it, all heads read one key, which is what the cache keeps."""
+    latent = LatentConfig(kv_rank=10, q_rank=14, nope_head_dim=6, rope_head_dim=4, value_head_dim=8)
+    model = loaded(variant(kind="gpt", positions="rope", latent=latent), kernel)
+    kept, shapes, core = list[torch.Size](), list[torch.Size](), AttentionCore.forward
+
+    def append(cache: KVCache, layer: Any, first: int, *new: Tensor) -> list[Tensor]:
+        kept.extend(x.shape for x in new)
+        return original(cache, layer, first, *new)
+
+    def forward(self: AttentionCore, qkv: QKV, *rest: Any) -> Any:
+        shapes.append(qkv.key.shape)
+        return core(self, qkv, *rest)
+
+    original = KVCache.append
+    monkeypatch.setattr(KVCache, "append", append)
+    monkeypatch.setattr(AttentionCore, "forward", forward)
+    generate(model, [[1, 2, 3, 4]], Sampling(3))
+    assert kept == [(1, 1, 4, 14)] * 3 + [(1, 1, 1, 14)] * 6
+    assert shapes == [(1, 4, 4, 10)] * 3 + [(1, 1, 5, 14)] * 3 + [(1, 1, 6, 14)] * 3
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])

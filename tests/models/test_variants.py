@@ -15,7 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from pangu.config.attention import obstacles
 from pangu.config.data import PackingConfig
-from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RouterConfig, YarnScaling
+from pangu.config.model import LatentConfig, LinearScaling, Llama3Scaling, ModelConfig, RouterConfig, YarnScaling
 from pangu.config.sparse import BigBirdSparsity, FixedSparsity, StridedSparsity
 from pangu.data.batch import Batch, make_batch
 from pangu.layers import offload
@@ -36,6 +36,7 @@ from tests.weights import whole_logits, whole_loss
 EOD = 9
 LLAMA3 = Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_sequence=16)
 YARN = YarnScaling(name="yarn", factor=4.0, original_sequence=16, beta_fast=2.0, beta_slow=0.2)
+LATENT = LatentConfig(kv_rank=10, q_rank=14, nope_head_dim=6, rope_head_dim=4, value_head_dim=8)
 VARIANTS: list[dict[str, object]] = [
     {"norm": "rmsnorm"},
     {"activation": "gelu"},
@@ -82,6 +83,16 @@ VARIANTS: list[dict[str, object]] = [
     {"sparse": FixedSparsity("fixed", 2, 2, 1)},
     {"sparse": StridedSparsity("strided", 2, 1, 3), "kv_heads": 2, "positions": "relative", "residual_scores": True},
     {"sparse": BigBirdSparsity("bigbird", 3, 1, 1, 1, seed=4), "window": 19, "positions": "alibi"},
+    {"kind": "gpt", "positions": "rope", "latent": LATENT},
+    {"kind": "gpt", "positions": "rope", "latent": replace(LATENT, q_rank=None), "norm": "rmsnorm", "biases": False},
+    {
+        "kind": "gpt",
+        "positions": "rope",
+        "latent": replace(LATENT, rope_head_dim=8),
+        "rope_scaling": replace(YARN, mscale_all_dim=0.7),
+        "residual_scores": True,
+        "window": 9,
+    },
     {"experts": 4, "expert_ffn": 20},
     {"experts": 6, "experts_per_token": 1, "activation": "swiglu", "biases": False, "expert_capacity": 0.6},
     {
@@ -152,11 +163,43 @@ class Plain:
         variance = centred.pow(2).mean(-1, keepdim=True)
         return centred / torch.sqrt(variance + self.c.norm_eps) * gain + self.w[f"{name}.bias"]
 
-    def attention(self, x: Tensor, asked: Tensor, name: str, batch: Batch) -> Tensor:
+    def heads(self, x: Tensor, asked: Tensor, name: str, positions: Tensor) -> tuple[list[Tensor], ...]:
+        """Queries, keys and values of each head."""
         q, k, v = (self.linear(y, f"{name}.{p}") for y, p in ((asked, "query"), (x, "key"), (x, "value")))
         size = self.c.head_dim or self.c.hidden // self.c.heads
         if self.c.qk_norm:
             q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
+        if self.c.positions == "rope":
+            turning = int(size * self.c.partial_rotary_factor)
+            q, k = self.turn(q, size, turning, positions), self.turn(k, size, turning, positions)
+        group = self.c.heads // (self.c.kv_heads or self.c.heads)
+        shared = ([part for part in x.split(size, -1) for _ in range(group)] for x in (k, v))
+        return list(q.split(size, -1)), *shared
+
+    def latent_heads(self, x: Tensor, name: str, positions: Tensor) -> tuple[list[Tensor], ...]:
+        """Queries, keys and values of each head (DeepSeek-V2, equations 37 to 47)."""
+        latent, asked = self.c.latent, x
+        assert latent is not None
+        if latent.q_rank is not None:
+            asked = self.norm(self.linear(x, f"{name}.query_down"), f"{name}.query_norm")
+        squeezed = self.norm(self.linear(x, f"{name}.kv_down"), f"{name}.kv_norm")
+        size, turning = latent.rope_head_dim, latent.rope_head_dim
+        shared = self.turn(self.linear(x, f"{name}.shared_key"), size, turning, positions)
+        queries = []
+        for head in self.linear(asked, f"{name}.query").chunk(self.c.heads, -1):
+            still, turned = head.split([latent.nope_head_dim, size], -1)
+            queries.append(torch.cat([still, self.turn(turned, size, turning, positions)], -1))
+            if isinstance(scaling := self.c.rope_scaling, YarnScaling):
+                queries[-1] = queries[-1] * (1 + scaling.mscale_all_dim * math.log(scaling.factor) / 10) ** 2
+        keys = self.linear(squeezed, f"{name}.key").chunk(self.c.heads, -1)
+        values = self.linear(squeezed, f"{name}.value").chunk(self.c.heads, -1)
+        return queries, [torch.cat([key, shared], -1) for key in keys], list(values)
+
+    def attention(self, x: Tensor, asked: Tensor, name: str, batch: Batch) -> Tensor:
+        if self.c.latent is None:
+            q, k, v = self.heads(x, asked, name, batch.positions)
+        else:
+            q, k, v = self.latent_heads(x, name, batch.positions)
         places = torch.arange(x.shape[1])
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (self.c.window or len(places)))
@@ -164,19 +207,14 @@ class Plain:
             seen = seen & self.blocks_seen(batch)
         if batch.documents is not None:
             seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
-        if self.c.positions == "rope":
-            q, k = self.turn(q, size, batch.positions), self.turn(k, size, batch.positions)
-        group = self.c.heads // (self.c.kv_heads or self.c.heads)
         results, passed = [], []
         for head in range(self.c.heads):
-            own = slice(head * size, (head + 1) * size)
-            shared = slice(head // group * size, (head // group + 1) * size)
-            scores = q[..., own] @ k[..., shared].transpose(1, 2) / math.sqrt(size)
+            scores = q[head] @ k[head].transpose(1, 2) / math.sqrt(q[head].shape[-1])
             if self.below:
                 scores = scores + self.below[head]
             passed.append(scores)
             scores = scores + self.bias(head, distance.clamp(min=0))
-            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[..., shared])
+            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[head])
         if self.c.residual_scores:
             self.below = passed
         return self.linear(torch.cat(results, -1), f"{name}.output")
@@ -199,9 +237,8 @@ class Plain:
             return self.w["position_bias.weight"][bucket, head]
         return torch.zeros(())
 
-    def turn(self, x: Tensor, size: int, positions: Tensor) -> Tensor:
+    def turn(self, x: Tensor, size: int, turning: int, positions: Tensor) -> Tensor:
         """Each pair (i, i + size / 2) of each head as a complex number times e^(i m θ)."""
-        turning = int(size * self.c.partial_rotary_factor)
         heads = x.unflatten(-1, (-1, size))
         heads, still = heads[..., :turning].unflatten(-1, (2, turning // 2)).transpose(-1, -2), heads[..., turning:]
         base, scaling, factor = self.c.rope_base or 10000.0, self.c.rope_scaling, 1.0

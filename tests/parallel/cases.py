@@ -39,6 +39,11 @@ SPARSE = {
     "strided": "{kind:strided,block:1,local_blocks:3,stride:4}",
     "bigbird": "{kind:bigbird,block:2,local_blocks:1,global_blocks:1,random_blocks:1,seed:5}",
 }
+LATENT = {
+    "null": "null",
+    "full": "{kv_rank:10,q_rank:14,nope_head_dim:6,rope_head_dim:4,value_head_dim:8}",
+    "direct": "{kv_rank:9,nope_head_dim:4,rope_head_dim:2,value_head_dim:5}",
+}
 ROUTERS = {
     "top": "",
     "one": "model.experts_per_token=1 model.router.normalised=false model.router.z_loss=0.01",
@@ -67,6 +72,8 @@ ROTATIONS = {
     "linear": "model.rope_scaling={name:linear,factor:2} model.partial_rotary_factor=0.67",
     "yarn": "model.rope_scaling={name:yarn,factor:4,original_sequence:6,beta_fast:2}",
 }
+VALUES = {"sparse": SPARSE, "latent": LATENT}
+LATENT_NEEDS = {"kind": "gpt", "positions": "rope", "head_dim": "null", "kv_heads": "null", "qk_norm": "false"}
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
     "schedule": tuple(CHUNKS),
@@ -116,6 +123,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "tied_head": ("true", "false"),
     "kv_heads": ("null", "4"),
     "positions": ("learned", "rope", "alibi", "relative"),
+    "latent": tuple(LATENT),
     "window": ("null", "5"),
     "sparse": tuple(SPARSE),
     "residual_scores": ("false", "true"),
@@ -207,6 +215,8 @@ RULES = (
     among("parallel_block", "true", "shared_norm", then="kind", needs=("gpt",)),
     among("parallel_block", "true", "shared_norm", then="norm_placement", needs=("pre",)),
     among("rotation", "linear", "yarn", then="positions", needs=("rope",)),
+    *(among("latent", "full", "direct", then=key, needs=(value,)) for key, value in LATENT_NEEDS.items()),
+    among("latent", "full", "direct", then="rotation", needs=("plain", "yarn")),
     among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
     among("expert", "4", then="tensor", needs=("1", "2", "4")),
@@ -257,7 +267,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
         *DROPOUT[case["dropout"]].split(),
         *ROWS[case["rows"]].split(),
-        *(f"model.{name}={SPARSE[case[name]] if name == 'sparse' else case[name]}" for name in MODEL),
+        *(f"model.{name}={VALUES.get(name, {}).get(case[name], case[name])}" for name in MODEL),
         *(() if case["experts"] == "null" else (f"model.router.balance={case['balance']}", "model.expert_ffn=12")),
         *ROTATIONS[case["rotation"]].split(),
         *ROUTERS[case["router"]].split(),

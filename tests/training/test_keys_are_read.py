@@ -175,7 +175,9 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         "data.template=plain",
         "data.max_bad=1",
         "model.positions=rope",
-        "model.rope_scaling={name:yarn,factor:2,original_sequence:8}",
+        "model.rope_scaling={name:yarn,factor:2,original_sequence:8,mscale_all_dim:1}",
+        "model.kind=gpt",
+        "model.latent={kv_rank:6,q_rank:8,nope_head_dim:4,rope_head_dim:2,value_head_dim:4}",
     )
     run(
         composed(*SMALL, "data=instructions", *words, *keys, *quiet, f"train.output={tmp_path}/instructions"),

@@ -1,0 +1,105 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads from one short vector."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pangu.config.model import ModelConfig
+from pangu.layers.attention import AttentionCore, merge_heads, split_heads
+from pangu.layers.builder import Builder
+from pangu.layers.kernels import QKV, Reference
+from pangu.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, make_norm
+from pangu.layers.rotary import attention_scale
+
+if TYPE_CHECKING:
+    from pangu.models.block import ForwardContext, Options
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made of a latent vector per token, which is all that generation keeps.
+
+        latent = norm(x Dᵀ)          key of a head = [latent Kᵀ; rotated shared key]      value = latent Vᵀ
+
+    Queries come from a latent vector of their own, or from x. Only their last `rope_head_dim` elements rotate, and so
+    does the key x Rᵀ that all heads share. Every tensor-parallel rank computes the latent vectors, and then its heads.
+    """
+
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
+        """Build projections and norms; there is no query layer."""
+        super().__init__()
+        assert config.latent is not None
+        assert not query_layer
+        self.latent, self.head_size = config.latent, config.head_size
+        self.down = ReplicatedLinear(build, "down")
+        self.query_norm: nn.Module | None = None
+        if config.latent.q_rank is not None:
+            self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm)
+        self.kv_norm = make_norm(build, "kv_norm", config.norm_eps, config.norm)
+        self.query = ColumnParallelLinear(build, "query")
+        self.key_value = ColumnParallelLinear(build, "key_value")
+        self.output = RowParallelLinear(build, "output")
+        self.scale = attention_scale(config.rope_scaling)
+        recompute = "attention" in options.recompute_parts and build.context is None
+        self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
+
+    def forward(
+        self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
+        *down, latent, shared = self.down(x).split_with_sizes(self.down.widths, -1)
+        latent = self.kv_norm(latent)
+        # one head [batch, 1, sequence, rope_head_dim]
+        shared = self._rotated(split_heads(self.down.enter(shared), shared.shape[-1]), context)
+        query = split_heads(self.query(x if self.query_norm is None else self.query_norm(*down)), self.head_size)
+        still, turning = query.split_with_sizes([self.latent.nope_head_dim, self.latent.rope_head_dim], -1)
+        turning = self._rotated(turning, context)
+        if self.scale != 1:
+            still, turning = still * self.scale, turning * self.scale
+        if context.cache is not None:
+            whole = split_heads(self.down.enter(latent), latent.shape[-1])
+            (kept,) = context.cache.append(self, context.first, torch.cat([whole, shared], -1))
+            if context.first:
+                attended, scores = self._absorbed(still, turning, kept, context, below)
+                return self.output(merge_heads(attended)), scores
+        query = torch.cat([still, turning], -1)
+        attended, scores = self._expanded(query, latent, shared, context, below)
+        return self.output(merge_heads(attended)), scores
+
+    def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
+        assert context.rotary is not None
+        return context.rotary(x)
+
+    def _expanded(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        shared: Tensor,
+        context: ForwardContext,
+        below: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with the keys and values of every head."""
+        parts = self.key_value(latent).split_with_sizes(self.key_value.widths, -1)
+        key, value = map(split_heads, parts, (self.latent.nope_head_dim, self.latent.value_head_dim))
+        key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], -1)
+        # the explicit kernel alone takes values of another size than keys
+        narrow = 0 if isinstance(context.kernel, Reference) else self.head_size - value.shape[-1]
+        attended, scores = self.core(QKV(query, key, F.pad(value, (0, narrow))), context.kernel, context.keys, below)
+        return attended[..., : self.latent.value_head_dim], scores
+
+    def _absorbed(
+        self, still: Tensor, turning: Tensor, kept: Tensor, context: ForwardContext, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to the cached vectors `kept`, as one key head for all: q (K c) = (q K) c, and V follows the sum."""
+        keys, values = self.key_value.weight.split_with_sizes(self.key_value.widths)
+        heads = still.shape[1]
+        absorbed = torch.einsum("bhsn,hnr->bhsr", still, keys.unflatten(0, (heads, -1)))
+        # kernels divide by the square root of the width that they see
+        query = torch.cat([absorbed, turning], -1) * math.sqrt(kept.shape[-1] / self.head_size)
+        attended, scores = self.core(QKV(query, kept, kept), context.kernel, context.keys, below)
+        attended = attended[..., : self.latent.kv_rank]
+        return torch.einsum("bhsr,hvr->bhsv", attended, values.unflatten(0, (heads, -1))), scores
