@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import Completion, Handle
+from pangu.collectives.reduce import Completion, Handle, start_all_gather
+from pangu.config.expert_layout import same_sequences
 from pangu.topology.experts import ExpertRank
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
@@ -24,12 +25,22 @@ class ExpertRegion(ExpertRank):
     group: AxisGroup | None = None
     fixed: bool = False
     """Always exchange as many rows as the router can send, also where that is more than an even share."""
+    repeats: int = 1
+    """Number of neighboring ranks with the same sequences."""
 
     @classmethod
     def on(cls, mesh: Mesh, fixed: bool = False) -> ExpertRegion:
         """Return the region of a mesh."""
-        share = ExpertRank.of(mesh.layout, mesh.at)
-        return cls(share.rank, share.size, share.tensor, mesh.group("expert"), fixed)
+        layout = mesh.layout
+        share = ExpertRank.of(layout, mesh.at)
+        repeats = same_sequences(layout.expert_tensor, layout.tensor, layout.context)
+        return cls(share.rank, share.size, share.tensor, mesh.group("expert"), fixed, repeats)
+
+    def of_all_sequences(self, counts: Tensor) -> tuple[Tensor, int]:
+        """Return counts [sequences, ...] of all sequences of the group in order, and the index of this rank's first."""
+        parts = counts.new_empty((self.size, *counts.shape))
+        start_all_gather(parts.view(-1), counts.contiguous().view(-1), self.group).wait()
+        return parts[:: self.repeats].flatten(0, 1), self.rank // self.repeats * len(counts)
 
 
 def exchange_rows(rows: Tensor, group: AxisGroup | None) -> Tensor:

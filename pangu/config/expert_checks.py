@@ -15,7 +15,7 @@ def expert_problems(model: ModelConfig) -> list[Problem]:
     """Return all contradictions between the keys of a mixture of experts."""
     if model.experts is None:
         return findings(_without, model)
-    rules = (_layers, _chosen, _groups, _limited, _bias)
+    rules = (_layers, _chosen, _groups, _limited, _balance)
     return [problem for rule in rules for problem in findings(rule, model, model.experts)]
 
 
@@ -70,10 +70,13 @@ def _limited(model: ModelConfig, experts: int) -> Iterator[Problem]:
         yield Problem("model.router.groups_per_token", limit, rule, f"use {router.groups}")
 
 
-def _bias(model: ModelConfig, experts: int) -> Iterator[Problem]:
+def _balance(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router = model.router
     if router.balance == "bias" and not router.bias_rate:
         yield Problem("model.router.bias_rate", 0, "has no effect with model.router.balance = bias", "use e.g. 0.001")
+    if router.balance != "sequence" and router.balance_sequences > 1:
+        rule = f"has no effect with model.router.balance = {router.balance}"
+        yield Problem("model.router.balance_sequences", router.balance_sequences, rule, "use 1, or balance=sequence")
 
 
 def upcycling_problems(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Problem]:

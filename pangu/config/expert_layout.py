@@ -35,6 +35,23 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
         yield Problem("parallel.zero_group", parallel.zero_group, rule, f"use {max(1, expert // whole)} or null")
 
 
+def group_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problem of sequences that share a balance loss but are not computed at the same time."""
+    parallel, size, micro = config.parallel, config.model.router.balance_sequences, config.batch.micro_size
+    repeats = same_sequences(parallel.expert_tensor, parallel.tensor, parallel.context)
+    together = micro * (1 if parallel.expert % repeats else parallel.expert // repeats)
+    if together % size:
+        ranks = f" x {together // micro} data-parallel ranks that share experts" if together > micro else ""
+        rule = f"must divide batch.micro_size = {micro}{ranks}{ranks and f' = {together}'}, which are computed together"
+        fix = f"{any_of(divisors_near(together, size))}; or set batch.micro_size to a multiple of {size}"
+        yield Problem("model.router.balance_sequences", size, rule, fix)
+
+
+def same_sequences(expert_tensor: int | None, tensor: int, context: int) -> int:
+    """Return the number of neighboring ranks of an expert-parallel group that compute the same sequences."""
+    return context * (tensor // (expert_tensor or tensor))
+
+
 def holds_groups(ranks: int, expert: int) -> bool:
     """Return whether `ranks` that share states form complete groups of `expert` ranks, or divide one evenly."""
     return max(ranks, expert) % min(ranks, expert) == 0
@@ -42,4 +59,4 @@ def holds_groups(ranks: int, expert: int) -> bool:
 
 def least_data(expert: int, expert_tensor: int | None, tensor: int, context: int) -> int:
     """Return the smallest data-parallel size with which `expert` ranks can hold all experts together."""
-    return expert // math.gcd(expert, context * (tensor // (expert_tensor or tensor)))
+    return expert // math.gcd(expert, same_sequences(expert_tensor, tensor, context))

@@ -9,7 +9,7 @@ from typing import Any
 from pangu.common.errors import Problem, shown
 from pangu.config.build import findings
 from pangu.config.context import context_problems
-from pangu.config.expert_layout import least_data, spread_problems
+from pangu.config.expert_layout import group_problems, least_data, spread_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, either, multiples_near
 from pangu.config.schema import RunConfig
@@ -195,6 +195,7 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
-    parallel = config.parallel
+    parallel, problems = config.parallel, list[Problem]()
     if parallel.expert > 1 or parallel.expert_tensor is not None or parallel.fixed_exchange:
-        yield from spread_problems(config, data_size(config, world) * config.parallel.context)
+        problems = list(spread_problems(config, data_size(config, world) * config.parallel.context))
+    yield from problems or group_problems(config)

@@ -89,6 +89,10 @@ class RouterConfig:
     `global`: the same with the fractions of the previous step's global batch; `bias`: no loss, but a bias added to each
     expert's score for selection only, which falls while the expert has more than the mean load (DeepSeek-V3, section
     2.1.2); `none`."""
+    balance_sequences: Count = 1
+    """Consecutive sequences of the global batch that share the fractions of `sequence`: their tokens are counted
+    together, as in the loss of an expert-parallel group (Pangu Ultra MoE, arXiv 2505.04519) and in Megatron-LM's
+    `aux_loss` of a micro-batch. Must divide the sequences that an expert-parallel group computes at the same time."""
     balance_weight: NotNegative = 0.01
     """Factor of the balance loss of `sequence` and `global`."""
     bias_rate: NotNegative = 0.001

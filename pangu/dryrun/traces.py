@@ -206,6 +206,8 @@ def _values_of(config: RunConfig) -> str:
         data, zero = 2 * data, 1
     elif config.precision.matmul == "fp8" and parallel.zero > 1:
         zero = 2  # shards nothing on one replica, but each micro-batch begins new sums, to which nothing is added
+    # measured in all sizes at once, unless the size tells who counts the choices of a balance loss
+    micro = config.batch.micro_size if model.router.balance_sequences > 1 else 1
     values = {**asdict(config), "dry_run": True, "cluster": None}
     changes: dict[str, dict[str, Any]] = {
         # replaces a kernel that a dry run cannot carry out, and that keeps as much
@@ -215,7 +217,7 @@ def _values_of(config: RunConfig) -> str:
             **{"data": data, "zero": zero, "zero_group": None, "bucket_mib": None, "overlap": True},
             **{"layouts": (), "auto": False, "timeout_s": 600.0},
         },
-        "batch": {"micro_size": 1, "global_size": 2 * data},
+        "batch": {"micro_size": micro, "global_size": 2 * data * micro},
         "memory": {
             "recompute": "selective" if config.memory.recompute == "selective" else _RECOMPUTED,
             "offload": offload,

@@ -8,6 +8,7 @@ every expert's width, so that all ranks choose alike and each adds its part of e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -108,6 +109,8 @@ class Router(nn.Module):
         self.weight_of_balance = self.options.balance_weight if adds_loss else 0.0
         self.context, self.ranks = build.context, 1 if build.context is None else build.context.size
         """Context-parallel region, and its number of ranks."""
+        self.sharing = build.experts
+        """Expert-parallel group."""
         self.counts = build.region.rank == 0
         """True on the tensor-parallel rank that counts tokens, since all see the same ones."""
 
@@ -155,7 +158,7 @@ class Router(nn.Module):
                 length = (totals.sum(-1, keepdim=True) // self.count).clamp(min=1)
                 part = (real.to(scores.dtype) / length).squeeze(-1)
             if options.balance != "global":
-                shares = totals.to(scores.dtype) / (length * self.count)
+                shares = self._shares(totals, length * self.count, scores.dtype)
             if capacity is not None:
                 room = room_of(capacity, length, self.count, self.experts)
                 admitted = within_room(chosen, room, before).gather(-1, experts)
@@ -166,6 +169,22 @@ class Router(nn.Module):
         if self.context is None:
             return chosen.sum(0), None
         return self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
+
+    def _shares(self, totals: Tensor, choices: int | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the share of each expert in the choices of the sequences that are counted together, [batch, experts].
+
+        `totals`: choices per expert in each sequence [batch, experts], in all `choices`.
+        """
+        batch, first = len(totals), 0
+        # less than the option says only where a layer is timed on one rank
+        together = math.gcd(self.options.balance_sequences, batch * (1 if self.sharing is None else self.sharing.size))
+        if together == 1:
+            return totals.to(dtype) / choices
+        if self.sharing is not None and batch % together:
+            totals, first = self.sharing.of_all_sequences(totals)
+        sums = totals.unflatten(0, (-1, together)).sum(1)
+        shares = sums.to(dtype) / sums.sum(1, keepdim=True).clamp(min=1)
+        return shares.repeat_interleave(together, 0)[first : first + batch]
 
     def _losses(self, logits: Tensor, scores: Tensor, shares: Tensor, part: Tensor | None) -> Tensor:
         length = len(scores) * self.ranks

@@ -168,7 +168,8 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
 MAY_CHANGE = (
     *("dropout", "attention_dropout", "init_std", "scaled_init", "sequence"),
     *("rope_base", "rope_scaling", "window", "expert_capacity"),
-    *("router.balance", "router.balance_weight", "router.bias_rate", "router.z_loss"),
+    *("router.balance", "router.balance_sequences", "router.balance_weight"),
+    *("router.bias_rate", "router.z_loss"),
 )
 """Keys of `model` that may change within a run: the weights keep their meaning. If a change alters the shape of a
 tensor, as `sequence` does with a table of positions, it is refused."""

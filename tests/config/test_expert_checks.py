@@ -61,6 +61,17 @@ CONTRADICTIONS = {
     "model.experts=8 model.router.balance=bias model.router.bias_rate=0": (
         "model.router.bias_rate = 0: has no effect with model.router.balance = bias; use e.g. 0.001"
     ),
+    "model.experts=8 model.router.balance=global model.router.balance_sequences=2": (
+        "model.router.balance_sequences = 2: has no effect with model.router.balance = global; use 1, or "
+    ),
+    "model.experts=8 model.router.balance_sequences=3 batch.micro_size=4": (
+        "model.router.balance_sequences = 3: must divide batch.micro_size = 4, which are computed together; nearest "
+        "valid values: 1, 2, 4; or set batch.micro_size to a multiple of 3"
+    ),
+    "model.experts=8 model.router.balance_sequences=3 batch.micro_size=2 parallel.expert=4 parallel.data=4": (
+        "model.router.balance_sequences = 3: must divide batch.micro_size = 2 x 4 data-parallel ranks that share "
+        "experts = 8, which are computed together"
+    ),
     "model.experts=8 precision=fp8 model.shared_experts=1 model.expert_ffn=24": (
         "precision.matmul = fp8: needs multiples of 16: the shared experts' width = 24; set precision=bf16"
     ),

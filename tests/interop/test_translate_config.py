@@ -441,6 +441,12 @@ def test_conditions_of_a_script_are_told(tmp_path: Path) -> None:
     assert built(done).parallel.tensor == 2
 
 
+def test_the_loss_of_a_micro_batch_counts_its_sequences_together() -> None:
+    words = [*GPT, "--num-experts", "8", "--moe-aux-loss-coeff", "0.01"]
+    counted = (built(translate("megatron", *words, *more)).model.router for more in ([], ["--seq-aux"]))
+    assert [(router.balance, router.balance_sequences) for router in counted] == [("sequence", 4), ("sequence", 1)]
+
+
 def test_commands_of_other_branches_are_told(tmp_path: Path) -> None:
     """The command with most options is used; what a variable holds before it is run is no other one."""
     command = shlex.join(["torchrun", "pretrain_gpt.py", *GPT])

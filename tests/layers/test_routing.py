@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pangu.config.model import RouterConfig
 from pangu.layers.expert_balance import ExpertBalance
+from pangu.layers.experts import Router, Routes
 from pangu.layers.grouped_matmul import grouped_matmul
 from pangu.layers.routing import Dispatch, balance_loss, choose, chosen_by, most_of_rank, room_of, within_room
-from tests.models.helpers import variant
+from tests.models.helpers import make, variant
 from tests.models.test_variants import choice
 
 ROUTERS = [
@@ -140,6 +141,27 @@ def test_a_loss_of_even_loads_is_one() -> None:
     assert float(balance_loss(scores, torch.full((1, 5), 0.2), 7)) == pytest.approx(3.0)
     shares = torch.tensor([[1.0, 0, 0, 0, 0]])
     assert float(balance_loss(scores, shares, 7)) == pytest.approx(float(5 * scores[..., 0].mean(0).sum()))
+
+
+@pytest.mark.parametrize(
+    ("together", "groups"), [(1, [[0], [1], [2], [3]]), (2, [[0, 1], [2, 3]]), (4, [[0, 1, 2, 3]])]
+)
+def test_sequences_that_are_counted_together(together: int, groups: list[list[int]]) -> None:
+    """The gradient of a group's loss: number of experts x sum of (share of the group's choices x its mean score)."""
+    options = RouterConfig(balance_sequences=together, balance_weight=0.5)
+    model, _ = make(variant(kind="gpt", layers=1, experts=5, router=options))
+    (router,) = (module for module in model.modules() if isinstance(module, Router))
+    x = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    router.balance.start_step(torch.tensor(1.0), 4)
+    (0 * router(x, Routes()).weights.sum()).backward()
+    weight = router.weight.detach().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        scores = (x[:, group] @ weight.T).softmax(-1).flatten(0, 1)
+        shares = scores.topk(2).indices.flatten().bincount(minlength=5).double() / (2 * len(scores))
+        loss = loss + 0.5 * len(group) / 4 * 5 * (shares * scores.mean(0)).sum()
+    (expected,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(router.weight.grad, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_bias_falls_while_its_expert_has_more_than_the_mean() -> None:

@@ -110,6 +110,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "rotation": tuple(ROTATIONS),
     "router": tuple(ROUTERS),
     "balance": ("sequence", "global", "bias", "none"),
+    "balance_sequences": ("1", "2"),
     "expert_layers": tuple(EXPERT_LAYERS),
     "kind": ("pangu", "gpt"),
     "norm": ("layernorm", "rmsnorm"),
@@ -180,6 +181,15 @@ def shared(case: Mapping[str, str]) -> bool:
     return (replicas(case) or 0) * whole % ranks == 0 and more % less == 0
 
 
+def together(case: Mapping[str, str]) -> bool:
+    """Whether sequences of one balance loss are computed at the same time, on ranks that share experts, as far as this
+    is decided."""
+    whole = int(case.get("tensor", 1)) if case.get("expert_tensor") == "1" else 1
+    repeats, expert = int(case.get("context", 1)) * whole, int(case.get("expert", 8))
+    number = int(case.get("micro_size", 2)) * (1 if "expert" in case and expert % repeats else expert // repeats)
+    return number % int(case.get("balance_sequences", 1)) == 0
+
+
 def replicas(case: Mapping[str, str]) -> int | None:
     """Those that share the states of weights; None: not decided."""
     return int(case["data"]) * int(case["context"]) if {"data", "context"} <= case.keys() else None
@@ -192,7 +202,16 @@ def grouped(case: Mapping[str, str]) -> bool:
 
 
 SHARDED, SEVERAL = ("1", "2", "3"), ("2", "4")
-OF_EXPERTS = ("expert", "expert_tensor", "router", "balance", "expert_layers", "expert_capacity", "shared_experts")
+OF_EXPERTS = (
+    "expert",
+    "expert_tensor",
+    "router",
+    "balance",
+    "balance_sequences",
+    "expert_layers",
+    "expert_capacity",
+    "shared_experts",
+)
 WIDE = (
     lambda case: devices(case) <= 8,
     lambda case: case.get("zero") not in SHARDED or replicas(case) != 1,
@@ -202,6 +221,7 @@ WIDE = (
     ),
     grouped,
     shared,
+    together,
 )
 """Rules that single pairs do not tell."""
 RULES = (
@@ -219,6 +239,7 @@ RULES = (
     among("latent", "full", "direct", then="rotation", needs=("plain", "yarn")),
     among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
+    among("balance_sequences", "2", then="balance", needs=("sequence",)),
     among("expert", "4", then="tensor", needs=("1", "2", "4")),
     among("expert", "4", then="pipeline", needs=("1", "2")),
     among("experts", *WIDER["experts"][1:], then="matmul", needs=("compute",)),
@@ -254,6 +275,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
     layouts = [layout_of(one) for one in (case, *others)]
     chunks = layouts[0].pipeline * layouts[0].virtual_stages
     layers = max(3, *(layout.pipeline * layout.virtual_stages + 1 for layout in layouts))
+    of_experts = [f"model.router.{key}={case[key]}" for key in ("balance", "balance_sequences")]
     model = [
         *OVERRIDES,
         "model.hidden=48",
@@ -261,14 +283,15 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         "model.ffn=96",
         f"model.layers={layers}",
         f"batch.global_size={sequences(case, *others)}",
-        f"batch.micro_size={case['micro_size']}",
+        # one process has to compute as many sequences together
+        f"batch.micro_size={math.lcm(int(case['micro_size']), int(case['balance_sequences']))}",
         f"optimizer={case['optimizer']}",
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
         *DROPOUT[case["dropout"]].split(),
         *ROWS[case["rows"]].split(),
         *(f"model.{name}={VALUES.get(name, {}).get(case[name], case[name])}" for name in MODEL),
-        *(() if case["experts"] == "null" else (f"model.router.balance={case['balance']}", "model.expert_ffn=12")),
+        *(() if case["experts"] == "null" else (*of_experts, "model.expert_ffn=12")),
         *ROTATIONS[case["rotation"]].split(),
         *ROUTERS[case["router"]].split(),
         *EXPERT_LAYERS[case["expert_layers"]].split(),
@@ -281,6 +304,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"parallel.overlap_chunks={case['overlap_chunks']}",
         f"memory.offload=[{case['offload']}]",
         f"loss.chunk={case['loss_chunk']}",
+        f"batch.micro_size={case['micro_size']}",
         f"model.attention={case['attention']}",
         "train.check_step=true",
         *RECOMPUTE[case["recompute"]].split(),
@@ -304,7 +328,7 @@ def cost(case: Mapping[str, str]) -> float:
 
 LOOKS_AT = (
     *("tensor", "overlap_chunks", "pipeline", "data", "context", "context_kind", "zero", "zero_group"),
-    *("expert", "expert_tensor", "experts"),
+    *("expert", "expert_tensor", "experts", "micro_size", "balance_sequences"),
 )
 """Options that rules of `WIDE` look at."""
 FITS: dict[str, Any] = {"rule": fits, "more": (partial(fits, rules=WIDE), LOOKS_AT), "cost": cost}

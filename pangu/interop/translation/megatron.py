@@ -183,8 +183,11 @@ def _balance(source: Translation) -> None:
     else:
         source.choose(name)
         source.set("model.router.balance_weight", factor, "moe-aux-loss-coeff")
-        if kind == "global_aux_loss" or (kind == "aux_loss" and not source.flag("seq-aux")):
-            source.differs("balance_sequence" if kind == "aux_loss" else "balance_global")
+        if kind == "global_aux_loss":
+            source.differs("balance_global")
+        micro = source.count("micro-batch-size") or 1
+        if kind == "aux_loss" and not source.flag("seq-aux") and micro > 1:
+            source.set("model.router.balance_sequences", micro, "micro-batch-size")
 
 
 def _expert_layers(source: Translation) -> None:
