@@ -138,6 +138,7 @@ class _Reader:
             if key in hints_of(other) and (tag := tag_of(kind)) and (chosen := tag_of(other)):
                 rule = f"does not exist with {_join(path, tag[0])} = {tag[1]}"
                 return rule, f"set {_option(path, chosen)}, which has it"
+        key = key.removeprefix("num_")  # `num_layers` means `layers`, however close it is to `mtp_layers`
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
         is_near = bool(difflib.get_close_matches(key, close, cutoff=0.8))
         elsewhere = [] if is_near else close_names(_join(path, key), keys_of(self._root))

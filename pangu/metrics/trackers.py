@@ -23,6 +23,7 @@ _FINISH_SECONDS = 60
 _GROUPS = {
     "train": (
         "loss",
+        "mtp_loss",
         "lr",
         "grad_norm",
         "tokens",

@@ -155,7 +155,7 @@ class Runner(Generic[M]):
         def root(hidden: Any, batch: Any) -> Tensor:
             result = end(hidden, batch)
             results.append(result.detach())
-            return result if scale is None else result * scale
+            return result if scale is None else (result.sum() if result.dim() else result) * scale
 
         for action in schedule.actions[self.stage]:
             self.action, self.began = action, time.perf_counter()

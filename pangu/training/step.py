@@ -205,9 +205,9 @@ class Trainer:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         self.doing = "forward and backward"
         self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
-        losses = list[Tensor]()
+        loss_of = partial(self.model.loss_of, scale=scale)
         try:
-            self.runner.run(self.stages.schedule, batches, partial(self._loss_of, scale, losses), keys, scale)
+            losses = self.runner.run(self.stages.schedule, batches, loss_of, keys, scale)
         except BaseException:
             if self.check is not None:
                 self.check.stop()
@@ -216,6 +216,8 @@ class Trainer:
         # the last reductions have overlapped the backward pass until here
         self.parameters.gradients.finish()
         self._loss = torch.stack(losses).double().sum(0) if losses else None
+        if self._predicts and self._loss is not None:
+            self._loss = torch.stack([self._loss[0], self._loss[1:].sum()])
 
     def _count_targets(self, batches: list[Batch]) -> list[Batch]:
         """Set the divisor of the loss, and return the batches with the loss weights of multi-token prediction."""
@@ -232,16 +234,6 @@ class Trainer:
         # a module's mean is over its own targets
         weights = (factor * per_token[1:] / per_token[0]).to(self.parameters.squares.dtype)[:, None]
         return [replace(batch, ahead_weights=one * weights) for batch, one in zip(batches, ahead, strict=True)]
-
-    def _loss_of(self, scale: Tensor, losses: list[Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a micro-batch; append it to `losses`, apart from that of multi-token prediction."""
-        loss = self.model.loss_of(hidden, batch, scale)
-        if not self._predicts:
-            losses.append(loss.detach())
-            return loss
-        total = loss.sum()
-        losses.append(torch.stack([loss[0], total - loss[0]]).detach())
-        return total
 
     def update(self, flags: Sequence[bool] = ()) -> PendingResult:
         """Unscale, clip, update the weights, then adjust the scale; a step with a non-finite gradient norm is skipped.
