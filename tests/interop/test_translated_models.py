@@ -11,6 +11,7 @@ import yaml
 from pangu.interop.expert_layers import layer_pattern, spread
 from pangu.interop.translation.launch_script import read_command
 from pangu.models.size import num_parameters
+from tests.configs import config as composed_config
 from tests.interop.test_translate_config import GPT, built, overrides, section, translate
 
 LLAMA = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
@@ -68,6 +69,52 @@ def test_a_script_of_mindspeed_keeps_its_model(tmp_path: Path) -> None:
     assert "processes: 32\n" in done.stdout
 
 
+LLAMA_LIKE = """
+    --use-mcore-models --tokenizer-type PretrainedFromHF --tokenizer-name-or-path $TOKENIZER_PATH --seq-length 4096
+    --micro-batch-size 1 --global-batch-size 64 --lr 1e-5 --train-iters 2000 --bf16 --position-embedding-type rope
+    --use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention
+    --attention-dropout 0.0 --hidden-dropout 0.0 --use-flash-attn --use-fused-rotary-pos-emb --use-fused-swiglu
+    --use-fused-rmsnorm --transformer-impl local --no-masked-softmax-fusion --attention-softmax-in-fp32
+"""
+QWEN3_SPEC = "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --qk-layernorm --norm-epsilon 1e-6 "
+QWEN3_SPEC += (
+    "--rotary-base 1000000 --padded-vocab-size 151936 --untie-embeddings-and-output-weights --kv-channels 128 "
+)
+MINDSPEED = {
+    "openpangu_1b": (
+        "--num-layers 26 --hidden-size 1536 --ffn-hidden-size 6144 --num-attention-heads 12 --num-query-groups 6 "
+        "--kv-channels 128 --padded-vocab-size 153376 --add-qkv-bias --add-dense-bias --rotary-base 4000000",
+        1_155_912_192,
+    ),
+    "qwen3_8b": (
+        QWEN3_SPEC + "--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 "
+        "--num-query-groups 8",
+        8_190_735_360,
+    ),
+    "qwen3_30b_a3b": (
+        QWEN3_SPEC + "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
+        "--num-query-groups 4 --num-experts 128 --moe-router-topk 8 --moe-intermediate-size 768 --norm-topk-prob "
+        "--moe-layer-freq -1 --first-k-dense-replace -1 --moe-grouped-gemm --moe-permutation-async-comm "
+        "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type softmax_topk --seq-aux "
+        "--moe-aux-loss-coeff 0.001",
+        30_532_122_624,
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", MINDSPEED)
+def test_a_model_of_mindspeed_has_its_published_size(tmp_path: Path, preset: str) -> None:
+    """It is the preset's, but for how it is trained."""
+    words, parameters = MINDSPEED[preset]
+    (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {' '.join(LLAMA_LIKE.split())} {words}")
+    model = built(translate("megatron", tmp_path / "run.sh"), "data.tokenizer=null", "data.train=[/d]").model
+    assert num_parameters(model) == parameters
+    ours = composed_config(f"+config={preset}").model
+    trained = {"sequence", "attention", "init_std", "scaled_init", "router", "head_dim"}
+    assert {name for name, value in vars(model).items() if getattr(ours, name) != value} <= trained
+    assert model.head_size == ours.head_size
+
+
 LOST = {
     "another attention": ("--multi-latent-attention --kv-lora-rank 512 --q-lora-rank 8", "--kv-lora-rank 512: changes"),
     "an interpolated rotary embedding": (
@@ -78,6 +125,7 @@ LOST = {
         "--use-rotary-position-embeddings --rope-scaling-type yarn",
         "--rope-scaling-type",
     ),
+    "biases of the output alone": ("--disable-bias-linear --add-dense-bias", "--add-dense-bias: changes"),
     "another place of a norm": ("--embed-layernorm", "--embed-layernorm: changes what the model computes"),
     "no positions": ("--no-position-embedding", "--no-position-embedding: changes what the model computes"),
     "other layers": ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec ["),

@@ -49,7 +49,11 @@ def _model(source: Translation) -> None:
     if width is not None:
         source.set("model.ffn", width, "ffn-hidden-size", "swiglu")
     if plain:
-        source.set("model.biases", "qkv" if source.flag("add-qkv-bias") else False, "disable-bias-linear")
+        queries, output = source.flag("add-qkv-bias"), source.flag("add-dense-bias")
+        if output and not queries:
+            source.lacks("add-dense-bias", "other_function")
+        biases = "attention" if output else "qkv" if queries else False
+        source.set("model.biases", biases, "disable-bias-linear")
     source.switch(False, "untie-embeddings-and-output-weights")
     source.choose("normalization")
 
