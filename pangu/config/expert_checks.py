@@ -57,7 +57,7 @@ def _groups(model: ModelConfig, experts: int) -> Iterator[Problem]:
 
 def _limited(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router, limit = model.router, model.router.groups_per_token
-    if (router.selection == "group_limited") != (limit is not None):
+    if router.selection.startswith("group_limited") != (limit is not None):
         rule = f"model.router.selection = {router.selection} needs {'a number' if limit is None else 'null'}"
         least = -(-model.num_chosen * router.groups // experts)
         fix = "use null, or set model.router.selection=group_limited" if limit else f"use {least} to {router.groups}"

@@ -75,14 +75,16 @@ class RouterConfig:
     """Divide the weights of a token's experts by their sum, as Mixtral and DeepSeek-V3 do."""
     scale: Positive = 1.0
     """Factor of the expert weights, as DeepSeek's `routed_scaling_factor`."""
-    selection: Literal["top", "group_limited", "each_group"] = "top"
+    selection: Literal["top", "group_limited", "group_limited_best", "each_group"] = "top"
     """Selection of a token's experts. `top`: the best scores; `group_limited`: the best within the `groups_per_token`
-    groups with the largest sum of their two best scores (DeepSeek-V3); `each_group`: equally many from each group
-    (Pangu Pro MoE, arXiv 2505.21411). Ties go to the first expert."""
+    groups with the largest sum of their two best scores (DeepSeek-V3); `group_limited_best`: with the best scores
+    (DeepSeek-V2); `each_group`: equally many from each group (Pangu Pro MoE, arXiv 2505.21411). Ties go to the first
+    expert."""
     groups: Count = 1
     """Groups of consecutive experts; must divide `model.experts`. 1 with `selection` = top."""
     groups_per_token: Count | None = None
-    """With `group_limited`, the number of groups that a token's experts come from at most. Must be null otherwise."""
+    """With `group_limited` or `group_limited_best`, the number of groups that a token's experts come from at most. Must
+    be null otherwise."""
     balance: Literal["none", "sequence", "global", "bias"] = "sequence"
     """`sequence`: a loss per sequence, number of experts x sum over experts of (fraction of choices x mean score)
     (Fedus et al. 2021, section 2.2; DeepSeek-V3, equation 17), averaged over the sequences of the global batch;

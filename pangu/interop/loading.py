@@ -23,7 +23,7 @@ from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id, packing_with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.inference import LoadedModel
-from pangu.interop.formats.convert import logical_tensors
+from pangu.interop.formats.convert import logical_tensors, stored_balance
 from pangu.interop.formats.fields import refuse
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
 from pangu.layers.builder import DTYPES, Builder
@@ -119,6 +119,7 @@ def _exported(path: Path) -> _Source:
     model = ModelConfig(**{**unknown, "attention": "auto", **source.model_keys})
     refuse(path / "config.json", find_model_problems(model))
     _, read = logical_tensors(source, model)
+    balance = stored_balance(source, model, read)
     dtype = next(iter(source.tensors.values())).dtype
 
     def fill(weights: Iterable[tuple[str, Slice]]) -> None:
@@ -134,6 +135,7 @@ def _exported(path: Path) -> _Source:
         tokenizer,
         {**packing, "bos": begin_id(packing["bos"], tokenizer)},
         fill,
+        None if balance is None else balance.state(),
         read_template=lambda: source.chat_template,
     )
 

@@ -20,10 +20,11 @@ def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
     if router.selection == "each_group":
         within = _best(scores.unflatten(-1, (groups, -1)), count // groups)
         return (within + experts // groups * torch.arange(groups, device=scores.device)[:, None]).flatten(-2)
-    if router.selection == "group_limited":
+    if router.selection.startswith("group_limited"):
         assert router.groups_per_token is not None
         grouped = scores.unflatten(-1, (groups, -1))
-        best_groups = _best(grouped.topk(min(2, grouped.shape[-1])).values.sum(-1), router.groups_per_token)
+        counted = 1 if router.selection == "group_limited_best" else min(2, grouped.shape[-1])
+        best_groups = _best(grouped.topk(counted).values.sum(-1), router.groups_per_token)
         allowed = chosen_by(best_groups, groups)
         scores = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
     return _best(scores, count)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pangu.common.errors import UserError, printable
 from pangu.config.checks import find_model_problems
-from pangu.config.model import Llama3Scaling, ModelConfig, RouterConfig
+from pangu.config.model import LatentConfig, Llama3Scaling, ModelConfig, RouterConfig, YarnScaling
 from pangu.interop.formats.convert import fitting_tensors
 from pangu.interop.formats.huggingface import HuggingFaceSource
 from pangu.interop.formats.huggingface_config import read_model
@@ -118,6 +118,29 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         '"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,'
         '"transformers_version": "4.51.0", "use_sliding_window": false, "vocab_size": 151936}',
         {"experts": 128, "experts_per_token": 8, "expert_ffn": 768, "expert_every": 1, "router": RouterConfig()},
+    ),
+    "DeepSeek-V3, dequantized": (
+        '{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
+        '"bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",'
+        '"hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,'
+        '"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,'
+        '"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,'
+        '"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,'
+        '"num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,'
+        '"rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,'
+        '"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}, "rope_theta": 10000,'
+        '"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": false, "topk_group": 4,'
+        '"topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": true,'
+        '"v_head_dim": 128, "vocab_size": 129280}',
+        {
+            "latent": LatentConfig(kv_rank=512, q_rank=1536, nope_head_dim=128, rope_head_dim=64, value_head_dim=128),
+            "rope_scaling": YarnScaling(
+                name="yarn", factor=40.0, original_sequence=4096, attention_factor=1.0, mscale_all_dim=1.0
+            ),
+            "dense_layers": 3,
+            "shared_experts": 1,
+            "router": RouterConfig("sigmoid", True, 2.5, "group_limited", 8, 4, "bias"),
+        },
     ),
     "BLOOM 560M": (
         '{"apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0, "bos_token_id": 1,'

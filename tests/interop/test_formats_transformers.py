@@ -23,7 +23,10 @@ from pangu.config.model import Llama3Scaling
 from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.huggingface_config import kinds, read_model
+from pangu.interop.loading import load_model
 from pangu.layers.expert_balance import ExpertBalance
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
 from tests.interop.test_formats import HEADS, SEQUENCE, VOCAB, convert, logical, weights
 from tests.models.helpers import make
 from tests.references import foreign_checkpoints as foreign
@@ -60,6 +63,8 @@ def our_logits(run: Path, ids: Tensor) -> Tensor:
     with torch.no_grad():
         for placement in table:
             logical_view(parameters[placement.stored_in], placement).copy_(found[placement.name])
+        if (balance := model.balance_on(torch.device("cpu"))) is not None:
+            balance.restore(run, read_index(newest_checkpoint(run))["experts"])
         return whole_logits(model, ids, torch.arange(ids.shape[1]).expand_as(ids)).transpose(0, 1)
 
 
@@ -107,6 +112,11 @@ RELATIVE = {
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 LLAMA3 = Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_sequence=12)
+DEEPSEEK = {
+    **{"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
+}
 LLAMAS = [
     ("Llama", {"num_key_value_heads": 2}),
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -152,6 +162,13 @@ LLAMAS = [
     ("Nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}}),
     ("Bloom", {"n_layer": 2, "n_head": 4, "seq_length": 24}),
     ("OPT", {"ffn_dim": 56, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    ("DeepseekV3", DEEPSEEK | {"n_group": 3, "topk_group": 2, "attention_bias": True}),
+    ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("DeepseekV3", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("DeepseekV3", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}),
+    ("DeepseekV2", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "attention_bias": True}),
+    ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}),
     ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40}),
     ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "multi_query": False}),
 ]
@@ -168,7 +185,7 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
-    assert compared | {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE"} == kinds().keys()
+    assert compared | {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE", "kimi_k2"} == kinds().keys()
     assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 29
 
 
@@ -193,6 +210,33 @@ def test_types_that_transformers_lacks(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(our_logits(run, tokens(67, 24)), theirs(tokens(67, 24)).logits, atol=1e-5, rtol=0)
     back = transformers.AutoModelForCausalLM.from_pretrained(convert("pangu", "huggingface", run, tmp_path / "back"))
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
+
+
+def test_kimi_k2_without_the_layer_of_multi_token_prediction(tmp_path: Path) -> None:
+    """It is a DeepSeek-V3, and leaves as one; biases that choose experts go along, also where nothing is converted."""
+    config = transformers.DeepseekV3Config(**RELATIVE | DEEPSEEK | {"n_group": 1, "topk_group": 1})
+    theirs = random_vectors(transformers.DeepseekV3ForCausalLM, config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    told = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    published = {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    published |= {"num_nextn_predict_layers": 1, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(told | published))
+    file = tmp_path / "theirs" / "model.safetensors"
+    ahead = {"model.layers.2.enorm.weight": torch.rand(32), "model.layers.2.eh_proj.weight": torch.rand(32, 64)}
+    state = load_file(file)
+    save_file(state | ahead, file)
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        expected = theirs(tokens(67, 24)).logits
+    torch.testing.assert_close(our_logits(run, tokens(67, 24)), expected, atol=1e-5, rtol=0)
+    back = convert("pangu", "huggingface", run, tmp_path / "back")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert loaded.config.model_type == "deepseek_v3"
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    opened = load_model(tmp_path / "theirs", Mesh(Layout(), 0, torch.device("cpu")))
+    balance = opened.runner.model.balance_on(torch.device("cpu"))
+    assert balance is not None
+    assert torch.equal(balance.bias[0], state["model.layers.1.mlp.gate.e_score_correction_bias"])
 
 
 def test_norms_that_a_type_lacks_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +387,9 @@ def random_vectors(kind: Any, config: object) -> torch.nn.Module:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn(buffer.shape)
     return model
 
 

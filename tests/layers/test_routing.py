@@ -24,6 +24,7 @@ ROUTERS = [
     (RouterConfig(selection="group_limited", groups=4, groups_per_token=2), 8, 3),
     (RouterConfig(selection="group_limited", groups=3, groups_per_token=1), 9, 2),
     (RouterConfig(selection="group_limited", groups=8, groups_per_token=3), 8, 3),
+    (RouterConfig(selection="group_limited_best", groups=4, groups_per_token=2), 8, 3),
 ]
 
 

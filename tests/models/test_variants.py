@@ -105,6 +105,12 @@ VARIANTS: list[dict[str, object]] = [
         "router": RouterConfig("sigmoid", True, 2.5, "group_limited", 3, 2, "bias", z_loss=0.1),
     },
     {
+        "experts": 9,
+        "experts_per_token": 4,
+        "expert_ffn": 12,
+        "router": RouterConfig("softmax", False, 2.5, "group_limited_best", 3, 2),
+    },
+    {
         "layers": 4,
         "expert_every": 2,
         "experts": 8,
@@ -134,8 +140,9 @@ def choice(scores: list[float], router: RouterConfig, count: int) -> list[int]:
     groups = [list(range(first, first + size)) for first in range(0, len(scores), size)]
     if router.selection == "each_group":
         return [expert for group in groups for expert in best(group, count // router.groups)]
-    if router.selection == "group_limited":
-        liked = sorted(groups, key=lambda group: (-sum(scores[expert] for expert in best(group, 2)), group[0]))
+    if router.selection.startswith("group_limited"):
+        counted = 1 if router.selection == "group_limited_best" else 2
+        liked = sorted(groups, key=lambda group: (-sum(scores[expert] for expert in best(group, counted)), group[0]))
         groups = liked[: router.groups_per_token]
     return best([expert for group in groups for expert in group], count)
 

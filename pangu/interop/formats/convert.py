@@ -20,7 +20,8 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.formats import huggingface, megatron_dist, megatron_names, megatron_ranks, mindspore, native
-from pangu.interop.formats.stored import UNTOLD, Job, Stored, WeightSource, join, take
+from pangu.interop.formats.stored import UNTOLD, Job, Stored, WeightSource, join, router_bias, take
+from pangu.layers.expert_balance import ExpertBalance
 from pangu.models.parameters import logical_shapes
 
 
@@ -53,7 +54,7 @@ MEGATRON = {
 """Formats that Megatron writes and `open_folder` tells apart."""
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
-    *("norm_placement", "partial_rotary_factor", "parallel_block", "embedding_norm"),
+    *("latent", "norm_placement", "partial_rotary_factor", "parallel_block", "embedding_norm"),
     *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
     *("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "expert_every"),
     *("router.score", "router.normalised", "router.scale", "router.learned_scale"),
@@ -148,11 +149,12 @@ def convert(
     model; nothing is written then.
     """
     model = config.model
-    if source.balance is not None and source.balance.bias.any() and model.router.balance != "bias":
-        rule = "the files choose experts with biases"
-        raise ConfigError([Problem("model.router.balance", model.router.balance, rule, "use bias")])
     table = target.table(model, tensor)
     described, read = logical_tensors(source, model)
+    balance = stored_balance(source, model, read)
+    if balance is not None and balance.bias.any() and model.router.balance != "bias":
+        rule = "the files choose experts with biases"
+        raise ConfigError([Problem("model.router.balance", model.router.balance, rule, "use bias")])
 
     def contents() -> Iterator[Tensor]:
         for entry in table:
@@ -162,7 +164,7 @@ def convert(
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
-            kept = (source.balance, source.generation, source.chat_template)
+            kept = (balance, source.generation, source.chat_template)
             meta = [join(entry, map(described, entry.parts)) for entry in table]
             job = Job(config, tokenizer, output, tensor, table, meta, contents(), *kept)
             target.write(partial, job)
@@ -174,14 +176,36 @@ def logical_tensors(source: WeightSource, model: ModelConfig) -> tuple[_Reader, 
     Raises UserError unless the files match the model.
     """
     table, shapes = source.table(model), logical_shapes(model)
+    biases: dict[str, Tensor] = {}
+    if model.experts is not None:
+        balance = source.balance or ExpertBalance(model)
+        biases = {router_bias(layer): balance.bias[row] for row, layer in enumerate(balance.layers)}
+    shapes |= {name: tuple(bias.shape) for name, bias in biases.items()}
     where = {part: entry for entry in table for part in entry.parts}
     tensors = fitting_tensors(source, table)
     # parts of a fused tensor come one after the other
     read = lru_cache(maxsize=1)(source.read)
+
+    def taken(part: str, found: Callable[[Stored], Tensor]) -> Tensor:
+        stored = where.get(part)
+        return biases[part] if stored is None else take(stored, found(stored), part, shapes)
+
     return (
-        lambda part: take(where[part], tensors[where[part].name], part, shapes),
-        lambda part: take(where[part], read(where[part]), part, shapes),
+        lambda part: taken(part, lambda stored: tensors[stored.name]).to("meta"),
+        lambda part: taken(part, read),
     )
+
+
+def stored_balance(source: WeightSource, model: ModelConfig, read: _Reader) -> ExpertBalance | None:
+    """Return the load balance of the routers in some files: the source's, or with biases that are among its tensors."""
+    parts = {part for entry in source.table(model) for part in entry.parts}
+    if source.balance is not None or model.experts is None or not parts & {*map(router_bias, model.expert_layers)}:
+        return source.balance
+    balance = ExpertBalance(model)
+    for row, layer in enumerate(balance.layers):
+        if (name := router_bias(layer)) in parts:
+            balance.bias[row] = read(name)
+    return balance
 
 
 def fitting_tensors(source: WeightSource, table: list[Stored]) -> Mapping[str, Tensor]:

@@ -69,6 +69,9 @@ class HuggingFaceSource(WeightSource):
         # the copy of a tied head, and what transformers computes and older versions stored all the same
         tied = f"|{re.escape(self._head)}" if self.model_keys["tied_head"] else ""
         implied = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
+        if self._kind.tensors.get("predicts", False):
+            ahead = self._kind.tensors["layer"].format(self.model_keys["layers"])
+            self._places = {name: place for name, place in self._places.items() if not name.startswith(ahead)}
         self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if not implied.fullmatch(name)}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
@@ -87,8 +90,9 @@ class HuggingFaceSource(WeightSource):
 
     def table(self, model: ModelConfig) -> list[Stored]:
         """Return the tensors of a model in this format."""
-        # how experts will be balanced in training is not the files' matter
-        return table(replace(model, router=replace(model.router, balance="none")), 1, self._kind)
+        # how experts will be balanced in training is not the files' matter, but for biases that choose them
+        balance = self._kind.means.get("router.balance", "none")
+        return table(replace(model, router=replace(model.router, balance=balance)), 1, self._kind)
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
         """Return the tensors; omitted ones, which the configuration implies, must equal the implied value."""
@@ -135,7 +139,11 @@ def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
     if kind == "masked_bias":
         # -1e4 in the first versions, and all of them far below any score
         return found.numel() == 1 and float(found) <= -1e4
-    size = int((keys["head_dim"] or keys["hidden"] // keys["heads"]) * keys["partial_rotary_factor"])
+    size = (
+        keys["latent"].rope_head_dim
+        if keys.get("latent")
+        else int((keys["head_dim"] or keys["hidden"] // keys["heads"]) * keys["partial_rotary_factor"])
+    )
     scaling, base = keys.get("rope_scaling"), keys.get("rope_base") or 1e4
     choices = [rotary_frequencies(size, base, each, torch.float64) for each in {None, scaling}]
     # rounded to the format of the file after a power in fp32; small ones lose their last bits in fp16

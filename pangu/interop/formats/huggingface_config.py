@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from pangu.common.errors import ConfigError, Problem, UserError, shown
 from pangu.config.build import read_keys
-from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, RouterConfig, YarnScaling
+from pangu.config.model import (
+    LatentConfig,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeScaling,
+    RouterConfig,
+    YarnScaling,
+)
 from pangu.interop.formats.fields import check_fields, load_table, refuse, wrong_field
 from pangu.interop.formats.stored import PANGU_VOCAB, inexpressible
 
@@ -43,6 +52,8 @@ class ModelType:
     """Other names of fields, which transformers reads as well."""
     choices: Mapping[str, list[Any]] = field(default_factory=dict)
     """Values that the type can express, by key of `ModelConfig`, instead of the one that it `means`; empty: any."""
+    given: Sequence[str] = ()
+    """Keys of `ModelConfig` that must not be null."""
     values: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
     """Keys of `ModelConfig` that each value of a field means; the first value is the default in transformers."""
 
@@ -140,7 +151,7 @@ def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path
 _SCALINGS: dict[str, tuple[type[RopeScaling], str, str]] = {
     "llama3": (Llama3Scaling, "factor low_freq_factor high_freq_factor original_sequence", ""),
     "linear": (LinearScaling, "factor", ""),
-    "yarn": (YarnScaling, "factor original_sequence", "beta_fast beta_slow truncate attention_factor"),
+    "yarn": (YarnScaling, "factor original_sequence", "beta_fast beta_slow truncate attention_factor mscale_all_dim"),
 }
 """`rope_type` -> its class, with the keys that a file must and may have."""
 _ORIGINAL = {"original_sequence": "original_max_position_embeddings"}
@@ -176,6 +187,8 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     given = {factor: rope.get(name.partition(".")[2]) for factor, name in names.items()}
     if kind == "yarn":
         given["original_sequence"] = given["original_sequence"] or keys["sequence"]
+        if "latent" not in type_.given:  # no factor of scores, but part of the other one
+            given["mscale_all_dim"] = None
         if given["attention_factor"] is None and rope.get("mscale") and rope.get("mscale_all_dim"):
             given["attention_factor"] = _attention_factor(rope, f"{path}: {key}")
     given = {factor: value for factor, value in given.items() if value is not None or factor in needed}
@@ -245,7 +258,8 @@ def _layer_types(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
 
 
 def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    keys["router.normalised"] = _flag(config, "norm_topk_prob", path)
+    usual = kind_in(config, path).defaults.get("router.normalised", False)
+    keys["router.normalised"] = _flag(config, "norm_topk_prob", path, usual)
 
 
 def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -261,6 +275,32 @@ def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -
         keys |= twin
 
 
+def _latent(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
+    """Read latent attention; without `q_lora_rank`, queries are made of the input."""
+    given = {key: config.get(name) for key, name in _LATENT.items() if config.get(name) is not None}
+    if missing := [_LATENT[key] for key in _LATENT if key not in given and key != "q_rank"]:
+        raise UserError(f"{path}: {', '.join(missing)} must be given")
+    numbers, problems = read_keys(LatentConfig, given, _LATENT)
+    refuse(path, problems)
+    keys["latent"] = latent = LatentConfig(**numbers)
+    twins = {"head_dim": latent.rope_head_dim, "qk_head_dim": latent.nope_head_dim + latent.rope_head_dim}
+    for name, value in twins.items():
+        if config.get(name, value) != value:
+            raise wrong_field(path, name, config[name], f"must be {value}, as the other widths of a head say")
+
+
+def _deepseek_router(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
+    """Read the groups of experts, of which one limits nothing, and the factor of their weights."""
+    usual = kind_in(config, path).defaults
+    given = {key: config.get(name, usual.get(f"router.{key}")) for key, name in _GROUPS.items()}
+    router, problems = read_keys(RouterConfig, {key: x for key, x in given.items() if x is not None}, _GROUPS)
+    refuse(path, problems)
+    limited = keys.get("router.selection") != "top" and router.get("groups", 1) > 1
+    router = router if limited else {"scale": router["scale"]}
+    keys |= {"router.selection": keys.get("router.selection", "group_limited") if limited else "top"}
+    keys |= {f"router.{key}": value for key, value in router.items()}
+
+
 def _pangu_experts(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """Read shared experts, and groups of experts: as many as experts of a token."""
     name, each = "shared_expert_intermediate_size", keys["expert_ffn"]
@@ -270,6 +310,16 @@ def _pangu_experts(config: Mapping[str, Any], keys: dict[str, Any], path: Path) 
     keys |= {"shared_experts": width // each, "router.groups": keys["experts_per_token"]}
 
 
+_LATENT = {
+    "kv_rank": "kv_lora_rank",
+    "q_rank": "q_lora_rank",
+    "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim",
+    "value_head_dim": "v_head_dim",
+}
+"""Names in config.json of the keys of `LatentConfig`."""
+_GROUPS = {"groups": "n_group", "groups_per_token": "topk_group", "scale": "routed_scaling_factor"}
+"""Names in DeepSeek's config.json of keys of `RouterConfig`."""
 _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = {
     "position_embedding_type": _pangu_positions,
     "rope_parameters": _rope,
@@ -277,6 +327,8 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "layer_types": _layer_types,
     "attention_bias": _biases,
     "norm_topk_prob": _normalised,
+    "kv_lora_rank": _latent,
+    "n_group": _deepseek_router,
     "num_local_experts": _experts_twin,
     "shared_expert_intermediate_size": _pangu_experts,
 }
@@ -300,7 +352,7 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
     written = {*kind.derived.split(), *kind.twins}
     derived = {key: value for key, value in _derived_fields(model).items() if key in written}
     for name, meanings in kind.values.items():
-        fits = (value for value, meant in meanings.items() if all(getattr(model, key) == meant[key] for key in meant))
+        fits = (value for value, meant in meanings.items() if all(attrgetter(k)(model) == meant[k] for k in meant))
         derived[name] = next(fits)
     return {"model_type": kind.name, **fields, **derived, **kind.writes}
 
@@ -314,14 +366,24 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": model.window is not None,
         "max_window_layers": model.layers if model.window is None else 0,
         "norm_topk_prob": model.router.normalised,
+        "num_key_value_heads": model.heads,
+        "n_group": model.router.groups,
+        "topk_group": model.router.groups_per_token or model.router.groups,
+        "routed_scaling_factor": model.router.scale,
         "shared_expert_intermediate_size": model.shared_experts * model.expert_size,
     }
     if model.positions == "rope":
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}
         fields["partial_rotary_factor"] = model.partial_rotary_factor
+    if model.latent is not None:
+        fields |= {name: getattr(model.latent, key) for key, name in _LATENT.items()}
     if scaling := model.rope_scaling:
         factors = {
             _ORIGINAL.get(factor, factor): value for factor, value in asdict(scaling).items() if value is not None
         }
+        # other readers make the factors of `mscale`, of which transformers needs none
+        if (all_dim := factors.pop("mscale_all_dim", 0)) and factors.get("attention_factor") == 1:
+            factors |= {"mscale": all_dim}
+        factors |= {"mscale_all_dim": all_dim} if all_dim else {}
         fields["rope_scaling"] = {"rope_type": factors.pop("name"), **factors}
     return fields

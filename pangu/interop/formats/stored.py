@@ -55,9 +55,9 @@ class Stored:
     """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
     skipped: int = 0
     """Number of first rows that are not ours; written as 0."""
-    paired: tuple[int, int] | None = None
-    """Head size, and how many elements of a head rotate, if neighbors are pairs in the file; ours are half of them
-    apart. None: as ours, or no rotation."""
+    paired: tuple[tuple[int, int, int] | None, ...] = ()
+    """Head size, first element of a head that rotates, and how many do, for each part whose neighbors are pairs in the
+    file; ours are half of them apart. None: as ours, or no rotation."""
     plus: float = 0.0
     """Difference of our values and those of the file."""
     unit_rows: bool = False
@@ -148,7 +148,7 @@ def make_table(
         prefix = naming["layer"].format(layer)
         if layer == model.query_layer:
             prefix = naming.get("query_layer", prefix)
-        for pattern, module, modules in _modules(naming["modules"], model.experts or 0):
+        for pattern, module, modules in _modules(_naming(model, naming), model.experts or 0):
             for suffix in ("weight", "bias"):
                 parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{suffix}") in shapes)
                 if parts:
@@ -163,10 +163,12 @@ def make_table(
                     if pattern in naming.get("grouped", ()):
                         blocks = model.kv_heads or model.heads
                     shape = shape[::-1] if transposed else shape
-                    stored = Stored(f"{prefix}{module}.{own}", parts, shape, transposed, blocks, cut)
-                    if naming.get("neighbors", False) and any(map(_rotates, parts)):
-                        stored = replace(stored, paired=(model.head_size, model.rotary_size))
-                    table.append(stored)
+                    paired = _turning(model, parts) if naming.get("neighbors", False) else ()
+                    name = f"{prefix}{module}.{own}"
+                    table.append(Stored(name, parts, shape, transposed, blocks, cut, paired=paired))
+        if "router_bias" in naming and model.has_experts(layer):
+            name = f"{prefix}{naming['router_bias']}"
+            table.append(Stored(name, (router_bias(layer),), (model.experts or 0,)))
         for ours, name in naming.get("one_row", {}).items():
             if (part := f"layers.{layer}.{ours}") in shapes:
                 table.append(Stored(f"{prefix}{name}", (part,), (1, *shapes[part])))
@@ -188,24 +190,40 @@ def _with_values(stored: Stored, naming: Mapping[str, Any]) -> Stored:
     return stored
 
 
+def router_bias(layer: int) -> str:
+    """Return the name of the biases by which a layer chooses experts: no parameter, but a tensor of some types."""
+    return f"layers.{layer}.mlp.router.bias"
+
+
 def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, str, Sequence[str]]]:
     for pattern, ours in naming.items():
         for number in range(experts if "{}" in pattern else 1):
             yield pattern, pattern.format(number), [name.format(number) for name in ours]
 
 
-def _rotates(part: str) -> bool:
-    return part.rpartition(".")[0].endswith((".query", ".key"))
+def _naming(model: ModelConfig, naming: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    renamed = naming.get("direct_query", {}) if model.latent is not None and model.latent.q_rank is None else {}
+    return {renamed.get(pattern, pattern): ours for pattern, ours in naming["modules"].items()}
+
+
+def _turning(model: ModelConfig, parts: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return `Stored.paired` of some parts."""
+    kinds = dict.fromkeys(("query", "key"), (model.head_size, 0, model.rotary_size))
+    if model.latent is not None:
+        still, rotary = model.latent.nope_head_dim, model.latent.rope_head_dim
+        kinds = {"query": (model.head_size, still, rotary), "shared_key": (rotary, 0, rotary)}
+    return tuple(kinds.get(part.split(".")[-2]) for part in parts)
 
 
 def _paired(stored: Stored, part: str, tensor: Tensor, apart: bool) -> Tensor:
     """Return the rows of a logical tensor with pairs half of the rotating elements `apart`, or side by side."""
-    if stored.paired is None or not _rotates(part):
+    paired = stored.paired[stored.parts.index(part)] if stored.paired else None
+    if paired is None:
         return tensor
-    size, turning = stored.paired
-    heads = tensor.unflatten(0, (-1, size))
-    pairs = heads[:, :turning].unflatten(1, (turning // 2, 2) if apart else (2, turning // 2))
-    return torch.cat([pairs.transpose(1, 2).flatten(1, 2), heads[:, turning:]], dim=1).flatten(0, 1)
+    size, first, turning = paired
+    before, pairs, after = tensor.unflatten(0, (-1, size)).split([first, turning, size - first - turning], dim=1)
+    pairs = pairs.unflatten(1, (turning // 2, 2) if apart else (2, turning // 2))
+    return torch.cat([before, pairs.transpose(1, 2).flatten(1, 2), after], dim=1).flatten(0, 1)
 
 
 def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
@@ -253,8 +271,10 @@ def inexpressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> li
         for key in {key for keys in meanings.values() for key in keys}:
             needs[key] = [keys[key] for keys in meanings.values() if key in keys]
     label = entry.get("label", f"transformers' {kind}")
-    return [
+    problems = [
         Problem(f"model.{key}", value, f"cannot be expressed in {label}", f"{values} can")
         for key, values in needs.items()
         if (value := attrgetter(key)(model)) not in (values or [value])
     ]
+    rule = f"must be given in {label}"
+    return problems + [Problem(f"model.{key}", None, rule) for key in entry.get("given", ()) if not getattr(model, key)]

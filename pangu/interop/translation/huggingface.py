@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pangu.config.model import RopeScaling, RouterConfig
+from pangu.config.model import LatentConfig, RopeScaling, RouterConfig
 from pangu.interop.formats.fields import load_table as load_fields
 from pangu.interop.formats.huggingface_config import ModelType, kind_in, read_model
 from pangu.interop.translation.table import Table, Translation, load_table
@@ -33,5 +33,7 @@ def translate(config: Mapping[str, Any], path: Path) -> Translation:
             for part, setting in asdict(value).items():
                 source.set(f"model.router.{part}", setting)
         elif key != "kind":
-            source.set(f"model.{key}", asdict(value) if isinstance(value, RopeScaling) else value, *names)
+            source.set(
+                f"model.{key}", asdict(value) if isinstance(value, RopeScaling | LatentConfig) else value, *names
+            )
     return source
