@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.stages import Stages
@@ -22,7 +23,8 @@ class StageView:
     """Pipeline stage as seen by one of its tensor-parallel ranks."""
 
     chunks: tuple[str, ...]
-    """Modules of each chunk: its layers and those next to them, e.g. `embedding, layers 0-3`."""
+    """Modules of each chunk: its layers and those next to them, e.g. `embedding, layers 0-3` or `layer 4, head, 1 mtp
+    module`."""
     idle: float
     """Share of the step that is idle, simulated with times in proportion to FLOPs."""
     held: float
@@ -46,11 +48,14 @@ def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[Stage
         table = place_tensors(config.model, parts, rank)
         shared = {entry.name: wide * math.prod(entry.local_shape) for entry in table if entry.shared is not None}
         batches = held[stage] / layout.virtual_stages
-        views.append(StageView(tuple(map(_named, parts)), idle[stage], batches, sends, shared))
+        chunks = tuple(_named(part, config.model) for part in parts)
+        views.append(StageView(chunks, idle[stage], batches, sends, shared))
     return views
 
 
-def _named(part: ModelPart) -> str:
-    first, last = part.layers[0], part.layers[-1]
-    layers = f"layer {first}" if first == last else f"layers {first}-{last}"
-    return ", ".join(["embedding"] * part.first + [layers] + ["head"] * part.last)
+def _named(part: ModelPart, model: ModelConfig) -> str:
+    own = [layer for layer in part.layers if layer < model.layers]
+    layers = f"layer {own[0]}" if len(own) == 1 else f"layers {own[0]}-{own[-1]}"
+    predicts = len(part.layers) - len(own)
+    modules = [f"{predicts} mtp module{'s' * (predicts > 1)}"] * (predicts > 0)
+    return ", ".join(["embedding"] * part.first + [layers] + ["head"] * part.last + modules)

@@ -30,6 +30,13 @@ def test_stages_in_a_v_with_scores() -> None:
     assert first.held == second.held == 2.0
 
 
+def test_modules_of_multi_token_prediction_are_told_from_layers() -> None:
+    config = tiny("model.layers=3", "model.mtp_layers=2", "parallel.layers=[2,1]")
+    layout = Layout(pipeline=2)
+    views = view_stages(config, layout, plan_stages(config, layout))
+    assert [view.chunks for view in views] == [("embedding, layers 0-1",), ("layer 2, head, 2 mtp modules",)]
+
+
 def test_sequence_parallel_stages_send_their_slice_and_share_the_tied_table() -> None:
     config = tiny("model.layers=3", "parallel.tensor=2", "parallel.sequence=true", "precision=bf16")
     layout = Layout(tensor=2, pipeline=3, sequence=True)
