@@ -308,7 +308,9 @@ def test_all_contradictions_at_once() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
-    assert check(config(f"+config={recipe}", "dry_run=true"), 1) == 1
+    chosen = config(f"+config={recipe}", "dry_run=true")
+    # the replicas of one pipeline stage and tensor slice hold DeepSeek-V3's experts together
+    assert check(chosen, 1) == max(1, chosen.parallel.expert // chosen.parallel.tensor)
 
 
 @pytest.mark.parametrize(

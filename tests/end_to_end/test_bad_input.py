@@ -14,7 +14,7 @@ from tests.end_to_end.commands import SMALL, pretrain
     ("overrides", "expected"),
     [
         (["model.layres=3"], "model.layres = 3: unknown key; did you mean model.layers?"),
-        (["model=bert"], "model = bert: unknown option; use one of gpt2_124m, gpt3_125m"),
+        (["model=bert"], "model = bert: unknown option; use one of deepseek_v3_671b, gpt2_124m, gpt3_125m"),
         (["train.steps=many"], "train.steps = 'many': must be an integer"),
         (["model.heads=7"], "model.heads = 7: must divide model.hidden = 32; nearest valid values: 2, 4, 8"),
         (["batch.micro_size=3"], "batch.global_size = 4: must be a multiple of batch.micro_size"),

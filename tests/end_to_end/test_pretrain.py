@@ -137,7 +137,7 @@ def test_hydras_own_options_work() -> None:
     assert "kind: gpt" in job.stdout
     usage = called("pretrain", "--help")
     assert usage.returncode == 0, usage.stderr
-    for expected in ("config: gpt2_124m, gpt3_125m", "model:", "optimizer: adam, lamb", "dry_run: false"):
+    for expected in ("config: deepseek_v3_671b, gpt2_124m", "model:", "optimizer: adam, lamb", "dry_run: false"):
         assert expected in usage.stdout
 
 

@@ -33,9 +33,17 @@ PUBLISHED = {
     "llama3_70b": 70_553_706_496,
     "qwen3_8b": 8_190_735_360,
     "qwen3_30b_a3b": 30_532_122_624,
+    # 671,026,419,200 with the biases by which the experts of 58 layers are chosen
+    "deepseek_v3_671b": 671_026_419_200 - 58 * 256,
 }
-ACTIVE = {"mixtral_8x7b": 12_879_925_248, "pangu_pro_moe": 16_498_136_448, "qwen3_30b_a3b": 3_353_032_704}
-"""Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411) and 3.3 (Yang et al. 2025)."""
+ACTIVE = {
+    "mixtral_8x7b": 12_879_925_248,
+    "pangu_pro_moe": 16_498_136_448,
+    "qwen3_30b_a3b": 3_353_032_704,
+    "deepseek_v3_671b": 37_552_282_624,
+}
+"""Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411), 3.3 (Yang et al. 2025) and
+37 (arXiv 2412.19437, without one of two embeddings)."""
 
 
 GPT3 = {
