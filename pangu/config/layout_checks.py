@@ -29,7 +29,7 @@ def asks_for_layout(values: Mapping[str, Any]) -> bool:
 
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """Return all problems of a layout on a number of processes."""
-    rules = (_tensor, _shared_sequence, _context, _pipeline, _zero, _fp8)
+    rules = (_tensor, _compiled, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
     return problems or findings(_batch, config, world) + findings(_experts, config, world)
 
@@ -70,6 +70,17 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, exp
             del near[0]  # a single device has no sequence to share
         fix = "use 1 with parallel.sequence=false" if sequence and near == [1] else any_of(near)
         yield Problem("parallel.tensor", tensor, f"must divide {' and '.join(wrong)}", fix)
+
+
+def shares_latent(config: RunConfig) -> bool:
+    """Return whether tensor-parallel ranks exchange the shared key of latent attention, which no compiler traces."""
+    return config.model.latent is not None and config.parallel.tensor > 1
+
+
+def _compiled(config: RunConfig) -> Iterator[Problem]:
+    if config.compile is True and shares_latent(config):
+        rule = "is not supported with model.latent and parallel.tensor > 1"
+        yield Problem("compile", True, rule, "set compile=false or compile=auto")
 
 
 def _shared_sequence(config: RunConfig) -> Iterator[Problem]:

@@ -83,6 +83,16 @@ def test_tensor_parallel_ranks_must_divide_the_key_heads() -> None:
     assert check(config("model.kv_heads=2", "parallel.tensor=2"), 2) == 1
 
 
+def test_ranks_that_share_latent_attention_compile_no_layer() -> None:
+    latent = "model.latent={kv_rank:6,nope_head_dim:8,rope_head_dim:4,value_head_dim:8}"
+    words = ("model.kind=gpt", "model.positions=rope", latent, "parallel.tensor=2")
+    rule = (
+        "compile = true: is not supported with model.latent and parallel.tensor > 1; set compile=false or compile=auto"
+    )
+    assert rule in problems(*words, "compile=true", world=2)
+    assert check(config(*words, "compile=auto"), 2) == 1
+
+
 @pytest.mark.parametrize("words", CONTRADICTIONS)
 def test_a_contradiction_is_told(words: str) -> None:
     assert CONTRADICTIONS[words] in problems(*words.split(), world=4)

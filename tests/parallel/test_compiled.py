@@ -20,7 +20,7 @@ from pangu.models import compiled
 from pangu.models.compiled import ways
 from pangu.topology.layout import Layout
 from tests.covering import Case, with_every_value
-from tests.parallel.cases import FACTORS, MODEL, RECOMPUTE, equals_one_process, keys_of, name_of
+from tests.parallel.cases import FACTORS, LATENT_NEEDS, MODEL, RECOMPUTE, equals_one_process, keys_of, name_of
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
 from tests.parallel.test_layouts import COVER
 from tests.threads import Ranks
@@ -52,10 +52,11 @@ def gradients(*overrides: str) -> dict[str, Tensor]:
     return whole(trainer, of_gradients=True)
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int) -> None:
-    """Every value of each in some of four models. The graph is what is done without it, in the same order."""
+@pytest.mark.parametrize(("number", "latent"), [*((number, "null") for number in range(4)), (1, "full"), (2, "direct")])
+def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int, latent: str) -> None:
+    """Every value of each in some of six models. The graph is what is done without it, in the same order."""
     chosen = {name: FACTORS[name][number % len(FACTORS[name])] for name in MODEL}
+    chosen |= {"latent": latent} | (LATENT_NEEDS if latent != "null" else {})
     chosen["parallel_block"] = "true" if (chosen["kind"], chosen["norm_placement"]) == ("gpt", "pre") else "false"
     recompute = MODES[number]
     words = [*keys_of({**FIRST, **chosen})[0], "model.layers=4", *RECOMPUTE[recompute].split()]
@@ -95,8 +96,9 @@ def test_a_layout_with_compiled_layers_is_one_process(ranks: Ranks, way: str) ->
 
 
 def has_compiled_layers(case: Case) -> bool:
-    """Whether a layer is neither refused (context parallelism) nor left as it is (experts)."""
-    return case["context"] == "1" and (case["experts"] == "null" or case["expert_layers"] != "all")
+    """Whether a layer is neither refused (context parallelism, a shared key) nor left as it is (experts)."""
+    refused = case["context"] != "1" or (case["latent"] != "null" and case["tensor"] != "1")
+    return not refused and (case["experts"] == "null" or case["expert_layers"] != "all")
 
 
 @pytest.mark.long
