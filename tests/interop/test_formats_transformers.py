@@ -117,6 +117,10 @@ DEEPSEEK = {
     **{"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
 }
+GLM_MOE = {
+    **{"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 6},
+    **{"num_experts_per_tok": 3},
+}
 LLAMAS = [
     ("Llama", {"num_key_value_heads": 2}),
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -169,6 +173,9 @@ LLAMAS = [
     ("DeepseekV2", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "attention_bias": True}),
     ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}),
+    ("Glm4Moe", GLM_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    ("Glm4Moe", GLM_MOE | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5}),
+    ("SolarOpen", GLM_MOE | {"n_shared_experts": 2}),
     ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40}),
     ("GPTBigCode", {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, "multi_query": False}),
 ]
@@ -186,7 +193,7 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
     assert compared | {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE", "kimi_k2"} == kinds().keys()
-    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 29
+    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 33
 
 
 @pytest.mark.parametrize("kind", ["PanguEmbedded", "internlm2"])
