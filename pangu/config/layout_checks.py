@@ -145,7 +145,10 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     if model.latent is None:
         widths[f"the keys' and values' width{share}"] = key_value
     else:
-        widths |= {f"model.latent.{name}": value or 0 for name, value in vars(model.latent).items()}
+        values = model.values_size // ranks
+        widths[f"the keys' and values' width{share}"] = model.latent.nope_head_dim * model.heads // ranks + values
+        widths |= {f"the values' width{share}": values, "model.latent.kv_rank": model.latent.kv_rank}
+        widths["model.latent.q_rank"] = model.latent.q_rank or 0
     sizes = {
         "model.hidden": model.hidden,
         **widths,

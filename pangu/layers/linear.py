@@ -78,11 +78,11 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class ReplicatedLinear(ColumnParallelLinear):
-    """Linear layer that every rank computes with all outputs, for its slice of the sequence, without communication."""
+    """Linear layer that every rank computes with all outputs, for its slice of the sequence; never in fp8."""
 
     def __init__(self, build: Builder, name: str) -> None:
         """Build attribute `name` of the parent."""
-        super().__init__(replace(build, region=TensorRegion()), name)
+        super().__init__(replace(build, region=TensorRegion(), scales=None), name)
         self.readers = build.region
 
     def enter(self, x: Tensor) -> Tensor:

@@ -46,8 +46,9 @@ def room(length: int, size: int, multiple: int = 1) -> int:
 
 def in_fp8(name: str, shape: Sequence[int]) -> bool:
     """Return whether `precision.matmul=fp8` multiplies a logical tensor in fp8: matrices of layers except experts."""
-    path = name.split(".")
-    return path[0] == "layers" and len(shape) == 2 and not {"router", "experts"} & {*path}
+    # a rank multiplies its slice of a sequence by the last three, whose gradients' blocks would depend on the layout
+    path, others = name.split("."), {"router", "experts", "query_down", "kv_down", "shared_key"}
+    return path[0] == "layers" and len(shape) == 2 and not others & {*path}
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ CONTRADICTIONS = {
                 "model.latent.value_head_dim = 13: must be at most model.latent.nope_head_dim + "
                 "model.latent.rope_head_dim = 12; use 8"
             ),
-            "precision=bf16 precision.matmul=fp8": "needs multiples of 16: model.latent.kv_rank = 6",
+            "precision=bf16 precision.matmul=fp8": "model.latent.kv_rank = 6",
         }.items()
     },
     "model.positions=rope model.rope_scaling={name:yarn,factor:2,original_sequence:8,mscale_all_dim:1}": (

@@ -41,8 +41,8 @@ SPARSE = {
 }
 LATENT = {
     "null": "null",
-    "full": "{kv_rank:10,q_rank:14,nope_head_dim:6,rope_head_dim:4,value_head_dim:8}",
-    "direct": "{kv_rank:9,nope_head_dim:4,rope_head_dim:2,value_head_dim:5}",
+    "full": "{kv_rank:16,q_rank:32,nope_head_dim:16,rope_head_dim:16,value_head_dim:16}",
+    "direct": "{kv_rank:16,nope_head_dim:16,rope_head_dim:16,value_head_dim:32}",
 }
 ROUTERS = {
     "top": "",
