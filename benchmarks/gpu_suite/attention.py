@@ -19,7 +19,8 @@ from pangu.config.schema import RunConfig
 from pangu.layers.attention import AttentionCore
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernel_named
+from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.kernel_choice import AttentionShape, attention_trial
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable

@@ -27,6 +27,8 @@ class Abilities:
     """True if the kernel can return its attention scores."""
     sparse: bool = True
     """True if the kernel applies the mask of `model.sparse`."""
+    sinks: bool = True
+    """True if the kernel gives what `model.attention_sinks` needs, the sum of exponentials of a query."""
     blocks: bool = False
     """True if the kernel can attend to a block of the keys, which gather and ring context parallelism need."""
     hashed: bool = False
@@ -38,14 +40,16 @@ class Abilities:
 ABILITIES = {
     "reference": Abilities(scores=True, blocks=True, hashed=True),
     "sdpa": Abilities(blocks=True),
-    "cudnn": Abilities(("cuda",), ("bf16", "fp16"), (8, 128), 8, positions=("learned", "rope"), ordered=False),
+    "cudnn": Abilities(
+        ("cuda",), ("bf16", "fp16"), (8, 128), 8, positions=("learned", "rope"), ordered=False, sinks=False
+    ),
     "flash": Abilities(
         ("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope"), sparse=False, blocks=True
     ),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
     "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), hashed=True, ordered=False),
     "flash_attn": Abilities(
-        ("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi"), sparse=False
+        ("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi"), sparse=False, sinks=False
     ),
     "triton": Abilities(
         ("cuda",), ("bf16", "fp16"), (1, 256), positions=("learned", "rope"), sparse=False, blocks=True, hashed=True
@@ -77,6 +81,8 @@ def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | Non
         yield problem(f"does not support the attention bias of model.positions = {model.positions}")
     if model.sparse is not None and not can.sparse:
         yield problem(f"cannot skip the blocks of model.sparse.kind = {model.sparse.kind}", "use flex or sdpa")
+    if model.attention_sinks and not can.sinks:
+        yield problem("does not support model.attention_sinks", "use flash, triton or flex")
     if model.residual_scores and not can.scores:
         yield problem("does not return the scores that model.residual_scores=true passes on", "use reference")
 

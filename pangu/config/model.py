@@ -6,62 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pangu.config.bounds import Bounds, Count, Length, Natural, NotNegative, Positive, Share
+from pangu.config.rope import RopeScaling
 from pangu.config.sparse import SparseConfig
 
 MOST_LAYERS = 1000
 """Depth of the deepest Transformers that were trained (DeepNet, Wang et al. 2022)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023): all pairs turn slower."""
-
-    name: Literal["linear"]
-    """Selects it."""
-    factor: Annotated[float, Bounds(least=1)]
-    """Slowdown factor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, sections 3.2 to 3.4): slows down slow pairs, and sharpens attention."""
-
-    name: Literal["yarn"]
-    """Selects it."""
-    factor: Annotated[float, Bounds(least=1)]
-    """Slowdown factor of pairs with at most `beta_slow` turns in the original texts."""
-    original_sequence: Length
-    """Tokens in a pretraining sample."""
-    beta_fast: Positive = 32.0
-    """Turns in `original_sequence` tokens from which on a pair keeps its speed."""
-    beta_slow: Positive = 1.0
-    """Turns up to which a pair is slow; between the two the frequency is interpolated over the number of the pair."""
-    truncate: bool = True
-    """Round the numbers of these two pairs outwards."""
-    attention_factor: Positive | None = None
-    """Factor of rotated queries and of rotated keys; null means 0.1 ln(`factor`) + 1."""
-    mscale_all_dim: NotNegative = 0.0
-    """With `model.latent`, factor of all attention scores: the square of 0.1 x this x ln(`factor`) + 1 (DeepSeek's
-    released code)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's RoPE for longer texts (Grattafiori et al. 2024, section 3.4.2, and code): slows down slow pairs."""
-
-    name: Literal["llama3"] = "llama3"
-    """Selects it."""
-    factor: Annotated[float, Bounds(least=1)]
-    """Slowdown factor of pairs with fewer than `low_freq_factor` turns in the original texts."""
-    low_freq_factor: Positive
-    """Turns in `original_sequence` tokens up to which a pair is slow."""
-    high_freq_factor: Positive
-    """Turns above which a pair is fast; between the two the frequency is interpolated."""
-    original_sequence: Length
-    """Tokens in a pretraining sample."""
-
-
-RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+LayerPattern = Count | tuple[Natural, ...] | None
+"""The last layer of every so many, or a list of layers, counted from 0; null: none."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +55,8 @@ class RouterConfig:
     z_loss: NotNegative = 0.0
     """Factor of the router z-loss, the mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al.
     2022, section 3.3)."""
+    learned_bias: bool = False
+    """Add a learned number to each expert's logit, 0 at first, before the score (gpt-oss)."""
     learned_scale: bool = False
     """Multiply each expert's weights by a learned number of its own, 1 at first (Pangu Pro MoE's released code)."""
 
@@ -140,9 +95,10 @@ class ModelConfig:
     """Tokens in a training sample, and rows of the position (and query) embedding where there is one."""
     ffn: Annotated[int, Bounds(least=1, most=2**24)] | None
     """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
-    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu", "relu", "squared_relu"]
+    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu", "clamped_swiglu", "relu", "squared_relu"]
     """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form;
-    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each; `relu`;
+    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each;
+    `clamped_swiglu` (gpt-oss): gate·sigmoid(1.702 gate)·(up + 1) of a gate up to 7 and an up from -7 to 7; `relu`;
     `squared_relu`: relu(x)² (So et al. 2021)."""
     norm: Literal["layernorm", "rmsnorm"]
     """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
@@ -224,6 +180,16 @@ class ModelConfig:
     """Block-sparse attention: a query attends to some blocks of keys only, counted from the start of its document, and
     within `window`; null: to all. FlexAttention skips the other blocks, other kernels mask them."""
 
+    full_layers: LayerPattern = None
+    """Layers that attend to all tokens in spite of `window`: the last of every so many (2: every other one, as
+    gpt-oss), or a list, counted from 0; null: none."""
+    nope_layers: LayerPattern = None
+    """Layers whose queries and keys do not rotate with `rope` (NoPE, Kazemnejad et al. 2023): the last of every so many
+    (4: as SmolLM3), or a list, counted from 0; null: none."""
+    attention_sinks: bool = False
+    """Add a learned number per head to the denominator of the softmax of attention, exp(sink), so that a query need not
+    attend to any key (gpt-oss, OpenAI 2025)."""
+
     experts: Count | None = None
     """Routed experts of a mixture-of-experts layer, each a feed-forward layer; null: all layers are dense."""
     experts_per_token: Count | None = None
@@ -283,6 +249,18 @@ class ModelConfig:
         is_expert = place >= 0 and place % self.expert_every == self.expert_every - 1
         return self.experts is not None and is_expert and layer != self.query_layer
 
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer attends within `window` only."""
+        return self.window is not None and not is_among(layer, self.full_layers)
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether the queries and keys of a layer rotate."""
+        return self.positions == "rope" and not is_among(layer, self.nope_layers)
+
+    def kind_of_layer(self, layer: int) -> tuple[bool, ...]:
+        """Return what a layer computes: layers of equal kinds compute alike, with weights of equal shapes."""
+        return layer == self.query_layer, self.has_experts(layer), self.slides(layer), self.rotates(layer)
+
     @property
     def num_blocks(self) -> int:
         """Number of layers with those of multi-token prediction, which come last."""
@@ -307,6 +285,11 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """Width of the feed-forward layer, default filled in."""
         return self.ffn if self.ffn is not None else 4 * self.hidden
+
+    @property
+    def is_gated(self) -> bool:
+        """True if a feed-forward layer has a gate."""
+        return self.activation in ("swiglu", "clamped_swiglu")
 
     @property
     def head_size(self) -> int:
@@ -376,3 +359,10 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of all key heads together, and of all value heads together."""
         return self.head_size * (self.kv_heads if self.kv_heads is not None else self.heads)
+
+
+def is_among(layer: int, pattern: LayerPattern) -> bool:
+    """Return whether a pattern has a layer."""
+    if isinstance(pattern, int):
+        return layer % pattern == pattern - 1
+    return pattern is not None and layer in pattern

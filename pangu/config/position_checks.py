@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pangu.common.errors import Problem
-from pangu.config.model import Llama3Scaling, ModelConfig, YarnScaling
+from pangu.config.model import ModelConfig
+from pangu.config.rope import Llama3Scaling, YarnScaling
 
 LATENT_NEEDS = {
     "kind": "gpt",
@@ -14,6 +15,7 @@ LATENT_NEEDS = {
     "kv_heads": None,
     "qk_norm": False,
     "partial_rotary_factor": 1.0,
+    "nope_layers": None,
 }
 """Values of other keys that latent attention needs."""
 
@@ -21,6 +23,7 @@ LATENT_NEEDS = {
 def position_problems(model: ModelConfig) -> Iterator[Problem]:
     """Yield the contradictions between `positions` and the keys that only some kinds of positions have."""
     yield from _rotation(model)
+    yield from _layers(model)
     yield from _scaling(model)
     yield from _distances(model)
 
@@ -56,6 +59,19 @@ def _rotation(model: ModelConfig) -> Iterator[Problem]:
         rule = f"must make an even number of the {model.head_size} elements of a head rotate, not {model.rotary_size}"
         fix = f"use e.g. {2 * max(1, model.rotary_size // 2) / model.head_size:g}"
         yield Problem("model.partial_rotary_factor", share, rule, fix)
+
+
+def _layers(model: ModelConfig) -> Iterator[Problem]:
+    """Yield the contradictions of the keys that choose layers."""
+    if model.full_layers is not None and model.window is None:
+        yield Problem("model.full_layers", model.full_layers, "needs a window", "use null, or set model.window")
+    if model.nope_layers is not None and model.positions != "rope":
+        rule = f"only applies with model.positions = rope, got {model.positions}"
+        yield Problem("model.nope_layers", model.nope_layers, rule, "use null, or set model.positions=rope")
+    for key in ("full_layers", "nope_layers"):
+        chosen, last = getattr(model, key), model.num_blocks - 1
+        if isinstance(chosen, tuple) and (list(chosen) != sorted(set(chosen)) or max(chosen, default=0) > last):
+            yield Problem(f"model.{key}", list(chosen), f"must be increasing numbers of layers, from 0 to {last}")
 
 
 def _scaling(model: ModelConfig) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ with its own memory is recreated in the cached shape; a view is recreated by tor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -237,12 +238,18 @@ class _Sums(Function):
         return (*_flash_backward(output, qkv, output, sums, state, 0.0, True)[:2], None)
 
 
-def flex(qkv: QKV, score_mod: object, blocks: object, rows: Tensor | None, dropout: float) -> Tensor:
+def flex(
+    qkv: QKV, score_mod: object, blocks: object, rows: Tensor | None, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Return FlexAttention's output with the same memory and matmuls; the audit knows how many blocks are computed."""
-    output = _flash(*qkv, 0.0, True)[0]
-    if rows is None:
-        return output
-    return output * _Sums.apply(qkv.query, qkv.key, qkv.value[..., : gpu_kernels.FEWEST_COLUMNS].detach())[..., None]
+    output, log_sum, *_ = _flash(*qkv, 0.0, True)
+    shares = []
+    if rows is not None:
+        shares.append(_Sums.apply(qkv.query, qkv.key, qkv.value[..., : gpu_kernels.FEWEST_COLUMNS].detach()))
+    if sinks is not None:
+        of_keys = log_sum.detach()
+        shares.append((of_keys - attention_blocks.with_sinks(of_keys, sinks)).exp().to(output.dtype))
+    return output * math.prod(shares)[..., None] if shares else output
 
 
 def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:

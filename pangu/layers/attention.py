@@ -24,10 +24,15 @@ class AttentionCore(nn.Module):
         self.dropout = Dropout(build, dropout_probability, "probabilities")
 
     def forward(
-        self, qkv: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
+        self,
+        qkv: QKV,
+        kernel: Kernel,
+        keys: DropoutKeys | None,
+        below: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of the kernel, and the scores if the next layer adds them; see `Kernel`."""
-        output, scores = checkpointed(kernel, qkv, self.dropout, keys, below, on=self.recompute)
+        output, scores = checkpointed(kernel, qkv, self.dropout, keys, below, sinks, on=self.recompute)
         assert scores is not None or not self.residual_scores
         return output, scores if self.residual_scores else None
 

@@ -114,6 +114,11 @@ def merge(one: Attended, other: Attended) -> Attended:
     return Attended(sum(part.output * share for part, share in zip((one, other), shares, strict=True)), log_sum)  # type: ignore[arg-type]
 
 
+def with_sinks(log_sum: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return log sums [batch, heads, queries] with the sinks of the heads, if there are any."""
+    return log_sum if sinks is None else torch.logaddexp(log_sum, sinks.to(log_sum.dtype)[:, None])
+
+
 def _grouped(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(1, (heads, -1)).flatten(2, 3)
 

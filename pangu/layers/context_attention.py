@@ -25,12 +25,13 @@ from pangu.layers.attention_blocks import (
     Scores,
     Tile,
     merge,
+    with_sinks,
 )
 from pangu.layers.biases import Bias
 from pangu.layers.cpu import CpuBlocks
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import TritonBlocks
-from pangu.layers.kernel_choice import kernel_named
+from pangu.layers.gpu_kernels import kernel_named
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
 from pangu.layers.recompute import checkpointed
 
@@ -40,9 +41,20 @@ def context_kernel(
 ) -> Callable[[MaskAndBias], Kernel]:
     """Return a factory of kernels for split sequences, based on the kernel of this name."""
     # `recompute`: recompute what it saves besides queries, keys and values, without communication
+    drops = config.attention_dropout > 0
     if region.kind == "ulysses":
-        return partial(HeadExchange, kernel=kernel_named(name), region=region, recompute=recompute)
-    return partial(BlockAttention, config=config, name=name, region=region)
+        kernel = sequence_kernel(name, config.attention_sinks, drops)
+        return partial(HeadExchange, kernel=kernel, region=region, recompute=recompute)
+    scores = config.residual_scores
+    return partial(BlockAttention, name=name, region=region, drops=drops, residual_scores=scores)
+
+
+def sequence_kernel(name: str, sinks: bool, drops: bool) -> Callable[[MaskAndBias], Kernel]:
+    """Return a factory of kernels for complete sequences, with or without sinks and dropout, based on this kernel."""
+    if not sinks or name in ("reference", "flex"):
+        return kernel_named(name)
+    # libraries have no sinks, but their sums of exponentials are enough
+    return partial(BlockAttention, name=name, drops=drops)
 
 
 def _of_heads(dropout: Dropout, region: ContextRegion) -> Dropout:
@@ -54,7 +66,9 @@ def _of_heads(dropout: Dropout, region: ContextRegion) -> Dropout:
 class HeadExchange:
     """Kernel in which every rank attends with all tokens of some heads (Ulysses; Jacobs et al. 2023)."""
 
-    def __init__(self, terms: MaskAndBias, kernel: type[Kernel], region: ContextRegion, recompute: bool) -> None:
+    def __init__(
+        self, terms: MaskAndBias, kernel: Callable[[MaskAndBias], Kernel], region: ContextRegion, recompute: bool
+    ) -> None:
         """Prepare the kernel for this rank's heads."""
         self.region, self.recompute = region, recompute
         if terms.bias is not None:
@@ -64,7 +78,7 @@ class HeadExchange:
         self.kernel = kernel(terms)
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention and scores [batch, heads / ranks, sequence, sequence]; see `Kernel`."""
         ranks, of_all = self.region.size, _of_heads(dropout, self.region)
@@ -76,7 +90,8 @@ class HeadExchange:
         if keys is not None and keys.rows is not None:
             keys = keys.on(keys.rows.new_empty(whole.shape[0], whole.shape[2]))
         of_rank = QKV(*whole.split([part.shape[2] for part in parts], 1))
-        output, scores = checkpointed(self.kernel, of_rank, of_all, keys, below, on=self.recompute)
+        sinks = None if sinks is None else sinks.chunk(self.region.size)[self.region.rank]
+        output, scores = checkpointed(self.kernel, of_rank, of_all, keys, below, sinks, on=self.recompute)
         return to_sequence(output, self.region).flatten(1, 2), scores
 
 
@@ -84,24 +99,38 @@ class BlockAttention:
     """Kernel whose queries stay, while keys and values of other ranks come and go (`GatheredKeys`, `PassedKeys`)."""
 
     # They come again in the backward pass; scores are never stored.
-    def __init__(self, terms: MaskAndBias, config: ModelConfig, name: str, region: ContextRegion) -> None:
-        """Prepare the blocks of this rank."""
-        self.region, self.residual_scores = region, config.residual_scores
-        self.length, self.window = terms.length, terms.mask.window
+    def __init__(
+        self,
+        terms: MaskAndBias,
+        name: str,
+        region: ContextRegion | None = None,
+        drops: bool = False,
+        residual_scores: bool = False,
+    ) -> None:
+        """Prepare the blocks of this rank; without a region, this rank has all tokens."""
+        self.region, self.residual_scores = region, residual_scores
+        # the layer above may see keys outside of this one's window, and adds their scores
+        self.length, self.window = terms.length, None if residual_scores else terms.mask.window
         self.bias = None if terms.bias is None else terms.bias.by_distance
-        self.blocks: Blocks = blocks_for(name, terms, config.attention_dropout > 0)(terms)
+        self.blocks: Blocks = blocks_for(name, terms, drops)(terms)
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention and scores [batch, heads, sequence / ranks, sequence]; see `Kernel`."""
         # the seed of the device's generator must differ between the ranks
-        drops = Drops(_of_heads(dropout, self.region) if isinstance(self.blocks, FlashBlocks) else dropout, keys)
-        output, scores = _Attend.apply(*qkv, self.bias, below, self, drops)
+        if self.region is not None and isinstance(self.blocks, FlashBlocks):
+            dropout = _of_heads(dropout, self.region)
+        drops = Drops(dropout, keys)
+        output, scores = _Attend.apply(*qkv, self.bias, below, sinks, self, drops)
         return output, scores
 
     def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Tile]]:
         """Yield this rank's queries with the keys of `source` (None: of all ranks) that they see, and their block."""
+        if self.region is None:
+            every = slice(0, self.length)
+            yield every, every, Tile(0, self.length, 0, self.length)
+            return
         chunk = self.length // (2 * self.region.size)
         for number, place in enumerate(self.region.chunks):
             queries, start = slice(number * chunk, (number + 1) * chunk), place * chunk
@@ -128,8 +157,27 @@ def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
     return CpuBlocks if fused and not (learned or drops) else ExplicitBlocks
 
 
-def _exchange(key: Tensor, value: Tensor, region: ContextRegion) -> GatheredKeys | PassedKeys:
-    return (PassedKeys if region.kind == "ring" else GatheredKeys)(torch.stack((key, value)), region)
+class _OwnKeys:
+    """Keys and values of this rank, which has all; see `GatheredKeys`."""
+
+    def __init__(self, pair: Tensor) -> None:
+        self.pair = pair
+
+    def __iter__(self) -> Iterator[tuple[None, Tensor]]:
+        yield None, self.pair
+
+    def give_back(self, gradient: Tensor) -> None:
+        self.pair = gradient
+
+    def gradient(self) -> Tensor:
+        return self.pair
+
+
+def _exchange(key: Tensor, value: Tensor, region: ContextRegion | None) -> GatheredKeys | PassedKeys | _OwnKeys:
+    pair = torch.stack((key, value))
+    if region is None:
+        return _OwnKeys(pair)
+    return (PassedKeys if region.kind == "ring" else GatheredKeys)(pair, region)
 
 
 def _part(query: Tensor, pair: Tensor, queries: slice, keys: slice) -> QKV:
@@ -150,6 +198,7 @@ class _Attend(Function):
         value: Tensor,
         bias: Tensor | None,
         below: Tensor | None,
+        sinks: Tensor | None,
         attention: BlockAttention,
         drops: Drops,
     ) -> tuple[Tensor, Tensor | None]:
@@ -166,14 +215,18 @@ class _Attend(Function):
                 states.append(one.state)
                 attended[queries.start] = merge(attended[queries.start], one) if queries.start in attended else one
         halves = [attended[start] for start in sorted(attended)]
-        output = torch.cat([half.output for half in halves], 2).to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, torch.cat([half.log_sum for half in halves], 2), below)
+        output, of_keys = (torch.cat(parts, 2) for parts in zip(*(half[:2] for half in halves), strict=True))
+        log_sum = with_sinks(of_keys, sinks)
+        if sinks is not None:
+            output = output * (of_keys - log_sum).exp().unsqueeze(-1)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_sum, below, sinks)
         ctx.rest = attention, drops, states
         return output, scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum, below = ctx.saved_tensors
+        query, key, value, output, log_sum, below, sinks = ctx.saved_tensors
         attention, drops, states = ctx.rest
         wide, states = torch.promote_types(query.dtype, torch.float32), iter(states)
         grad_query = torch.zeros_like(query, dtype=wide)
@@ -193,4 +246,10 @@ class _Attend(Function):
             exchange.give_back(grad_pair)
         grad_key, grad_value = exchange.gradient().to(query.dtype)
         grad_below = grad_scores if ctx.needs_input_grad[4] else None
-        return grad_query.to(query.dtype), grad_key, grad_value, grad_bias, grad_below, None, None
+        grad_sinks = None
+        if ctx.needs_input_grad[5]:
+            # a sink is the score of a key of value 0: its gradient is its probability times (0 - mean gradient)
+            means = (grads[0].to(wide) * output.to(wide)).sum(-1)
+            shares = (sinks.to(wide)[:, None] - log_sum).exp()
+            grad_sinks = -(shares * means).sum((0, 2)).to(sinks.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_bias, grad_below, grad_sinks, None, None

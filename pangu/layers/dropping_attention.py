@@ -119,7 +119,7 @@ class Triton:
         self.reach = Reach.of(terms)
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
         rows, place, probability = dropout.masks(qkv.query, keys) or (None, None, 0.0)

@@ -102,7 +102,8 @@ class Router(nn.Module):
         assert config.experts is not None
         self.config, self.options = config, config.router
         self.experts, self.count = config.experts, config.num_chosen
-        self.weight, self.scale = build.parameter("weight"), build.optional("scale")
+        self.weight, self.logit_bias = build.parameter("weight"), build.optional("logit_bias")
+        self.scale = build.optional("scale")
         assert build.balance is not None
         self.balance, self.row = build.balance, build.balance.row(layer)
         adds_loss = self.options.balance in ("sequence", "global")
@@ -120,6 +121,8 @@ class Router(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         # checkpointed so that x is not saved in the wide dtype as well
         logits = checkpointed(lambda x: F.linear(x.to(wide), self.weight.to(wide)), x, on=x.dtype != wide)
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias.to(wide)
         scores = scores_of(logits, self.options)
         recomputes = self in routes.decided
         if not recomputes:

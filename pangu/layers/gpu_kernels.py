@@ -16,10 +16,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils._triton import has_triton
 
 from pangu.common.errors import Problem
+from pangu.layers.attention_blocks import with_sinks
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropout_masks import is_kept
 from pangu.layers.dropping_attention import Triton
-from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Sdpa
+from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Reference, Sdpa
 from pangu.layers.masks import AttentionMask
 from pangu.layers.sparse import FLEX_TILE
 
@@ -33,11 +34,11 @@ class Cudnn(Sdpa):
     """Kernel of cuDNN, whichever one torch would choose."""
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return super().__call__(qkv, dropout, keys, below)
+            return super().__call__(qkv, dropout, keys, below, sinks)
 
 
 class Flex:
@@ -51,16 +52,21 @@ class Flex:
         self.compute = _flex(compiled=terms.device.type != "cpu")
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
         masks = dropout.masks(qkv.query, keys)
         rows = None if masks is None else masks.rows ^ masks.place
-        return self.compute(qkv, self.score, self.blocks, rows, dropout.probability), None
+        return self.compute(qkv, self.score, self.blocks, rows, dropout.probability, sinks), None
 
 
 def flex(
-    qkv: QKV, score_mod: Callable[..., Tensor] | None, blocks: BlockMask, rows: Tensor | None, dropout: float
+    qkv: QKV,
+    score_mod: Callable[..., Tensor] | None,
+    blocks: BlockMask,
+    rows: Tensor | None,
+    dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return FlexAttention with dropout by `rows` (row keys xor the place key), if given.
 
@@ -73,20 +79,23 @@ def flex(
     all scores of a query are dropped, lse(s, m) is -inf, and its output and gradients are 0.
     """
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": qkv.is_grouped}
-    if rows is None:
+    if rows is None and sinks is None:
         return flex_attention(*qkv, score_mod, **options)
+    options["return_aux"] = AuxRequest(lse=True)
+    if rows is None:
+        output, of_all = flex_attention(*qkv, score_mod, **options)
+        return (output * (of_all.lse - with_sinks(of_all.lse, sinks)).exp()[..., None]).to(output.dtype)
 
     def without_dropped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         biased = score if score_mod is None else score_mod(score, batch, head, query, key)
         # adding -inf makes exp and so the gradient of the score 0, and the backward pass needs no mask
         return biased + torch.where(is_kept(rows[batch, head, query], key, dropout), 0.0, -math.inf)
 
-    options["return_aux"] = AuxRequest(lse=True)
     output, of_kept = flex_attention(*qkv, without_dropped, **options)
     # only its sums are needed, so few values; the compiled backward pass needs a gradient of the output, here 0
     few = qkv.value[..., :FEWEST_COLUMNS].detach()
     nothing, of_all = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
-    share = (of_kept.lse - (of_all.lse + 0.0 * nothing[..., 0])).exp() / (1 - dropout)
+    share = (of_kept.lse - with_sinks(of_all.lse + 0.0 * nothing[..., 0], sinks)).exp() / (1 - dropout)
     return (output * share[..., None]).to(output.dtype)
 
 
@@ -127,7 +136,7 @@ class Flash:
         self.left = -1 if terms.mask.window is None else terms.mask.window - 1
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
         parts = [part.transpose(1, 2) for part in qkv]
@@ -173,6 +182,8 @@ class FlashAttn(Flash):
         return self.package.flash_attn_varlen_func(query, key, value, *lengths, **options)
 
 
+KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
+"""Kernels that run on every device."""
 GPU_KERNELS: dict[str, type[Kernel]] = {
     "cudnn": Cudnn,
     "flash": Flash,
@@ -180,6 +191,11 @@ GPU_KERNELS: dict[str, type[Kernel]] = {
     "flash_attn": FlashAttn,
     "triton": Triton,
 }
+
+
+def kernel_named(name: str) -> type[Kernel]:
+    """Return the kernel class of a value of `model.attention`; see `pangu.config.attention` for their abilities."""
+    return KERNELS[name] if name in KERNELS else GPU_KERNELS[name]
 
 
 BUILT_IN: dict[str, Callable[[], bool]] = {

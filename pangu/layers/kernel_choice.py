@@ -18,19 +18,12 @@ from pangu.layers.attention import AttentionCore, split_heads
 from pangu.layers.biases import Bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
+from pangu.layers.context_attention import sequence_kernel
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import GPU_KERNELS, candidates, missing
-from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Reference, Sdpa
+from pangu.layers.gpu_kernels import KERNELS, candidates, missing
+from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
-
-KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
-"""Kernels that run on every device."""
-
-
-def kernel_named(name: str) -> type[Kernel]:
-    """Return the kernel class of a value of `model.attention`; see `pangu.config.attention` for their abilities."""
-    return KERNELS[name] if name in KERNELS else GPU_KERNELS[name]
 
 
 def attention_kernels(
@@ -96,6 +89,7 @@ class AttentionShape:
     biased: bool
     sparse: SparseConfig | None = None
     dropout: float = 0.0
+    sinks: bool = False
 
     @property
     def work(self) -> int:
@@ -147,10 +141,11 @@ def attention_trial(
     if shape.dropout > 0:
         keys = DropoutKeys(0, 0, tuple(range(shape.rows))).on(torch.zeros(shape.rows, length, device=device))
     mask = AttentionMask(documents, shape.window, bounds, sparse)
-    compute = kernel_named(kernel)(MaskAndBias(mask, bias, length, dtype, device))
+    sinks = random(device, dtype, (shape.heads,))[0].requires_grad_() if shape.sinks else None
+    compute = sequence_kernel(kernel, shape.sinks, shape.dropout > 0)(MaskAndBias(mask, bias, length, dtype, device))
 
     def once() -> object:
-        output, _ = core(heads, compute, keys)
+        output, _ = core(heads, compute, keys, sinks=sinks)
         return torch.autograd.grad(output, joined, output.detach(), retain_graph=True)
 
     return once

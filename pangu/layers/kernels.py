@@ -66,12 +66,12 @@ class Kernel(Protocol):
     """Attention kernel, created per micro-batch and called by every layer: softmax(q kᵀ / sqrt(head size) + bias) v."""
 
     # `keys` of None: no dropout. `below`: scores [batch, heads, queries, keys] of the layer below, to be added; only
-    # kernels with the ability `scores` get any.
+    # kernels with the ability `scores` get any. `sinks` [heads / ranks]: scores of one more key each, of value 0.
     def __init__(self, terms: MaskAndBias) -> None:
         """Compute what all layers share."""
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention, shaped as `query`, and the scores before bias and mask (None if never stored)."""
 
@@ -84,14 +84,18 @@ class Reference:
         self.bias = terms.dense_bias(torch.promote_types(terms.dtype, torch.float32))
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention and scores; see `Kernel`."""
         query, key, value = qkv.ungrouped()
         scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
         if below is not None:
             scores = scores + below
-        probabilities = (scores + self.bias).softmax(-1).to(query.dtype)
+        logits = scores + self.bias
+        if sinks is not None:
+            column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], -1)
+        probabilities = logits.softmax(-1)[..., : scores.shape[-1]].to(query.dtype)
         return dropout.probabilities(probabilities, keys) @ value, scores
 
 
@@ -107,7 +111,7 @@ class Sdpa:
             self.mask = terms.dense_mask()
 
     def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
         shape = qkv.query.shape
@@ -126,6 +130,6 @@ class Sdpa:
         return output.reshape(shape), None
 
 
-def densely_masked(kernel: type[Kernel]) -> type[Kernel]:
+def densely_masked(kernel: type[Kernel], sinks: bool = False) -> type[Kernel]:
     """Return a kernel for cached keys or documents without bounds: `sdpa` if `kernel` cannot handle these."""
-    return kernel if kernel is Reference else Sdpa
+    return Reference if sinks or kernel is Reference else Sdpa

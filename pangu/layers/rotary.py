@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from pangu.config.model import ModelConfig
+from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 class RotaryEmbedding:

@@ -52,8 +52,8 @@ class Options:
 class ForwardContext:
     """Inputs that all layers share in one forward pass of a micro-batch."""
 
-    kernel: Kernel
-    """Attention kernel with the mask and bias of this micro-batch."""
+    kernels: tuple[Kernel, Kernel]
+    """Attention kernels with the mask and bias of this micro-batch, of layers without and with `window`."""
     positions: Tensor
     """Position of each token in its document, int64 [batch, sequence]."""
     keys: DropoutKeys | None
@@ -92,25 +92,35 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _clamped_swiglu(x: Tensor) -> Tensor:
+    """Return the SwiGLU of gpt-oss (its released code), of which no element is large."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu": F.gelu,
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "swiglu": _swiglu,
+    "clamped_swiglu": _clamped_swiglu,
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
-"""Activations: GELU, its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2), SwiGLU, ReLU, ReLU²."""
+"""Activations: GELU, its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2), SwiGLUs, ReLU, ReLU²."""
 
 
 class Attention(nn.Module):
     """Attention with projections; PanGu-α's query layer (report, section 2.2.2) has queries from position vectors."""
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
-        """Build the projections, and norms of heads if configured."""
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, number: int) -> None:
+        """Build the projections of layer `number`, and norms of heads if configured."""
         super().__init__()
         self.head_size = config.head_size
-        if query_layer:
+        self.sinks = build.optional("sinks")
+        self.slides, self.rotates = config.slides(number), config.rotates(number)
+        if number == config.query_layer:
             self.query = ColumnParallelLinear(build, "query", from_table=True)
             self.key_value = ColumnParallelLinear(build, "key_value")
         else:
@@ -135,11 +145,12 @@ class Attention(nn.Module):
         query, key, value = map(partial(split_heads, size=self.head_size), projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if context.rotary is not None:
+        if context.rotary is not None and self.rotates:
             query, key = context.rotary(query), context.rotary(key)
         if context.cache is not None:
             key, value = context.cache.append(self, context.first, key, value)
-        attended, scores = self.core(QKV(query, key, value), context.kernel, context.keys, below)
+        kernel = context.kernels[self.slides]
+        attended, scores = self.core(QKV(query, key, value), kernel, context.keys, below, self.sinks)
         return HiddenStates(self.output(merge_heads(attended)), scores)
 
 
@@ -191,7 +202,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
         attention = Attention if config.latent is None else LatentAttention
-        self.attention = attention(config, build.at("attention"), options, number == config.query_layer)
+        self.attention = attention(config, build.at("attention"), options, number)
         self.mlp_norm: nn.Module | None = None
         if config.parallel_block != "shared_norm":
             self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)

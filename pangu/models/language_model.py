@@ -18,11 +18,11 @@ from pangu.layers.attention import KVCache
 from pangu.layers.biases import make_bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
-from pangu.layers.context_attention import context_kernel
+from pangu.layers.context_attention import context_kernel, sequence_kernel
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.layers.experts import Routes
-from pangu.layers.kernel_choice import kernel_named
+from pangu.layers.gpu_kernels import kernel_named
 from pangu.layers.kernels import Kernel, MaskAndBias, densely_masked
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
@@ -105,9 +105,11 @@ class LanguageModel(nn.Module):
             if config.query_layer is not None:
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = kernel_named(options.kernel)
+        drops = config.attention_dropout > 0
+        self._sequence_kernel = sequence_kernel(options.kernel, config.attention_sinks, drops)
         if config.sparse is not None:
             self._pattern = lru_cache(1)(BlockPattern.of)
-        self._lasting_kernel = lru_cache(1)(self._new_kernel)
+        self._lasting_kernel = lru_cache(1 if config.full_layers is None else 2)(self._new_kernel)
         self.context = build.context
         if build.context is not None:
             recompute = "attention" in options.recompute_parts
@@ -237,30 +239,38 @@ class LanguageModel(nn.Module):
             bias = self.position_bias(length, dtype, device)
             self.hooks.after("position_bias", positions)
         sparse = None if config.sparse is None else self._pattern(config.sparse, length, device)
-        mask = AttentionMask(documents, config.window, batch.bounds, sparse)
-        kernel = self._kernel_of(MaskAndBias(mask, bias, length, dtype, device, first), batch.part is not None)
+        mask = AttentionMask(documents, None, batch.bounds, sparse)
+        terms = MaskAndBias(mask, bias, length, dtype, device, first)
+        kernels = self._kernels_of(terms, batch.part is not None)
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions, batch.part) if keys is not None and drops else None
         if config.positions == "rope":
             rotary = RotaryEmbedding(positions, config, dtype)
         if self.offload:
-            resident = (*self.parameters(), *vars(kernel).values())
+            resident = (*self.parameters(), *chain.from_iterable(vars(kernel).values() for kernel in kernels))
             offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
         routes = None
         if config.experts is not None:
             routes = Routes(None if batch.padding is None else batch.padding.t())
-        return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
+        return ForwardContext(kernels, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
 
-    def _kernel_of(self, terms: MaskAndBias, shares: bool) -> Kernel:
-        if terms.mask.documents is None and not terms.first and self.config.positions != "relative":
-            return self._lasting_kernel(terms, shares)
-        return self._new_kernel(terms, shares)
+    def _kernels_of(self, terms: MaskAndBias, shares: bool) -> tuple[Kernel, Kernel]:
+        """Return the kernels of layers without and with `window`; one of them twice if all layers are of a kind."""
+        # all parts of a model make both, so that their memory does not depend on where the model is cut
+        lasts = terms.mask.documents is None and not terms.first and self.config.positions != "relative"
+        make, window = self._lasting_kernel if lasts else self._new_kernel, self.config.window
+        slides = {self.config.slides(layer) for layer in range(self.config.num_blocks)}
+        masks = {one: replace(terms.mask, window=window if one else None) for one in slides}
+        made = {one: make(replace(terms, mask=mask), shares) for one, mask in masks.items()}
+        return made.get(False) or made[True], made.get(True) or made[False]
 
     def _new_kernel(self, terms: MaskAndBias, shares: bool) -> Kernel:
         if shares:
             return self._context_kernel(terms)
         unbounded = terms.mask.documents is not None and terms.mask.bounds is None
-        return (densely_masked(self.kernel) if terms.first or unbounded else self.kernel)(terms)
+        if terms.first or unbounded:
+            return densely_masked(self.kernel, self.config.attention_sinks)(terms)
+        return self._sequence_kernel(terms)
 
 
 def build_model(

@@ -29,11 +29,13 @@ class LatentAttention(nn.Module):
     does the key x Rᵀ that all heads share. Every tensor-parallel rank computes the latent vectors, and then its heads.
     """
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
-        """Build projections and norms; there is no query layer."""
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, number: int) -> None:
+        """Build the projections and norms of layer `number`; there is no query layer."""
         super().__init__()
         assert config.latent is not None
-        assert not query_layer
+        assert number != config.query_layer
+        self.sinks = build.optional("sinks")
+        self.slides = config.slides(number)
         self.latent, self.head_size = config.latent, config.head_size
         self.down = ReplicatedLinear(build, "down")
         self.query_norm: nn.Module | None = None
@@ -87,8 +89,10 @@ class LatentAttention(nn.Module):
         key, value = map(split_heads, parts, (self.latent.nope_head_dim, self.latent.value_head_dim))
         key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], -1)
         # the explicit kernel alone takes values of another size than keys
-        narrow = 0 if isinstance(context.kernel, Reference) else self.head_size - value.shape[-1]
-        attended, scores = self.core(QKV(query, key, F.pad(value, (0, narrow))), context.kernel, context.keys, below)
+        kernel = context.kernels[self.slides]
+        narrow = 0 if isinstance(kernel, Reference) else self.head_size - value.shape[-1]
+        qkv = QKV(query, key, F.pad(value, (0, narrow)))
+        attended, scores = self.core(qkv, kernel, context.keys, below, self.sinks)
         return attended[..., : self.latent.value_head_dim], scores
 
     def _absorbed(
@@ -100,6 +104,7 @@ class LatentAttention(nn.Module):
         absorbed = torch.einsum("bhsn,hnr->bhsr", still, keys.unflatten(0, (heads, -1)))
         # kernels divide by the square root of the width that they see
         query = torch.cat([absorbed, turning], -1) * math.sqrt(kept.shape[-1] / self.head_size)
-        attended, scores = self.core(QKV(query, kept, kept), context.kernel, context.keys, below)
+        kernel = context.kernels[self.slides]
+        attended, scores = self.core(QKV(query, kept, kept), kernel, context.keys, below, self.sinks)
         attended = attended[..., : self.latent.kv_rank]
         return torch.einsum("bhsr,hvr->bhsv", attended, values.unflatten(0, (heads, -1))), scores

@@ -160,6 +160,8 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
     path = f"layers.{number}"
     attention, mlp = f"{path}.attention", f"{path}.mlp"
     yield from _norm(config, f"{path}.attention_norm", config.hidden)
+    if config.attention_sinks:
+        yield from _one(f"{attention}.sinks", (config.heads,), config.init_std, cut_dim=0)
     if config.latent is None:
         yield from _heads(config, attention, number == config.query_layer)
     else:
@@ -175,6 +177,8 @@ def _layer(config: ModelConfig, number: int) -> Parameters:
         return
     # each rank's gradient covers only its part of the experts
     yield from _one(f"{mlp}.router.weight", (config.experts or 0, config.hidden), config.init_std, partial=True)
+    if config.router.learned_bias:
+        yield from _one(f"{mlp}.router.logit_bias", (config.experts or 0,), None, partial=True)
     if config.router.learned_scale:
         yield from _one(f"{mlp}.router.scale", (config.experts or 0,), None, constant=1.0, partial=True)
     yield from _experts(config, f"{mlp}.experts")
@@ -212,7 +216,7 @@ def _prediction(config: ModelConfig, path: str) -> Parameters:
 
 
 def _feed_forward(config: ModelConfig, path: str, inner: int) -> Parameters:
-    widths = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
+    widths = {"gate": inner, "up": inner} if config.is_gated else {"up": inner}
     yield from _columns(config, path, "up", widths, config.has_biases("mlp"))
     yield from _rows(config, f"{path}.down", inner, config.has_biases("mlp"))
 

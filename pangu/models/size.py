@@ -10,7 +10,7 @@ Matrices = list[tuple[int, int]]
 
 
 def _num_up(config: ModelConfig) -> int:
-    return 2 if config.activation == "swiglu" else 1
+    return 2 if config.is_gated else 1
 
 
 def layer_matrices(config: ModelConfig, ranks: int = 1, layer: int = 0) -> Matrices:
@@ -53,6 +53,7 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
         inner = (latent.q_rank or 0) + latent.kv_rank
         projected = inner + latent.rope_head_dim
     vectors = of_norm * inner + projected * config.has_biases("qkv") + d * config.has_biases("output")
+    vectors += config.heads * config.attention_sinks
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
     bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
@@ -72,17 +73,21 @@ def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
     shared = biases + (config.shared_experts - 1) * (biases - config.hidden * config.has_biases("mlp"))
     # with the learned scales, of which a token uses its experts' only
     routed = (config.num_chosen + unused) * (biases + config.router.learned_scale)
+    routed += config.experts * config.router.learned_bias
     return matrices + unused * expert + routed + (shared if config.shared_experts else 0)
 
 
-def layer_flops(config: ModelConfig, layer: int = 0) -> float:
+def layer_flops(config: ModelConfig, layer: int = 0, skips: bool = False) -> float:
     """Return the forward FLOPs of one layer per token (Narayanan et al. 2021, section 5.1).
 
     2 per weight of its matrices, plus 4·S·d for attention (2·S per element of queries and of values): masked scores are
-    counted in full (with windows as well), except for the blocks that sparse attention leaves out. Grouped heads have
-    smaller projections, but every query head still meets every key.
+    counted in full (with windows as well, unless `skips`), except for the blocks that sparse attention leaves out.
+    Grouped heads have smaller projections, but every query head still meets every key.
     """
     seen = 1.0
+    if skips and config.window is not None and config.slides(layer) and config.window < config.sequence:
+        share = config.window / config.sequence  # of the triangle of causal scores, a band
+        seen = share * (2 - share)
     if config.sparse is not None:
         seen = computed_share(config.sparse, config.sequence, config.sparse.block)
     scored = config.query_size + config.values_size

@@ -57,7 +57,7 @@ def layer_counts(model: ModelConfig, parts: Sequence[ModelPart]) -> tuple[int, .
 
 def _costs(model: ModelConfig) -> list[float]:
     """Return each layer's forward FLOPs per token, the last one's with the head; the embedding takes no time."""
-    costs = [layer_flops(model, layer) for layer in range(model.num_blocks)]
+    costs = [layer_flops(model, layer, skips=model.full_layers is not None) for layer in range(model.num_blocks)]
     costs[-1] += head_flops(model)
     return costs
 

@@ -223,9 +223,9 @@ class Program:
                 held[stage][len(held[stage])] = part
 
             def content(part: ModelPart) -> Any:
-                kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
                 # all layers differ if some weights are frozen
-                return tuple(part.layers if self.config.train.frozen else kinds), part.first, part.last
+                kinds = part.layers if self.config.train.frozen else map(model.kind_of_layer, part.layers)
+                return tuple(kinds), part.first, part.last
 
             stages: dict[Any, list[int]] = {}
             for stage, chunks in enumerate(held):

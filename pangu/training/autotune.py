@@ -10,8 +10,9 @@ import json
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from pangu.config.schema import RunConfig
 from pangu.layers import apex
 from pangu.layers.builder import DTYPES
 from pangu.layers.cpu import precisions
-from pangu.layers.kernel_choice import KERNELS, AttentionShape, attention_trial, kernels_of, random
+from pangu.layers.gpu_kernels import KERNELS
+from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of, random
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, one_thread, time_candidates
 from pangu.models.compiled import ways
@@ -215,18 +217,24 @@ def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: 
         sequence=model.sequence,
         head_size=model.head_size,
         documents=config.data.packing.reset_mask,
-        window=model.window,
+        window=None,
         biased=model.positions in ("alibi", "relative"),
         sparse=model.sparse,
         dropout=model.attention_dropout,
+        sinks=model.attention_sinks,
     )
-    shape, repeats = whole.cut(LARGEST_TRIAL)
     dtype, device = DTYPES[config.precision.compute], mesh.device
-    trials = _runnable("attention", kernels, lambda kernel: attention_trial(kernel, shape, dtype, device))
-    if len(kernels) == 1:
-        return {kernels[0]: 0.0 if trials else math.inf}
-    times = timer(trials, device, ATTENTION_S) if trials else {}
-    return {kernel: model.layers * repeats * times.get(kernel, math.inf) for kernel in kernels}
+    total = dict.fromkeys(kernels, 0.0)
+    for window, layers in Counter(model.window if model.slides(n) else None for n in range(model.layers)).items():
+        shape, repeats = replace(whole, window=window).cut(LARGEST_TRIAL)
+
+        def trial(kernel: str, shape: AttentionShape = shape) -> Trial:
+            return attention_trial(kernel, shape, dtype, device)
+
+        trials = _runnable("attention", kernels, trial)
+        times = timer(trials, device, ATTENTION_S) if trials and len(kernels) > 1 else dict.fromkeys(trials, 0.0)
+        total = {kernel: total[kernel] + layers * repeats * times.get(kernel, math.inf) for kernel in kernels}
+    return total
 
 
 def _runnable(what: str, names: Sequence[str], make: Callable[[str], Trial]) -> dict[str, Trial]:

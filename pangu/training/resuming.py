@@ -167,7 +167,7 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
 
 MAY_CHANGE = (
     *("dropout", "attention_dropout", "init_std", "scaled_init", "sequence"),
-    *("rope_base", "rope_scaling", "window", "expert_capacity"),
+    *("rope_base", "rope_scaling", "nope_layers", "window", "full_layers", "expert_capacity"),
     *("router.balance", "router.balance_sequences", "router.balance_weight"),
     *("router.bias_rate", "router.z_loss"),
 )

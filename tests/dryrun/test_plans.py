@@ -108,6 +108,20 @@ def test_multi_token_prediction_is_planned_on_the_last_stage(words: str, process
     assert_planned(values(f"{size} {words}"), process)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.window=16 model.full_layers=2 parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=zb_v",
+        "model.positions=rope model.nope_layers=[1,4] model.kv_heads=1 parallel.pipeline=3 memory.recompute=1",
+        "model.experts=4 model.activation=clamped_swiglu model.attention_sinks=true model.router.learned_bias=true",
+        "model.attention_sinks=true model.window=16 model.full_layers=[0] parallel.tensor=2 memory.recompute=selective",
+    ],
+)
+def test_layers_with_a_window_and_without_rope_are_kinds_of_their_own(words: str, process: SharedWorker) -> None:
+    size = "model.layers=6 model.kind=gpt model.hidden=192 model.sequence=128 batch.global_size=12"
+    assert_planned(values(f"{size} {words}"), process)
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,8 +14,7 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import can_run
-from pangu.layers.kernel_choice import kernel_named
+from pangu.layers.gpu_kernels import can_run, kernel_named
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.metrics.timing import time_candidates

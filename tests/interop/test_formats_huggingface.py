@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from pangu.common.errors import UserError, printable
 from pangu.config.checks import find_model_problems
-from pangu.config.model import LatentConfig, Llama3Scaling, ModelConfig, RouterConfig, YarnScaling
+from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
+from pangu.config.rope import Llama3Scaling, YarnScaling
 from pangu.interop.formats.convert import fitting_tensors
 from pangu.interop.formats.huggingface import HuggingFaceSource
 from pangu.interop.formats.huggingface_config import read_model
@@ -267,11 +268,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"sliding_window": 8}, "sliding_window = 8: is not supported; use null"),
     ("Qwen2", {"layer_types": [SEES_ALL, SLIDES]}, "layer_types = [full_attention, sliding_attention]"),
     ("Qwen2", {"layer_types": 7}, "layer_types = 7: is not supported"),
-    (
-        "Qwen2",
-        {"layer_types": None, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        "max_window_layers = 1: is not supported; use 0, or at least 2",
-    ),
+    ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "use full_attention or sliding_attention for each of the"),
+    ("Cwm", {"layer_types": None}, "layer_types must be given"),
+    ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers = [1, 2]: must be 2 times 0 or 1"),
+    ("GptOss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4}: is not supported; use bf16 weights, e.g."),
+    ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported; use 7.0"),
     ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
     ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be at least 1"),
     ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: is not supported; use 0.0"),

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from pangu.common.errors import UserError
 from pangu.config.build import build
-from pangu.config.model import LinearScaling, ModelConfig, YarnScaling
+from pangu.config.model import ModelConfig
+from pangu.config.rope import LinearScaling, YarnScaling
 from pangu.interop.formats.convert import FORMATS, fitting_tensors, settle_model
 from pangu.interop.formats.stored import take
 from pangu.models.parameters import logical_shapes

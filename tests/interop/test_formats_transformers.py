@@ -19,7 +19,7 @@ from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import newest_checkpoint
 from pangu.config.build import build
 from pangu.config.data import TokenizerConfig
-from pangu.config.model import Llama3Scaling
+from pangu.config.rope import Llama3Scaling
 from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.huggingface_config import kinds, read_model
@@ -121,6 +121,8 @@ GLM_MOE = {
     **{"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 6},
     **{"num_experts_per_tok": 3},
 }
+MIXED = ["sliding_attention", "sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+TURNS = {"num_hidden_layers": 3, "rope_parameters": {**YARN, "truncate": False, "beta_slow": 1.0}}
 LLAMAS = [
     ("Llama", {"num_key_value_heads": 2}),
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -132,8 +134,16 @@ LLAMAS = [
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     ("Qwen3", {"head_dim": 12, "num_key_value_heads": 2}),
     ("Qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED, "num_hidden_layers": 5}),
+    ("Cwm", {"sliding_window": 5, "head_dim": 12, "num_hidden_layers": 5, "num_key_value_heads": 2}),
+    ("SmolLM3", {"num_key_value_heads": 2, "num_hidden_layers": 5}),
+    ("SmolLM3", {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0], "attention_bias": True}),
+    ("SmolLM3", {"no_rope_layers": [1, 1], "mlp_bias": True, "attention_bias": True}),
     ("Mixtral", {"num_local_experts": 5, "num_key_value_heads": 2}),
     ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5, "head_dim": 12}),
+    ("GptOss", {"num_local_experts": 5, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 5, **TURNS}),
+    ("GptOss", {"num_local_experts": 4, "head_dim": 12, "layer_types": MIXED[:2], "sliding_window": 3}),
     ("Qwen3Moe", {"num_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2, "decoder_sparse_step": 2}),
     ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}}),
@@ -193,7 +203,7 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
     assert compared | {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE", "kimi_k2"} == kinds().keys()
-    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 33
+    assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 36
 
 
 @pytest.mark.parametrize("kind", ["PanguEmbedded", "internlm2"])

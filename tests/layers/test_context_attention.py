@@ -105,7 +105,7 @@ def test_every_rank_has_as_many_scores_to_compute(ranks: int) -> None:
     for kind, sources in (("gather", [None]), ("ring", list(range(ranks)))):
         work, seen = Counter[int](), Counter[tuple[int, int]]()
         for rank in range(ranks):
-            attention = BlockAttention(terms, variant(), "reference", ContextRegion(rank, ranks, kind=kind))
+            attention = BlockAttention(terms, "reference", ContextRegion(rank, ranks, kind=kind))
             for _, _, block in (visit for source in sources for visit in attention.visits(source)):
                 for query in range(block.query, block.query + block.queries):
                     for key in range(block.key, min(block.key + block.keys, query + 1)):

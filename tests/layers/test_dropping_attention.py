@@ -25,7 +25,7 @@ from pangu.layers.attention_blocks import Attended, Drops, ExplicitBlocks, Gradi
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import Reach, Tiles, TritonBlocks, head_parts
-from pangu.layers.kernel_choice import kernel_named
+from pangu.layers.gpu_kernels import kernel_named
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.models import compiled

@@ -24,7 +24,7 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.dropout_masks import dropout, is_kept, row_keys
-from pangu.layers.kernel_choice import kernel_named
+from pangu.layers.gpu_kernels import kernel_named
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.models import compiled

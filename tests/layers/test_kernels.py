@@ -24,7 +24,8 @@ from pangu.layers.biases import Alibi, Bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernel_choice import attention_kernels, kernel_named, kernels_of
+from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.kernel_choice import attention_kernels, kernels_of
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable

@@ -15,7 +15,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from pangu.config.attention import obstacles
 from pangu.config.data import PackingConfig
-from pangu.config.model import LatentConfig, LinearScaling, Llama3Scaling, ModelConfig, RouterConfig, YarnScaling
+from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
+from pangu.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from pangu.config.sparse import BigBirdSparsity, FixedSparsity, StridedSparsity
 from pangu.data.batch import Batch, make_batch
 from pangu.layers import offload
@@ -67,6 +68,12 @@ VARIANTS: list[dict[str, object]] = [
     {"positions": "relative"},
     {"positions": "relative", "relative_buckets": 6, "relative_distance": 9},
     {"window": 5},
+    {"window": 5, "full_layers": 2},
+    {"attention_sinks": True},
+    {"attention_sinks": True, "window": 3, "full_layers": 2, "kv_heads": 2, "positions": "relative"},
+    {"attention_sinks": True, "residual_scores": True, "positions": "alibi"},
+    {"window": 4, "full_layers": (0,), "nope_layers": 3, "positions": "rope", "kv_heads": 2},
+    {"nope_layers": (0, 2), "positions": "rope", "partial_rotary_factor": 0.5},
     {"residual_scores": True},
     {"norm_placement": "post"},
     {"norm_placement": "post", "final_norm": "after_query"},
@@ -83,7 +90,14 @@ VARIANTS: list[dict[str, object]] = [
     {"sparse": FixedSparsity("fixed", 2, 2, 1)},
     {"sparse": StridedSparsity("strided", 2, 1, 3), "kv_heads": 2, "positions": "relative", "residual_scores": True},
     {"sparse": BigBirdSparsity("bigbird", 3, 1, 1, 1, seed=4), "window": 19, "positions": "alibi"},
-    {"kind": "gpt", "positions": "rope", "latent": LATENT},
+    {"activation": "clamped_swiglu", "ffn": 40, "init_std": 1.5},
+    {
+        "experts": 4,
+        "activation": "clamped_swiglu",
+        "attention_sinks": True,
+        "router": RouterConfig(learned_bias=True, balance="none"),
+    },
+    {"kind": "gpt", "positions": "rope", "latent": LATENT, "attention_sinks": True, "full_layers": 2, "window": 4},
     {"kind": "gpt", "positions": "rope", "latent": replace(LATENT, q_rank=None), "norm": "rmsnorm", "biases": False},
     {
         "kind": "gpt",
@@ -176,7 +190,7 @@ class Plain:
         size = self.c.head_dim or self.c.hidden // self.c.heads
         if self.c.qk_norm:
             q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
-        if self.c.positions == "rope":
+        if self.c.positions == "rope" and not self.listed(int(name.split(".")[1]), self.c.nope_layers):
             turning = int(size * self.c.partial_rotary_factor)
             q, k = self.turn(q, size, turning, positions), self.turn(k, size, turning, positions)
         group = self.c.heads // (self.c.kv_heads or self.c.heads)
@@ -209,7 +223,9 @@ class Plain:
             q, k, v = self.latent_heads(x, name, batch.positions)
         places = torch.arange(x.shape[1])
         distance = places[:, None] - places
-        seen = (distance >= 0) & (distance < (self.c.window or len(places)))
+        layer = int(name.split(".")[1])
+        whole = self.c.window is None or self.listed(layer, self.c.full_layers)
+        seen = (distance >= 0) & (distance < (len(places) if whole else self.c.window or 0))
         if self.c.sparse is not None:
             seen = seen & self.blocks_seen(batch)
         if batch.documents is not None:
@@ -221,10 +237,18 @@ class Plain:
                 scores = scores + self.below[head]
             passed.append(scores)
             scores = scores + self.bias(head, distance.clamp(min=0))
-            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[head])
+            shares = scores.masked_fill(~seen, -math.inf).exp()
+            total = shares.sum(-1, keepdim=True)
+            if self.c.attention_sinks:
+                total = total + self.w[f"{name}.sinks"][head].exp()
+            results.append(shares / total @ v[head])
         if self.c.residual_scores:
             self.below = passed
         return self.linear(torch.cat(results, -1), f"{name}.output")
+
+    def listed(self, layer: int, pattern: int | tuple[int, ...] | None) -> bool:
+        """Whether a layer, counted from 1, is a multiple of a number, or counted from 0 is in a list."""
+        return (layer + 1) % pattern == 0 if isinstance(pattern, int) else layer in (pattern or ())
 
     def blocks_seen(self, batch: Batch) -> Tensor:
         """bool [batch, sequence, sequence]. With documents, positions are counted from their starts."""
@@ -287,7 +311,10 @@ class Plain:
         if f"{name}.router.weight" in self.w:
             return self.mixture(x, name)
         up = self.linear(x, f"{name}.up")
-        if self.c.activation == "swiglu":
+        if self.c.activation == "clamped_swiglu":
+            gate = torch.minimum(self.linear(x, f"{name}.gate"), torch.tensor(7.0))
+            up = gate / (1 + torch.exp(-1.702 * gate)) * (1 + up.clamp(-7, 7))
+        elif self.c.activation == "swiglu":
             gate = self.linear(x, f"{name}.gate")
             up = gate * torch.sigmoid(gate) * up
         elif self.c.activation == "fast_gelu":
@@ -303,6 +330,8 @@ class Plain:
     def mixture(self, x: Tensor, name: str) -> Tensor:
         """Every expert computes every token, and most of it is multiplied by 0."""
         logits, router, count = x @ self.w[f"{name}.router.weight"].T, self.c.router, self.c.experts_per_token or 2
+        if router.learned_bias:
+            logits = logits + self.w[f"{name}.router.logit_bias"]
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
         experts = scores.shape[-1]
         used = torch.zeros_like(scores)

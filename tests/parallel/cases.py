@@ -46,6 +46,7 @@ LATENT = {
 }
 ROUTERS = {
     "top": "",
+    "biased": "model.router.learned_bias=true model.activation=clamped_swiglu",
     "one": "model.experts_per_token=1 model.router.normalised=false model.router.z_loss=0.01",
     "each_group": "model.router.selection=each_group model.router.groups=2 model.router.normalised=false "
     "model.router.learned_scale=true",
@@ -69,7 +70,7 @@ ROWS = {
 EXPERT_LAYERS = {"all": "", "after_first": "model.dense_layers=1", "every_other": "model.expert_every=2"}
 ROTATIONS = {
     "plain": "",
-    "linear": "model.rope_scaling={name:linear,factor:2} model.partial_rotary_factor=0.67",
+    "linear": "model.rope_scaling={name:linear,factor:2} model.partial_rotary_factor=0.67 model.nope_layers=2",
     "yarn": "model.rope_scaling={name:yarn,factor:4,original_sequence:6,beta_fast:2}",
 }
 VALUES = {"sparse": SPARSE, "latent": LATENT}
@@ -117,7 +118,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "norm_placement": ("pre", "post", "sandwich"),
     "parallel_block": ("false", "true", "shared_norm"),
     "embedding_norm": ("false", "true"),
-    "activation": ("gelu_tanh", "gelu", "fast_gelu", "swiglu", "relu", "squared_relu"),
+    "activation": ("gelu_tanh", "gelu", "fast_gelu", "swiglu", "clamped_swiglu", "relu", "squared_relu"),
     "biases": ("true", "false", "qkv", "attention"),
     "qk_norm": ("false", "true"),
     "head_dim": ("null", "6"),
@@ -132,6 +133,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "expert_capacity": ("null", "0.8"),
     "shared_experts": ("0", "2"),
     "mtp_layers": ("0", "1", "2"),
+    "full_layers": ("null", "2", "[0]"),
+    "attention_sinks": ("false", "true"),
     "vocab": ("101", "250"),  # the latter is padded to a multiple of 128, on one rank and on two
 }
 WIDER = FACTORS | {
@@ -234,6 +237,7 @@ RULES = (
     among("offload", "parameters", "activations,optimizer,parameters", then="zero", needs=("3",)),
     among("parallel_block", "true", "shared_norm", then="kind", needs=("gpt",)),
     among("parallel_block", "true", "shared_norm", then="norm_placement", needs=("pre",)),
+    among("full_layers", "2", "[0]", then="window", needs=("5",)),
     among("rotation", "linear", "yarn", then="positions", needs=("rope",)),
     *(among("latent", "full", "direct", then=key, needs=(value,)) for key, value in LATENT_NEEDS.items()),
     among("latent", "full", "direct", then="rotation", needs=("plain", "yarn")),
@@ -290,7 +294,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
         *DROPOUT[case["dropout"]].split(),
         *ROWS[case["rows"]].split(),
-        *(f"model.{name}={VALUES.get(name, {}).get(case[name], case[name])}" for name in MODEL),
+        *(f"model.{name}={VALUES.get(name, {}).get(case[name], case[name])}" for name in MODEL if name in case),
         *(() if case["experts"] == "null" else (*of_experts, "model.expert_ffn=12")),
         *ROTATIONS[case["rotation"]].split(),
         *ROUTERS[case["router"]].split(),

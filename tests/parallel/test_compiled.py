@@ -58,14 +58,14 @@ def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int, lat
     chosen = {name: FACTORS[name][number % len(FACTORS[name])] for name in MODEL}
     chosen |= {"latent": latent} | (LATENT_NEEDS if latent != "null" else {})
     chosen["parallel_block"] = "true" if (chosen["kind"], chosen["norm_placement"]) == ("gpt", "pre") else "false"
+    chosen["full_layers"] = chosen["full_layers"] if chosen["window"] != "null" else "null"
     recompute = MODES[number]
     words = [*keys_of({**FIRST, **chosen})[0], "model.layers=4", *RECOMPUTE[recompute].split()]
     with patch.object(compiled, "BACKEND", "eager"):
         found = gradients(*words, "compile=true")
-    # others have a query, recompute, or scores from the layer below
-    assert graphs() <= 1 + (chosen["kind"] == "pangu") + (recompute == "one_layer") + (
-        chosen["residual_scores"] == "true"
-    )
+    # others have a query, no window, recompute, or scores from the layer below
+    more = (("kind", "pangu"), ("residual_scores", "true"), ("full_layers", "2"), ("full_layers", "[0]"))
+    assert graphs() <= 1 + (recompute == "one_layer") + sum(chosen[name] == value for name, value in more)
     for name, gradient in gradients(*words).items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 

@@ -157,6 +157,26 @@ def test_a_kernel_that_fails_here_is_left_out(
     assert "attention    sdpa cannot run here: no available kernel" in [r.getMessage() for r in caplog.records]
 
 
+def test_layers_with_and_without_a_window_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that is fastest for the four layers with a window is too slow for the two without."""
+    seconds = {("triton", 3): 1.0, ("triton", None): 9.0, ("flex", 3): 2.0, ("flex", None): 4.0}
+    shapes: dict[str, AttentionShape] = {}
+
+    def trial(kernel: str, shape: AttentionShape, *_: object) -> Callable[[], object]:
+        shapes[kernel] = shape
+        return lambda: None
+
+    def timer(trials: Any, *_: object) -> dict[str, float]:
+        return {name: seconds[name, shapes[name].window] for name in trials}
+
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton", "flex"])
+    monkeypatch.setattr(autotune, "attention_trial", trial)
+    given = tiny("model.layers=6", "model.window=3", "model.full_layers=3", "precision.fp32_matmul=highest")
+    found = choose(given, ONE, timer=timer)
+    assert found.attention == "flex"
+    assert found.milliseconds["attention"] == {"triton": 22000.0, "flex": 16000.0}
+
+
 def test_with_dropout_the_fastest_of_those_that_drop_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their trials drop as the run does. A run that is resumed keeps its own."""
     given, asked = tiny("model.attention_dropout=0.1"), []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.config import data, model, optimizer, schema, sparse
+from pangu.config import data, model, optimizer, rope, schema, sparse
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
 from pangu.data.stdlib import StdlibPaths
@@ -47,6 +47,7 @@ ROLLBACK = (
     "lr_schedule.warmup_steps=3",
     "faults.action=rollback",
     "model.positions=rope",
+    "model.nope_layers=2",
     "model.rope_scaling={name:linear,factor:2}",
     "faults.spike=0.01",
     "faults.spike_window=2",
@@ -101,7 +102,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def classes() -> set[type]:
     """Every class of the configuration."""
-    values = [value for module in (schema, model, sparse, data, optimizer) for value in vars(module).values()]
+    values = [value for module in (schema, model, rope, sparse, data, optimizer) for value in vars(module).values()]
     return {value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)}
 
 
@@ -117,7 +118,13 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         writer.add(list(range(10, 500)))
     scaling = "model.rope_scaling={factor:2,low_freq_factor:1,high_freq_factor:4,original_sequence:8}"
     rope = ("model.positions=rope", "model.rope_base=500", scaling)
-    relative = ("model.positions=relative", "model.relative_buckets=8", "model.relative_distance=20", "model.window=7")
+    relative = (
+        "model.positions=relative",
+        "model.relative_buckets=8",
+        "model.relative_distance=20",
+        "model.window=7",
+        "model.full_layers=2",
+    )
     patterns = (
         "model.sparse={kind:fixed,block:4,local_blocks:2,global_blocks:1}",
         "model.sparse={kind:strided,block:4,local_blocks:1,stride:2}",

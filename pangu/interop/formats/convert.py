@@ -54,10 +54,11 @@ MEGATRON = {
 """Formats that Megatron writes and `open_folder` tells apart."""
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
-    *("latent", "norm_placement", "partial_rotary_factor", "parallel_block", "embedding_norm"),
+    *("latent", "full_layers", "nope_layers", "attention_sinks"),
+    *("norm_placement", "partial_rotary_factor", "parallel_block", "embedding_norm"),
     *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
     *("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "expert_every"),
-    *("router.score", "router.normalised", "router.scale", "router.learned_scale"),
+    *("router.score", "router.normalised", "router.scale", "router.learned_scale", "router.learned_bias"),
     *("router.selection", "router.groups", "router.groups_per_token"),
 )
 """Keys of `ModelConfig` in which files and a given model must agree; for others, such as `activation`, the given value

@@ -12,16 +12,10 @@ from typing import Any
 
 from pangu.common.errors import ConfigError, Problem, UserError, shown
 from pangu.config.build import read_keys
-from pangu.config.model import (
-    LatentConfig,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    RopeScaling,
-    RouterConfig,
-    YarnScaling,
-)
+from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
+from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pangu.interop.formats.fields import check_fields, load_table, refuse, wrong_field
+from pangu.interop.formats.huggingface_layers import layer_types, no_rope_layers
 from pangu.interop.formats.stored import PANGU_VOCAB, inexpressible
 
 
@@ -103,9 +97,13 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     values = {key: config.get(name, kind.defaults.get(key)) for key, name in kind.keys.items()}
     activation = values.pop("activation", next(iter(kind.activations)))
     keys, problems = read_keys(ModelConfig, values, kind.keys)
+    keys["full_layers"] = kind.defaults.get("full_layers")
     if activation not in list(kind.activations):
         problems.append(Problem(kind.keys["activation"], activation, f"is none of {', '.join(kind.activations)}"))
     refuse(path, problems)
+    if quantization := config.get("quantization_config"):
+        fix = "use bf16 weights, e.g. those that transformers loads with Mxfp4Config(dequantize=True) and saves"
+        raise wrong_field(path, "quantization_config", quantization, "is not supported", fix)
     harmless = f"{load_table('model_types')['_harmless']} {kind.harmless}".split()
     used = {*kind.keys.values(), *kind.derived.split(), *kind.twins, *kind.values, *kind.aliases}
     check_fields(config, path, used, harmless, kind.only)
@@ -165,8 +163,9 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
             raise wrong_field(path, key, config[key], "must be a JSON object or null")
     # as transformers chooses between the two
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    kind, type_ = rope.get("rope_type", rope.get("type", "default")), kind_in(config, path)
+    type_ = kind_in(config, path)
+    rope = config.get(key) or type_.defaults.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *_SCALINGS):
         fix = f"use one of {', '.join(('default', *_SCALINGS))}"
         if kind == "dynamic":
@@ -244,17 +243,8 @@ def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
     slides, first = _flag(config, "use_sliding_window", path), config.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise wrong_field(path, "max_window_layers", first, "must be an integer")
-    window, layers = keys["window"] if slides else None, keys["layers"]
-    if config.get("layer_types") is None and window is not None and 0 < first < layers:
-        fix = f"use 0, or at least {layers}"
-        raise wrong_field(path, "max_window_layers", first, "is not supported", fix)
-    keys["window"] = None if config.get("layer_types") is None and first >= layers else window
-
-
-def _layer_types(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    types, kind = config.get("layer_types"), "full_attention" if keys["window"] is None else "sliding_attention"
-    if types is not None and types != [kind] * keys["layers"]:
-        raise wrong_field(path, "layer_types", types, "is not supported", f"use {kind} in all layers")
+    keys["window"] = keys["window"] if slides else None
+    keys["full_layers"] = tuple(range(min(first, keys["layers"])))
 
 
 def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -324,7 +314,8 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "position_embedding_type": _pangu_positions,
     "rope_parameters": _rope,
     "use_sliding_window": _qwen_window,
-    "layer_types": _layer_types,
+    "no_rope_layers": no_rope_layers,
+    "layer_types": layer_types,
     "attention_bias": _biases,
     "norm_topk_prob": _normalised,
     "kv_lora_rank": _latent,
@@ -364,7 +355,12 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
         "attention_out_bias": model.has_biases("output"),
         "mlp_bias": model.has_biases("mlp"),
         "use_sliding_window": model.window is not None,
-        "max_window_layers": model.layers if model.window is None else 0,
+        # the first of all, where those are the full ones; `layer_types` says more
+        "max_window_layers": next((n for n in range(model.layers) if model.slides(n)), model.layers),
+        "layer_types": [
+            "sliding_attention" if model.slides(layer) else "full_attention" for layer in range(model.layers)
+        ],
+        "no_rope_layers": [int(model.rotates(layer)) for layer in range(model.layers)],
         "norm_topk_prob": model.router.normalised,
         "num_key_value_heads": model.heads,
         "n_group": model.router.groups,

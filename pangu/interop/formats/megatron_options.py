@@ -11,7 +11,8 @@ from typing import Any
 
 from pangu.common.errors import Problem, UserError
 from pangu.config.build import read_keys
-from pangu.config.model import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from pangu.config.model import ModelConfig
+from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pangu.interop.expert_layers import spread
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
@@ -169,6 +170,7 @@ def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, 
         "router.normalised": pre_softmax is not True if options else UNTOLD,
         "router.score": "softmax",
         "router.scale": 1.0,
+        "router.learned_bias": False,
         "router.learned_scale": False,
         "router.selection": "top",
     }

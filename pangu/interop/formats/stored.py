@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +56,8 @@ class Stored:
     """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
     skipped: int = 0
     """Number of first rows that are not ours; written as 0."""
+    stack: int = 0
+    """Number of experts with a matrix or vector each in the tensor, whose first dimension counts them; 0: no stack."""
     paired: tuple[tuple[int, int, int] | None, ...] = ()
     """Head size, first element of a head that rotates, and how many do, for each part whose neighbors are pairs in the
     file; ours are half of them apart. None: as ours, or no rotation."""
@@ -154,7 +157,10 @@ def make_table(
                 if parts:
                     matrix = suffix == "weight"
                     own = naming.get("norms", {}).get(suffix, suffix) if "norm" in parts[0] else suffix
-                    shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+                    stack = model.experts or 0 if "{}" not in pattern and "experts" in parts[0] else 0
+                    end = f".{own}" if not stack else "" if matrix else "_bias"
+                    each = parts[: len(parts) // stack] if stack else parts
+                    shape = (sum(shapes[part][0] for part in each), *shapes[each[0]][1:])
                     transposed = matrix and pattern in naming.get("transposed", ())
                     cut = 0 if pattern in naming.get("columns", ()) else None
                     if matrix and pattern in naming.get("rows", ()):
@@ -162,16 +168,19 @@ def make_table(
                     blocks = (groups or {}).get(pattern, 1)
                     if pattern in naming.get("grouped", ()):
                         blocks = model.kv_heads or model.heads
+                    if pattern in naming.get("in_turn", ()):
+                        blocks = shapes[parts[0]][0]
                     shape = shape[::-1] if transposed else shape
                     paired = _turning(model, parts) if naming.get("neighbors", False) else ()
-                    name = f"{prefix}{module}.{own}"
-                    table.append(Stored(name, parts, shape, transposed, blocks, cut, paired=paired))
+                    name, shape = f"{prefix}{module}{end}", (stack, *shape) if stack else shape
+                    table.append(Stored(name, parts, shape, transposed, blocks, cut, paired=paired, stack=stack))
         if "router_bias" in naming and model.has_experts(layer):
             name = f"{prefix}{naming['router_bias']}"
             table.append(Stored(name, (router_bias(layer),), (model.experts or 0,)))
-        for ours, name in naming.get("one_row", {}).items():
-            if (part := f"layers.{layer}.{ours}") in shapes:
-                table.append(Stored(f"{prefix}{name}", (part,), (1, *shapes[part])))
+        for key, unit in (("one_row", [1]), ("plain", [])):
+            for ours, name in naming.get(key, {}).items():
+                if (part := f"layers.{layer}.{ours}") in shapes:
+                    table.append(Stored(f"{prefix}{name}", (part,), (*unit, *shapes[part])))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return [_with_values(stored, naming) for stored in table]
@@ -198,7 +207,15 @@ def router_bias(layer: int) -> str:
 def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, str, Sequence[str]]]:
     for pattern, ours in naming.items():
         for number in range(experts if "{}" in pattern else 1):
-            yield pattern, pattern.format(number), [name.format(number) for name in ours]
+            numbers = [number] if "{}" in pattern or "{}" not in "".join(ours) else range(experts)
+            yield pattern, pattern.format(number), [name.format(one) for one in numbers for name in ours]
+
+
+def _experts_of(stored: Stored) -> Iterator[Stored]:
+    """Yield what a stack holds of each expert."""
+    count = len(stored.parts) // stored.stack
+    for first in range(0, len(stored.parts), count):
+        yield replace(stored, stack=0, parts=stored.parts[first : first + count], shape=stored.shape[1:])
 
 
 def _naming(model: ModelConfig, naming: Mapping[str, Any]) -> dict[str, Sequence[str]]:
@@ -228,6 +245,9 @@ def _paired(stored: Stored, part: str, tensor: Tensor, apart: bool) -> Tensor:
 
 def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
     """Return the stored tensor made of logical ones; padding is 0."""
+    if stored.stack:
+        parts = iter(parts)
+        return torch.stack([join(one, islice(parts, len(one.parts))) for one in _experts_of(stored)])
     whole, *others = (_paired(stored, name, part, False) for name, part in zip(stored.parts, parts, strict=True))
     # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
     # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
@@ -248,6 +268,9 @@ def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
 
 def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
     """Return a logical tensor cut out of a stored one; `shapes` are those of the logical tensors."""
+    if stored.stack:
+        number, one = next((n, one) for n, one in enumerate(_experts_of(stored)) if part in one.parts)
+        return take(one, tensor[number], part, shapes)
     whole = tensor.t() if stored.transposed else tensor.flatten() if len(shapes[part]) < tensor.dim() else tensor
     if stored.plus:
         whole = whole + stored.plus

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pangu.config.model import LatentConfig, RopeScaling, RouterConfig
+from pangu.config.model import LatentConfig, RouterConfig
+from pangu.config.rope import RopeScaling
 from pangu.interop.formats.fields import load_table as load_fields
 from pangu.interop.formats.huggingface_config import ModelType, kind_in, read_model
 from pangu.interop.translation.table import Table, Translation, load_table
