@@ -15,6 +15,7 @@ from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.optimizer import MuonConfig
 from pangu.config.position_checks import latent_problems, position_problems
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import FixedSparsity
@@ -146,15 +147,18 @@ def _formats(config: RunConfig) -> Iterator[Problem]:
 
 def _moments(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
-    for i, beta in enumerate(optimizer.betas):
-        if optimizer.moments == "bf16" and beta > BF16_BETA:
+    rates = {f"optimizer.betas[{i}]": beta for i, beta in enumerate(optimizer.betas)}
+    if isinstance(optimizer, MuonConfig):
+        rates["optimizer.momentum"] = optimizer.momentum
+    for key, rate in rates.items():
+        if optimizer.moments == "bf16" and rate > BF16_BETA:
             rule = "bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has no effect"
-            yield Problem(f"optimizer.betas[{i}]", beta, rule, f"use {BF16_BETA:g}, or set optimizer.moments=fp32")
+            yield Problem(key, rate, rule, f"use {BF16_BETA:g}, or set optimizer.moments=fp32")
 
 
 def _ratios(config: RunConfig) -> Iterator[Problem]:
     if config.metrics.trust_ratios and config.optimizer.name != "lamb":
-        yield Problem("metrics.trust_ratios", True, "Adam has no trust ratios", "use false, or set optimizer=lamb")
+        yield Problem("metrics.trust_ratios", True, "only LAMB has trust ratios", "use false, or set optimizer=lamb")
 
 
 def _least_rate(config: RunConfig) -> Iterator[Problem]:

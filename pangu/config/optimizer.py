@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +11,11 @@ from pangu.config.bounds import Count, Natural, NotNegative, Positive, Share
 
 UPDATED_AT_ONCE = 2**26
 """Elements that LAMB updates at a time on a device: few kernel launches, and 256 MiB of transient memory."""
+
+
+def matrices_at_once(shape: Sequence[int]) -> int:
+    """Return how many matrices of a shape Muon orthogonalizes at once."""
+    return max(1, UPDATED_AT_ONCE // math.prod(shape))
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,43 @@ class LambConfig:
     parameter; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""
     clip: Positive | None
     """Largest global gradient norm (clipping); null: no clipping."""
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) for the matrices of layers, AdamW for all others.
+
+    Matrices are orthogonalized as a paper names them: queries, keys, values, gate and each expert apart.
+    """
+
+    name: Literal["muon"]
+    """Selects the optimizer."""
+    lr: Positive
+    """Peak learning rate of both."""
+    momentum: Share
+    """Decay rate of the momentum of matrices."""
+    nesterov: bool
+    """Use Nesterov's form of the momentum."""
+    steps: Count
+    """Newton-Schulz iterations of each update, in bf16 (in fp32 and fp64 where that is the compute format)."""
+    adjust_lr: Literal["match_rms_adamw", "original"]
+    """Factor on the update of a matrix. `match_rms_adamw`: 0.2 x sqrt(max(rows, columns)), so that the learning rate
+    and weight decay of AdamW fit; `original`: sqrt(max(1, rows / columns))."""
+    split_heads: bool
+    """Orthogonalize the rows of each attention head of queries, keys and values apart ("Muon Split" of GLM-5, 2026)."""
+    betas: tuple[Share, Share]
+    """Decay rates of the first and second moment of AdamW."""
+    eps: Positive
+    """Term that AdamW adds to the root of the second moment."""
+    weight_decay: NotNegative
+    """Decoupled weight decay; biases and norms are excluded."""
+    moments: Literal["fp32", "bf16"]
+    """Storage format of momentum and moments. fp32: that of the master weights (fp64 in fp64). bf16: half the bytes."""
+    clip: Positive | None
+    """Largest global gradient norm (clipping); null: no clipping."""
+
+
+OptimizerConfig = AdamConfig | LambConfig | MuonConfig
 
 
 @dataclass(frozen=True)

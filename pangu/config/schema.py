@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pangu.config.bounds import Bounds, Count, ExitStatus, Filename, Length, Natural, NotNegative, Positive
 from pangu.config.data import DataConfig
 from pangu.config.model import ModelConfig
-from pangu.config.optimizer import AdamConfig, LambConfig, LrScheduleConfig, PrecisionConfig
+from pangu.config.optimizer import LrScheduleConfig, OptimizerConfig, PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class RunConfig:
     """Head and loss."""
     precision: PrecisionConfig
     """Number formats."""
-    optimizer: AdamConfig | LambConfig
+    optimizer: OptimizerConfig
     """Optimizer, chosen by its `name`."""
     lr_schedule: LrScheduleConfig
     """Learning rate over the run."""

@@ -347,12 +347,13 @@ def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> Span
 def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> UpdateTrace:
     """Measure optimizer updates of tensors of several sizes, and of enough elements to need three passes."""
 
-    def step(*sizes: int) -> tuple[float, float, float]:
-        """Return the bytes moved, kernel launches and transient bytes of an update."""
-        tensors = [torch.zeros(size, device=device) for size in sizes]
+    def step(*sizes: int, rows: int = 1) -> tuple[float, float, float]:
+        """Return the bytes moved, kernel launches and transient bytes of an update; Muon's matrices have many rows."""
+        shapes = [(rows, size // rows) for size in sizes]
+        tensors = [torch.zeros(shape, device=device) for shape in shapes]
         for tensor in tensors:
             tensor.grad = torch.zeros_like(tensor)
-        places = [Placement(str(place), (size, 1), 0.0) for place, size in enumerate(sizes)]
+        places = [Placement(str(place), shape, 0.0) for place, shape in enumerate(shapes)]
         optimizer = make_optimizer(config.optimizer, list(zip(places, tensors, strict=True)))
         numbers = torch.zeros((), device=device), torch.ones((), device=device)
         optimizer.found_inf, optimizer.grad_scale = numbers  # type: ignore[attr-defined]
@@ -372,4 +373,8 @@ def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> Up
     fixed = one - per_tensor - per_element * size
     more = (three - fixed - 3 * per_tensor - per_element * most) / most
     bytes_per_element = (twice_moved - moved) / size
-    return UpdateTrace(bytes_per_element, launches - another, another, per_pass, fixed, per_tensor, per_element, more)
+    trace = UpdateTrace(bytes_per_element, launches - another, another, per_pass, fixed, per_tensor, per_element, more)
+    if config.optimizer.name != "muon":
+        return trace
+    (moved, launches, _), (twice_moved, launches_of_two, _) = (step(*(size,) * count, rows=2**10) for count in (1, 2))
+    return trace._replace(bytes_of_matrix=(twice_moved - moved) / size, launches_of_matrix=launches_of_two - launches)

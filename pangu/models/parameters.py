@@ -251,8 +251,13 @@ def _columns(
     inputs: int | None = None,
     cut_dim: int | None = 0,
 ) -> Parameters:
-    widths, shape = outputs.items(), (config.hidden if inputs is None else inputs,)
-    matrices = [Placement(f"{path}.{out}.weight", (n, *shape), config.init_std, cut_dim=cut_dim) for out, n in widths]
+    widths, depth = outputs.items(), config.hidden if inputs is None else inputs
+    kv_heads = config.kv_heads or config.heads
+    heads = {"query": config.heads, "key": kv_heads, "value": kv_heads}
+    matrices = [
+        Placement(f"{path}.{out}.weight", (n, depth), config.init_std, cut_dim=cut_dim, heads=heads.get(out, 1))
+        for out, n in widths
+    ]
     yield f"{path}.{name}.weight", matrices
     if biases:
         yield f"{path}.{name}.bias", [Placement(f"{path}.{out}.bias", (n,), cut_dim=cut_dim) for out, n in widths]

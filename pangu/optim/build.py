@@ -8,22 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.config.optimizer import AdamConfig, LambConfig
+from pangu.config.optimizer import AdamConfig, LambConfig, MuonConfig, OptimizerConfig
 from pangu.layers.apex import UPDATES
 from pangu.optim.lamb import Lamb
 from pangu.optim.moments import start_moments, updates_at_once
+from pangu.optim.muon import Muon
 from pangu.optim.uncompiled import AdamW
 from pangu.topology.placement import Placement
 
 
 def make_optimizer(
-    config: AdamConfig | LambConfig,
+    config: OptimizerConfig,
     tensors: Sequence[tuple[Placement, Tensor]],
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
     options: Sequence[tuple[Mapping[str, Any], Collection[str]]] = (),
     kernels: str = "torch",
+    whole: Callable[[Sequence[Placement]], Callable[[list[Tensor]], None]] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW or LAMB over logical tensors; biases and norms get no weight decay and no trust ratio.
+    """Return AdamW, LAMB or Muon over logical tensors; biases and norms get no weight decay and no trust ratio.
 
     Args:
         config: Configuration of the optimizer.
@@ -32,6 +34,7 @@ def make_optimizer(
         options: Overrides of `config` for tensors by name; empty: none. A weight decay given here also holds for
             biases and norms.
         kernels: Key of `UPDATES`.
+        whole: Function that returns, for some matrices, how to orthogonalize them for Muon; None: tensors are whole.
 
     AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel can skip a
     step; otherwise AdamW is LAMB without trust ratios, also with apex's kernels.
@@ -55,6 +58,10 @@ def make_optimizer(
         start_moments(adam, (tensor for _, tensor in tensors), None)
         return adam
     shards: dict[str, Any] = {"moments": moments, "exclude_vectors": False, "reuse_gradients": True}  # shards are flat
+    if isinstance(config, MuonConfig):
+        muon = _muon(config, tensors, groups, moments, whole)
+        muon.kernels = UPDATES[kernels]
+        return muon
     if isinstance(config, AdamConfig):
         groups = [{**group, "adapt": False} for group in groups]
     else:
@@ -63,6 +70,27 @@ def make_optimizer(
     lamb = Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, **shards)
     lamb.kernels = UPDATES[kernels]
     return lamb
+
+
+def _muon(
+    config: MuonConfig,
+    tensors: Sequence[tuple[Placement, Tensor]],
+    groups: Sequence[Mapping[str, Any]],
+    moments: torch.dtype | None,
+    whole: Callable[[Sequence[Placement]], Callable[[list[Tensor]], None]] | None,
+) -> Muon:
+    of = {tensor: placement for placement, tensor in tensors}
+    split = [
+        {**group, "matrices": matrices, "params": [one for one in group["params"] if of[one].is_matrix == matrices]}
+        for group in groups
+        for matrices in (True, False)
+    ]
+    placements = [of[one] for group in split if group["matrices"] for one in group["params"]]
+    shapes = {one: of[one].matrix_shape(config.split_heads) for one in of if of[one].is_matrix}
+    options: dict[str, Any] = {"moments": moments, "shapes": shapes, "reuse_gradients": True}
+    options |= {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
+    options |= {"steps": config.steps, "orthogonalize": None if whole is None else whole(placements)}
+    return Muon(split, config.lr, config.betas, config.eps, config.weight_decay, **options)
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:

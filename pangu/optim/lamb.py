@@ -7,7 +7,7 @@ tensor is a logical tensor or this rank's shard of one, and `sum_norms` adds the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch import Tensor
 from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.layers.apex import UpdateKernels
-from pangu.optim.moments import load_moments, start_moments, updates_at_once
+from pangu.optim.moments import (
+    MOMENTS,
+    add_to_moments,
+    corrections,
+    load_moments,
+    start_moments,
+    updates_at_once,
+    write_direction,
+)
 from pangu.optim.uncompiled import Uncompiled
 
 _IN_CACHE = 2**18
@@ -157,7 +165,7 @@ class Lamb(Uncompiled):
         for tensor in group["params"]:
             if not tensor.is_floating_point():
                 raise UserError(f"params: a tensor is {tensor.dtype}; LAMB updates floating tensors")
-        start_moments(self, group["params"], self.moments, share_steps=True)
+        start_moments(self, group["params"], self.moments, self._moments_of(group), share_steps=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle."""
@@ -206,7 +214,18 @@ class Lamb(Uncompiled):
                 flat.write_back()
         for step in {id(batch.step): batch.step for batch in batches}.values():
             step.add_(self._applied_on(step.device))
+        self._update_others()
         return loss
+
+    def _update_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that the moments and the direction of this class are for."""
+        return self.param_groups
+
+    def _update_others(self) -> None:
+        """Update the tensors of all other groups; here there are none."""
+
+    def _moments_of(self, group: dict[str, Any]) -> Collection[str]:
+        return MOMENTS
 
     def _applied_on(self, device: torch.device) -> Tensor:
         """Return 0 if the step is to be skipped, otherwise 1, as a device scalar."""
@@ -218,7 +237,7 @@ class Lamb(Uncompiled):
     def _batches(self) -> list[_Batch]:
         self._split_steps()
         batches: dict[tuple[Any, ...], _Batch] = {}
-        for group in self.param_groups:
+        for group in self._update_groups():
             for tensor in group["params"]:
                 if tensor.grad is None:
                     continue
@@ -244,7 +263,7 @@ class Lamb(Uncompiled):
         sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
         for group in self.param_groups:
             if missing := [tensor for tensor in group["params"] if not self.state[tensor]]:
-                start_moments(self, missing, self.moments, share_steps=True)
+                start_moments(self, missing, self.moments, self._moments_of(group), share_steps=True)
             for tensor in group["params"]:
                 sharing[id(self.state[tensor]["step"])].append(tensor)
         for tensors in sharing.values():
@@ -267,7 +286,7 @@ class Lamb(Uncompiled):
         if group["maximize"]:
             torch._foreach_neg_([flat.update for flat in batch.flats])
         dtype = batch.flats[0].weights.dtype
-        corrections = None if is_adam else _corrections(group, batch.step + self._applied_on(device), dtype)
+        factors = None if is_adam else corrections(group, batch.step + self._applied_on(device), dtype)
         norms: list[Tensor] = []
         for weights, updates, *moments in _pieces(batch.flats, device):
             first, second = ([moment.to(dtype) for moment in those] for those in moments)
@@ -275,12 +294,12 @@ class Lamb(Uncompiled):
                 steps = list(batch.step.repeat(len(weights)).unbind())  # the kernel increments each
                 self.kernels.adamw(weights, updates, first, second, [], steps, **values)
             else:
-                _add_to_moments(group["betas"], updates, first, second, found_inf, scale)
+                add_to_moments(group["betas"], updates, first, second, found_inf, scale)
             if first[0] is not moments[0][0]:
                 torch._foreach_copy_(moments[0] + moments[1], first + second)
-            if corrections is None:
+            if factors is None:
                 continue
-            _write_direction(group["eps_inside_root"], corrections, updates, first, second)
+            write_direction(group["eps_inside_root"], factors, updates, first, second)
             if batch.adapts:
                 norms.extend(self.kernels.norms(updates))
             if batch.decay != 0:
@@ -347,54 +366,3 @@ def _pieces(flats: list[_Flat], device: torch.device) -> Iterator[list[list[Tens
 def _joined(norms: list[Tensor], pieces: list[int]) -> list[Tensor]:
     """Return the norms of tensors from the norms of their pieces; `pieces` counts those of each tensor."""
     return norms if len(norms) == len(pieces) else list(torch._foreach_norm(list(torch.stack(norms).split(pieces))))
-
-
-def _add_to_moments(
-    betas: tuple[float, float],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    found_inf: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    """Update gradients and moments like the fused AdamW."""
-    skipped = torch.zeros((), dtype=torch.bool, device=first[0].device) if found_inf is None else found_inf > 0
-    if scale is not None:
-        torch._foreach_div_(gradients, scale)
-    for gradient in gradients:
-        gradient.masked_fill_(skipped, 0.0)  # not `* 0`, which keeps non-finite values
-    for beta, moments in zip(betas, (first, second), strict=True):
-        decay = torch.full_like(skipped, beta, dtype=moments[0].dtype)
-        torch._foreach_mul_(moments, decay.masked_fill_(skipped, 1.0))
-    torch._foreach_add_(first, gradients, alpha=1 - betas[0])
-    torch._foreach_addcmul_(second, gradients, gradients, value=1 - betas[1])
-
-
-def _corrections(group: dict[str, Any], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the bias-corrected factor of the root and the bias-corrected ε; finite even before the first step."""
-    # m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
-    exponent = step.double().clamp(min=1)
-    c1, c2 = (1 - beta**exponent for beta in group["betas"])
-    eps = (c2 if group["eps_inside_root"] else c1) * group["eps"]
-    return (c1 / c2.sqrt()).to(dtype), eps.to(dtype)
-
-
-def _write_direction(
-    eps_inside_root: bool,
-    corrections: tuple[Tensor, Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-) -> None:
-    """Overwrite the gradients with the direction d."""
-    scale, eps = corrections
-    if eps_inside_root:
-        root = torch._foreach_add(second, eps, alpha=1)
-        torch._foreach_sqrt_(root)
-        torch._foreach_mul_(root, scale)
-    else:
-        root = torch._foreach_sqrt(second)
-        torch._foreach_mul_(root, scale)
-        torch._foreach_add_(root, eps, alpha=1)  # without alpha this is a host sync
-    torch._foreach_copy_(gradients, first)
-    torch._foreach_div_(gradients, root)

@@ -44,6 +44,8 @@ class Shards(NamedTuple):
 
     numels: tuple[int, ...]
     """Elements of each tensor in the local shard, for the tensors that have some."""
+    others: tuple[int, ...]
+    """Elements of the tensors among them that Muon does not orthogonalize."""
     num_tensors: int
     """Number of tensors in the whole buffer."""
     partial: int
@@ -57,7 +59,10 @@ class Shards(NamedTuple):
         held = [(entry, span.stop - span.start) for entry, span, _ in flat.shard_ranges(table)]
         shared = frozenset(entry.shared for entry, _ in held if entry.shared)
         partial = sum(numel for entry, numel in held if entry.partial)
-        return cls(tuple(numel for _, numel in held), sum(1 for _ in flat.tensor_ranges(table)), partial, shared)
+        others = tuple(numel for entry, numel in held if not entry.is_matrix)
+        return cls(
+            tuple(numel for _, numel in held), others, sum(1 for _ in flat.tensor_ranges(table)), partial, shared
+        )
 
 
 def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
@@ -89,13 +94,13 @@ def axis_of(sharding: Sharding, name: str) -> Axis:
     return cast(Axis, sharding.axis(name))
 
 
-def lasting_bytes(flat: FlatNumbers, numels: Collection[int], formats: Formats) -> int:
-    """Return the device bytes of a flat parameter, whose shard has tensors of `numels`, that persist across steps."""
+def lasting_bytes(flat: FlatNumbers, moments: Collection[int], formats: Formats) -> int:
+    """Return the device bytes of a flat parameter that persist across steps; `moments`: elements of each moment."""
     rows = flat.buffers(formats.weights < formats.sums)
     own = (row for row in rows.values() if row.alias is None and row.lasting and not row.on_host)
     lasting = sum(allocated(row.numel * formats.itemsize(row)) for row in own)
     on_device = flat.trained and not flat.main_on_host
-    return lasting + on_device * sum(2 * allocated(numel * formats.moments) for numel in numels)
+    return lasting + on_device * sum(allocated(numel * formats.moments) for numel in moments)
 
 
 def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:

@@ -194,6 +194,9 @@ class UpdateTrace(NamedTuple):
     """Transient bytes: per step; per tensor; per element of the first pass."""
     working_per_more: float
     """Additional transient bytes per element of a second pass."""
+    bytes_of_matrix: float = 0.0
+    launches_of_matrix: float = 0.0
+    """Bytes read and written per element of a matrix that Muon orthogonalizes, and kernel launches per matrix."""
 
     def at(self, elements: int, tensors: int, at_once: int) -> tuple[float, float, float]:
         """Return bytes moved, launches and transient bytes of an update of `elements`, `at_once` of them per pass."""

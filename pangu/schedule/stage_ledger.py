@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -21,8 +21,9 @@ from pangu.schedule.expand import Expansion
 from pangu.schedule.groups import Group
 from pangu.schedule.ledger import Fold, Pass
 from pangu.schedule.schedule import Schedule
-from pangu.schedule.spans import Axis, Collective, Trace, Work
+from pangu.schedule.spans import Axis, Collective, Matmul, Trace, Work
 from pangu.topology.placement import TensorRank, in_fp8
+from pangu.zero.homes import matrix_rounds, working_bytes
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES, Formats
 
@@ -110,7 +111,10 @@ class StageProgram:
         updated = sum(len(held.numels) for flat, held, _ in self._trained if not flat.main_on_host)
         # each tensor has its own step count in fused Adam
         fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
-        lasting = sum(lasting_bytes(flat, held.numels, formats) for flat, held in zip(flats, shards, strict=True))
+        moments = ((*held.numels, *(held.others if formats.of_matrix == 1 else held.numels)) for held in shards)
+        lasting = sum(lasting_bytes(flat, numels, formats) for flat, numels in zip(flats, moments, strict=True))
+        muon = config.optimizer if config.optimizer.name == "muon" else None
+        self._rounds = matrix_rounds(parameters, muon.split_heads) if muon else {}
         self._lasting = lasting + allocated(1) * (updated if fused else min(updated, 1))
         self._update, self._host_update_bytes, self._working = self._updated()
         self._ending = self._sent_once(["expert_shard" if entry.expert else "shard" for entry in table])
@@ -200,16 +204,35 @@ class StageProgram:
             counts: Counter[Axis] = Counter(shard_axes)
             counts["tensor"] = counts.total()
             sent += [Collective("all_reduce", axis, 3 * count * width) for axis, count in counts.items()]
-        return sent
+        return sent + list(self._exchanged())
+
+    def _exchanged(self) -> Iterator[Collective]:
+        """Yield the exchanges of Muon's matrices, there and back."""
+        for experts, one in ((experts, one) for experts, rounds in self._rounds.items() for one in rounds):
+            for name, *both in one.exchanges():
+                nbytes = max(map(sum, both)) * self._formats.weights
+                for sent in both:
+                    kind: Any = "send" if sum(map(bool, sent)) == 1 else "all_to_all"
+                    yield Collective(kind, cast(Axis, "expert_" * (experts and name == "shard") + name), nbytes)
 
     def _updated(self) -> tuple[Work, float, int]:
         """Return the work of the optimizer step, the bytes it reads and writes on the host, and its working memory."""
+        trace, formats = self._trace.update, self._formats
         numels = [numel for _, held, _ in self._trained for numel in held.numels]
-        moved, launches, working = self._trace.update.at(sum(numels), len(numels), UPDATED_AT_ONCE)
-        copied = sum(copied_bytes(flat, self._formats) for flat, *_ in self._trained)
+        one_by_one = numels if not self._rounds else [n for _, held, _ in self._trained for n in held.others]
+        moved, launches, working = trace.at(sum(one_by_one), len(one_by_one), UPDATED_AT_ONCE)
+        moved += trace.bytes_of_matrix * (sum(numels) - sum(one_by_one))
+        launches += trace.launches_of_matrix * (len(numels) - len(one_by_one))
+        rounds = [one for of_kind in self._rounds.values() for one in of_kind]
+        alias, wide = formats.weights == formats.sums, min(sum(numels) - sum(one_by_one), UPDATED_AT_ONCE)
+        widened = wide * formats.sums * (formats.moments < formats.sums)
+        working = max([working, widened, *(working_bytes(one, formats.weights, alias) for one in rounds)])
+        shapes = sum((one.shapes for one in rounds), Counter())
+        matmuls = tuple(each for shape, count in shapes.items() for each in _iterations(self._config, shape, count))
+        copied = sum(copied_bytes(flat, formats) for flat, *_ in self._trained)
         if any(flat.main_on_host for flat, *_ in self._trained):
-            return Work((), 0.0, launches, host_bytes=copied), moved, 0
-        return Work((), moved, launches, host_bytes=copied), 0.0, int(working)
+            return Work(matmuls, 0.0, launches, host_bytes=copied), moved, int(working) * bool(rounds)
+        return Work(matmuls, moved, launches, host_bytes=copied), 0.0, int(working)
 
     def _pass(self, state: int, action: Action | None) -> tuple[Pass, int]:
         """Return the ledger of an action and the state of the flat parameters after it; None: the end of the step."""
@@ -241,6 +264,14 @@ class StageProgram:
         """Return the messages of an action, one for each tensor of the hidden states."""
         sends = cast(Any, "send" if kind in SENDS else "receive")
         return tuple(Collective(sends, "pipeline", nbytes) for nbytes in message_bytes(self._config))
+
+
+def _iterations(config: RunConfig, shape: tuple[int, ...], count: int) -> Iterator[Matmul]:
+    """Yield the matmuls that orthogonalize `count` matrices of a shape."""
+    assert config.optimizer.name == "muon"
+    (short, long), steps = sorted(shape), config.optimizer.steps
+    for columns, depth in ((short, long), (short, short), (long, short)):
+        yield Matmul(short, columns, depth, count, steps)
 
 
 def _highest(levels: Iterable[tuple[int, int]]) -> int:

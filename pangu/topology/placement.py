@@ -51,6 +51,10 @@ def in_fp8(name: str, shape: Sequence[int]) -> bool:
     return path[0] == "layers" and len(shape) == 2 and not others & {*path}
 
 
+TABLES = "embedding", "query_embedding", "position_bias", "head"
+"""Parts of the names of matrices whose rows belong to tokens or positions."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Logical tensor and the slice of it that this rank holds."""
@@ -67,6 +71,8 @@ class Placement:
     """Alignment of the local size along `cut_dim`, padded as in `room`, for fast matmuls on accelerators."""
     partial: bool = False
     """True if tensor-parallel ranks each compute a part of this replicated tensor's gradient, to be summed."""
+    heads: int = 1
+    """Number of attention heads to which equal blocks of rows belong; 1: no heads."""
     shared: str | None = None
     """Pipeline axis whose stages hold copies with a summed gradient: `ends` or `pipeline` (all); None: one stage."""
     expert: bool = False
@@ -105,6 +111,16 @@ class Placement:
     def is_vector(self) -> bool:
         """True if this is a bias or norm weight, by default excluded from weight decay and layer-wise adaptation."""
         return len(self.shape) == 1
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if Muon orthogonalizes this: a matrix that maps hidden states to hidden states."""
+        return len(self.shape) == 2 and min(self.shape) > 1 and not {*TABLES} & {*self.name.split(".")}
+
+    def matrix_shape(self, split_heads: bool) -> tuple[int, int]:
+        """Return the shape of what Muon orthogonalizes: this matrix, or with `split_heads` the rows of a head."""
+        rows, columns = self.shape
+        return rows // self.heads if split_heads else rows, columns
 
 
 class PlacementTable:

@@ -23,8 +23,9 @@ from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.models.parameters import logical_shapes
+from pangu.optim.moments import MOMENTS
 from pangu.topology.mesh import Mesh
-from pangu.training.step import MOMENTS, Trainer
+from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.states import state_of
 from pangu.collectives.reduce import all_reduce
+from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig
 from pangu.data.ahead import look_ahead
 from pangu.data.batch import Batch
@@ -31,6 +32,7 @@ from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
+from pangu.optim.moments import MOMENTS
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
@@ -38,14 +40,12 @@ from pangu.topology.mesh import Mesh
 from pangu.training.step_check import StepCheck
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.gradients import Norms, layer_products_add
+from pangu.zero.matrices import WholeMatrices
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.weight_products import WeightProducts
 
 if TYPE_CHECKING:
     from pangu.training.autotune import Choices
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Optimizer states of each tensor that checkpoints hold."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,10 @@ class Trainer:
             self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         over_ranks = self.parameters.squares.over
-        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, kernels=chosen["optimizer"])
+        whole = None
+        if isinstance(config.optimizer, MuonConfig):
+            whole = WholeMatrices(self.parameters.stage, mesh, config.precision.compute, config.optimizer).over
+        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, kernels=chosen["optimizer"], whole=whole)
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         dtype = DTYPES[config.precision.compute]
         self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)
@@ -173,7 +176,7 @@ class Trainer:
             state = self.optimizer.state[shard.main]
             made = step - skipped - self.moments_since.get(shard.placement.name, 0)
             state["step"] = torch.full_like(state["step"], made)
-            for moment in MOMENTS:
+            for moment in {*MOMENTS} & state.keys():
                 state[moment].zero_()
         if isinstance(self.optimizer, Lamb):
             self.optimizer.share_steps()

@@ -131,7 +131,9 @@ class ShardedParameters:
             with self._stream.after_computation():
                 decided.copy_(torch.stack([*scaling]), non_blocking=True)
             optimizer.found_inf, optimizer.grad_scale = decided.unbind()  # type: ignore[attr-defined]
-        one_by_one = on_device and not any(group.get("adapt") for group in optimizer.param_groups)
+        one_by_one = on_device and not any(
+            group.get("adapt") or group.get("matrices") for group in optimizer.param_groups
+        )
         groups = [[flat] for flat in self.trained] if one_by_one else [self.trained]
         # start all copies of gradients first, so that they overlap the updates of earlier flat parameters
         arrivals = []

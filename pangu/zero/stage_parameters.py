@@ -83,6 +83,8 @@ class StageParameters:
     overlap: bool
     loss_in_chunks: bool = False
     """True if the loss is computed in chunks: the head then computes its weight gradient in the forward pass."""
+    cuts: tuple[TensorRank, TensorRank] = (TensorRank(), TensorRank())
+    """Positions among the ranks that cut tensors, and that cut those of experts that the layout splits."""
 
     @classmethod
     def of(
@@ -122,7 +124,10 @@ class StageParameters:
 
         flats, uses = divide(table, regions.uses, bucket_bytes, make)
         trained, on_host = frozenset(trained_modules(table, regions)), shardings[False].offload
-        return cls(table, regions, trained, tuple(flats), uses, reduced, on_host, reduce_each, overlap, loss_in_chunks)
+        experts = ExpertRank.of(layout, at).tensor if layout.splits_experts else TensorRank()
+        cuts = TensorRank(at.tensor, layout.tensor, layout.sequence), experts
+        settings = on_host, reduce_each, overlap, loss_in_chunks, cuts
+        return cls(table, regions, trained, tuple(flats), uses, reduced, *settings)
 
     @classmethod
     def of_run(

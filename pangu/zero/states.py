@@ -50,13 +50,16 @@ class Formats(NamedTuple):
     messages: int
     """Gradients sent to replicas."""
     moments: int
+    of_matrix: int = 2
+    """Number of moments of an element of a layer's matrix: Muon keeps only the first."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Formats:
         """Return the formats of a configuration."""
         wide = max(4, BYTES[config.precision.compute])
         sent = 2 if config.precision.reduce == "bf16" else wide
-        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
+        moments = 2 if config.optimizer.moments == "bf16" else wide
+        return cls(BYTES[config.precision.compute], wide, sent, moments, 1 if config.optimizer.name == "muon" else 2)
 
     def itemsize(self, row: Buffer) -> int:
         """Return the bytes per element of a buffer."""
@@ -85,9 +88,12 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
             if row.alias is None and row.lasting:
                 total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * formats.itemsize(row)
         # neither padding of the shard nor of the vocabulary belongs to a tensor
-        held = sum(span.stop - span.start for _, span, _ in flat.shard_ranges(stage.table))
-        if flat.trained and held:
-            total[MOMENTS + HOST * flat.main_on_host] += 2 * held * formats.moments
+        held = (
+            (formats.of_matrix if entry.is_matrix else 2, span) for entry, span, _ in flat.shard_ranges(stage.table)
+        )
+        moments = sum(count * (span.stop - span.start) for count, span in held)
+        if flat.trained and moments:
+            total[MOMENTS + HOST * flat.main_on_host] += moments * formats.moments
     return StatePlan(dict(total))
 
 

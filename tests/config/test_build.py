@@ -83,7 +83,7 @@ def test_the_tag_chooses_the_class() -> None:
         ("dry_run", "perhaps", "dry_run = 'perhaps': must be true, false or all"),
         ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 numbers"),
         ("optimizer.betas", [0.9, "b"], "optimizer.betas[1] = 'b': must be a number"),
-        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam or lamb"),
+        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam, lamb or muon"),
         ("sample.prompts", "x", "sample.prompts = 'x': must be a list of strings"),
         ("parallel.zero", 4, "parallel.zero = 4: must be 0, 1, 2 or 3"),
     ],

@@ -59,6 +59,15 @@ CONTRADICTIONS = {
         "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; use [optimizer], or set "
         "parallel.zero=3"
     ),
+    "optimizer=muon optimizer.moments=bf16 optimizer.momentum=0.999": (
+        "optimizer.momentum = 0.999: bf16 moments have 8 bits of precision"
+    ),
+    "optimizer=muon optimizer.adjust_lr=spectral": (
+        "optimizer.adjust_lr = 'spectral': must be match_rms_adamw or original"
+    ),
+    "optimizer=muon metrics.trust_ratios=true": (
+        "metrics.trust_ratios = true: only LAMB has trust ratios; use false, or set optimizer=lamb"
+    ),
     "optimizer=lamb optimizer.moments=bf16": (
         "optimizer.betas[1] = 0.999: bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has "
         "no effect; use 0.99, or set optimizer.moments=fp32"
@@ -69,7 +78,7 @@ CONTRADICTIONS = {
     "precision=fp64 precision.reduce=bf16": (
         "precision.reduce = bf16: is too coarse for fp64; use fp32, which keeps sums in fp64"
     ),
-    "metrics.trust_ratios=true": "metrics.trust_ratios = true: Adam has no trust ratios; use false, or set "
+    "metrics.trust_ratios=true": "metrics.trust_ratios = true: only LAMB has trust ratios; use false, or set "
     "optimizer=lamb",
     "model.attention=flash_attn precision=bf16 compile=true": (
         "model.attention = flash_attn: cannot be compiled, and compile = true; set model.attention=auto or "

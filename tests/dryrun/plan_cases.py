@@ -15,7 +15,14 @@ from tests.parallel.cases import devices, keys_of, layout_of
 
 LEFT_OUT = (
     *("exchange", "products"),  # a dry run sends nothing, and its device always adds in the product
-    *("full_layers", "attention_sinks", "biased", "clamped_swiglu"),  # test_plans has plans of these
+    *(
+        "full_layers",
+        "attention_sinks",
+        "biased",
+        "clamped_swiglu",
+        "muon",
+        "muon_heads",
+    ),  # test_plans has plans of these
 )
 FACTORS = {
     name: tuple(value for value in values if value not in LEFT_OUT)

@@ -73,7 +73,7 @@ def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) ->
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 23))
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize("optimizer", ["adam", "lamb", "muon"])
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     words = [*SYNTHETIC, f"optimizer={optimizer}", "model.dropout=0.1", "precision=bf16", "lr_schedule.decay_steps=8"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -137,7 +137,7 @@ def test_hydras_own_options_work() -> None:
     assert "kind: gpt" in job.stdout
     usage = called("pretrain", "--help")
     assert usage.returncode == 0, usage.stderr
-    for expected in ("config: deepseek_v3_671b, gpt2_124m", "model:", "optimizer: adam, lamb", "dry_run: false"):
+    for expected in ("config: deepseek_v3_671b, gpt2_124m", "model:", "optimizer: adam, lamb, muon", "dry_run: false"):
         assert expected in usage.stdout
 
 

@@ -16,6 +16,7 @@ import pytest
 from pangu.common.errors import UserError
 from pangu.config.build import keys_of
 from pangu.config.data import StreamData, TokenizerConfig
+from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.translation.checked import hydra_value
 from pangu.interop.translation.launch_script import read_command, read_flags
@@ -159,6 +160,22 @@ def test_experts_pipeline_and_recompute_of_megatron() -> None:
     assert (parallel.schedule, parallel.virtual_stages, parallel.context_kind) == ("interleaved", 2, "ulysses")
     assert (translated.memory.recompute, translated.optimizer.clip, translated.precision.reduce) == (3, None, "bf16")
     assert (translated.train.steps, schedule.shape, schedule.decay_steps, schedule.warmup_steps) == (100, "wsd", 20, 10)
+
+
+def test_muon_of_megatron() -> None:
+    words = shlex.split(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
+        "--global-batch-size 64 --train-iters 64 --vocab-size 99 --tokenizer-type NullTokenizer --mock-data "
+        "--optimizer dist_muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --adam-beta2 0.95 "
+        "--muon-tp-mode duplicated"
+    )
+    optimizer = built(translate("megatron", *words)).optimizer
+    assert isinstance(optimizer, MuonConfig)
+    assert (optimizer.momentum, optimizer.nesterov, optimizer.adjust_lr) == (0.9, False, "match_rms_adamw")
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 0.01)
+    refused = translate("megatron", *words, "--muon-scale-mode", "unit_rms_norm", "--muon-no-split-qkv")
+    assert "--muon-extra-scale-factor 0.2: optimizer.adjust_lr=match_rms_adamw is" in refused.stdout
+    assert "--muon-no-split-qkv: queries, keys and values" in refused.stdout
 
 
 def test_deepspeed() -> None:

@@ -75,6 +75,12 @@ ROTATIONS = {
 }
 VALUES = {"sparse": SPARSE, "latent": LATENT}
 LATENT_NEEDS = {"kind": "gpt", "positions": "rope", "head_dim": "null", "kv_heads": "null", "qk_norm": "false"}
+OPTIMIZERS = {
+    "adam": "optimizer=adam",
+    "lamb": "optimizer=lamb",
+    "muon": "optimizer=muon",
+    "muon_heads": "optimizer=muon optimizer.split_heads=true",
+}
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
     "schedule": tuple(CHUNKS),
@@ -104,7 +110,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "rows": tuple(ROWS),
     "micro_batches": ("1", "2", "3", "4"),
     "micro_size": ("1", "2"),
-    "optimizer": ("adam", "lamb"),
+    "optimizer": tuple(OPTIMIZERS),
     "matmul": ("compute", "fp8"),
     "frozen": tuple(FROZEN),
     # the model
@@ -289,7 +295,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"batch.global_size={sequences(case, *others)}",
         # one process has to compute as many sequences together
         f"batch.micro_size={math.lcm(int(case['micro_size']), int(case['balance_sequences']))}",
-        f"optimizer={case['optimizer']}",
+        *OPTIMIZERS[case["optimizer"]].split(),
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
         *DROPOUT[case["dropout"]].split(),

@@ -57,7 +57,7 @@ FACTORS = {
     "attention": ("reference", "auto"),
     "dropout": tuple(DROPOUT),
     "rows": tuple(ROWS),
-    "optimizer": ("adam", "lamb"),
+    "optimizer": ("adam", "lamb", "muon"),
     "kind": ("pangu", "gpt"),
     "norm": ("layernorm", "rmsnorm"),
     "activation": ("gelu_tanh", "swiglu"),
@@ -256,9 +256,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, str], P
 def test_every_layout_continues_every_other(
     after: Layout, ranks: Ranks, saved: Callable[[Layout, str], Path], tmp_path: Path
 ) -> None:
-    """fp64, both optimizers by turns."""
+    """fp64, the optimizers by turns."""
     for number, before in enumerate(LAYOUTS):
-        optimizer = ("adam", "lamb")[number % 2]
+        optimizer = ("adam", "lamb", "muon")[number % 3]
         checkpoint, expected = saved(before, optimizer), unbroken(optimizer)
         job = (resume, after, checkpoint, str(tmp_path / str(number)), *words(after, optimizer))
         weights = ranks.run(after.world, *job)[0].second

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from pangu.optim.moments import MOMENTS
 from pangu.topology.layout import Layout
 from pangu.training.faults import find_non_finite
-from pangu.training.step import MOMENTS
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks
 

@@ -57,6 +57,7 @@ PASSED_ON = {
     # a tag chooses the class that is built
     "AdamConfig.name",
     "LambConfig.name",
+    "MuonConfig.name",
     "StdlibData.kind",
     "IndexedData.kind",
     "StreamData.kind",
@@ -166,6 +167,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "data.max_bad=1",
             "validation.every=1",
             "model.mtp_layers=1",
+            "optimizer=muon",
             *quiet,
         ),
         ("data=synthetic", "precision=fp16", "faults.straggler_every=1", patterns[1], *relative, *quiet, *EXPERTS),

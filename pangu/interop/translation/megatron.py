@@ -299,6 +299,22 @@ def _optimizer(source: Translation) -> None:
     betas = [source.number("adam-beta1"), source.number("adam-beta2")]
     source.set("optimizer.betas", betas, "adam-beta1", "adam-beta2")
     source.set("optimizer.clip", source.number("clip-grad") or None, "clip-grad")
+    if source.get("optimizer") == "muon":
+        _muon(source)
+
+
+def _muon(source: Translation) -> None:
+    source.copy(source.number, "muon-momentum")
+    source.copy(source.integer, "muon-num-ns-steps")
+    source.set("optimizer.nesterov", source.flag("muon-nesterov"), "muon-nesterov")
+    names = ("muon-scale-mode", "muon-extra-scale-factor")
+    known = {("spectral", 0.2): "match_rms_adamw", ("shape_scaling", 1.0): "original"}
+    rule = known.get((source.text(names[0]) or "", source.number(names[1]) or 0.0))
+    if rule is None:
+        source.lacks(names[1], "muon_scale")
+    else:
+        source.set("optimizer.adjust_lr", rule, *names)
+    source.differs("muon_whole")
 
 
 def _schedule(source: Translation) -> None:
