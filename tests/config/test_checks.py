@@ -318,8 +318,9 @@ def test_all_contradictions_at_once() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
     chosen = config(f"+config={recipe}", "dry_run=true")
-    # the replicas of one pipeline stage and tensor slice hold DeepSeek-V3's experts together
-    assert check(chosen, 1) == max(1, chosen.parallel.expert // chosen.parallel.tensor)
+    parallel = chosen.parallel
+    # the replicas of one pipeline stage and tensor slice hold an expert each, or as much of it as the slice
+    assert check(chosen, 1) == max(1, parallel.expert * (parallel.expert_tensor or parallel.tensor) // parallel.tensor)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ PUBLISHED = {
     "llama3_70b": 70_553_706_496,
     "qwen3_8b": 8_190_735_360,
     "qwen3_30b_a3b": 30_532_122_624,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     # 671,026,419,200 with the biases by which the experts of 58 layers are chosen
     "deepseek_v3_671b": 671_026_419_200 - 58 * 256,
 }
@@ -41,9 +43,11 @@ ACTIVE = {
     "pangu_pro_moe": 16_498_136_448,
     "qwen3_30b_a3b": 3_353_032_704,
     "deepseek_v3_671b": 37_552_282_624,
+    "gpt_oss_20b": 4_187_440_704,
+    "gpt_oss_120b": 5_711_982_912,
 }
-"""Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411), 3.3 (Yang et al. 2025) and
-37 (arXiv 2412.19437, without one of two embeddings)."""
+"""Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411), 3.3 (Yang et al. 2025),
+37 (arXiv 2412.19437, without one of two embeddings), and 3.6 and 5.1 (arXiv 2508.10925, without it)."""
 
 
 GPT3 = {
