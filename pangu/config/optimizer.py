@@ -116,7 +116,7 @@ class MuonConfig:
     """Decay rate of the momentum of matrices."""
     nesterov: bool
     """Use Nesterov's form of the momentum."""
-    steps: Count
+    ns_steps: Count
     """Newton-Schulz iterations of each update, in bf16 (in fp32 and fp64 where that is the compute format)."""
     adjust_lr: Literal["match_rms_adamw", "original"]
     """Factor on the update of a matrix. `match_rms_adamw`: 0.2 x sqrt(max(rows, columns)), so that the learning rate

@@ -273,6 +273,11 @@ class Fp8Scales:
         self.amax.zero_()
         self._set()
 
+    def forget_step(self) -> None:
+        """Forget the magnitudes of a failed step; weights are cast, and so noted, again."""
+        self.amax.zero_()
+        self.fresh.clear()
+
     def _set(self) -> None:
         top = self._history.amax(0)
         # biased exponents as in fp32, where 127 means 1

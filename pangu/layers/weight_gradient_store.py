@@ -59,6 +59,10 @@ class WeightGradientStore:
         finally:
             self._open = None
 
+    def clear(self) -> None:
+        """Forget what a failed step has postponed."""
+        self._stored.clear()
+
     def put(
         self, parameter: Tensor, part: Tensor, region: TensorRegion, gradient: Callable[[Tensor], Tensor | None]
     ) -> None:

@@ -109,7 +109,8 @@ class LanguageModel(nn.Module):
         self._sequence_kernel = sequence_kernel(options.kernel, config.attention_sinks, drops)
         if config.sparse is not None:
             self._pattern = lru_cache(1)(BlockPattern.of)
-        self._lasting_kernel = lru_cache(1 if config.full_layers is None else 2)(self._new_kernel)
+        self._slides = sorted({config.slides(layer) for layer in range(config.num_blocks)})
+        self._lasting_kernel = lru_cache(len(self._slides))(self._new_kernel)
         self.context = build.context
         if build.context is not None:
             recompute = "attention" in options.recompute_parts
@@ -239,9 +240,12 @@ class LanguageModel(nn.Module):
             bias = self.position_bias(length, dtype, device)
             self.hooks.after("position_bias", positions)
         sparse = None if config.sparse is None else self._pattern(config.sparse, length, device)
-        mask = AttentionMask(documents, None, batch.bounds, sparse)
-        terms = MaskAndBias(mask, bias, length, dtype, device, first)
-        kernels = self._kernels_of(terms, batch.part is not None)
+        lasts = documents is None and not first and config.positions != "relative"
+        make, kernels = self._lasting_kernel if lasts else self._new_kernel, list[Kernel]()
+        # all parts of a model make the kernels of both kinds, so that memory does not depend on where the model is cut
+        for slides in self._slides:
+            mask = AttentionMask(documents, config.window if slides else None, batch.bounds, sparse)
+            kernels.append(make(MaskAndBias(mask, bias, length, dtype, device, first), batch.part is not None))
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions, batch.part) if keys is not None and drops else None
         if config.positions == "rope":
@@ -252,17 +256,8 @@ class LanguageModel(nn.Module):
         routes = None
         if config.experts is not None:
             routes = Routes(None if batch.padding is None else batch.padding.t())
-        return ForwardContext(kernels, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
-
-    def _kernels_of(self, terms: MaskAndBias, shares: bool) -> tuple[Kernel, Kernel]:
-        """Return the kernels of layers without and with `window`; one of them twice if all layers are of a kind."""
-        # all parts of a model make both, so that their memory does not depend on where the model is cut
-        lasts = terms.mask.documents is None and not terms.first and self.config.positions != "relative"
-        make, window = self._lasting_kernel if lasts else self._new_kernel, self.config.window
-        slides = {self.config.slides(layer) for layer in range(self.config.num_blocks)}
-        masks = {one: replace(terms.mask, window=window if one else None) for one in slides}
-        made = {one: make(replace(terms, mask=mask), shares) for one, mask in masks.items()}
-        return made.get(False) or made[True], made.get(True) or made[False]
+        both = kernels[0], kernels[-1]
+        return ForwardContext(both, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
 
     def _new_kernel(self, terms: MaskAndBias, shares: bool) -> Kernel:
         if shares:

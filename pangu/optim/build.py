@@ -89,7 +89,7 @@ def _muon(
     shapes = {one: of[one].matrix_shape(config.split_heads) for one in of if of[one].is_matrix}
     options: dict[str, Any] = {"moments": moments, "shapes": shapes, "reuse_gradients": True}
     options |= {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
-    options |= {"steps": config.steps, "orthogonalize": None if whole is None else whole(placements)}
+    options |= {"ns_steps": config.ns_steps, "orthogonalize": None if whole is None else whole(placements)}
     return Muon(split, config.lr, config.betas, config.eps, config.weight_decay, **options)
 
 

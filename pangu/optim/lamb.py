@@ -7,7 +7,7 @@ tensor is a logical tensor or this rank's shard of one, and `sum_norms` adds the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,8 @@ class Lamb(Uncompiled):
     """Divisor of the gradients; with `found_inf` (1: skip the step, else 0) as in torch's fused kernels, in fp32."""
     sum_norms: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
     reuse_gradients = False
+    own_options: Mapping[str, Any] = {}
+    """Further options of the parameter groups of a subclass, with their defaults."""
     moments: torch.dtype | None = None
     kernels = UpdateKernels()
 
@@ -143,7 +145,7 @@ class Lamb(Uncompiled):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
         defaults |= {"eps_inside_root": eps_inside_root, "exclude_vectors": exclude_vectors, "max_ratio": max_ratio}
         self.moments = moments
-        super().__init__(params, {**defaults, "maximize": maximize})
+        super().__init__(params, {**defaults, "maximize": maximize, **self.own_options})
         if sum_norms is not None:
             self.sum_norms = sum_norms
         self.reuse_gradients = reuse_gradients
@@ -241,10 +243,7 @@ class Lamb(Uncompiled):
             for tensor in group["params"]:
                 if tensor.grad is None:
                     continue
-                if tensor.grad.is_sparse:
-                    raise UserError(
-                        "a gradient is sparse, and LAMB needs dense ones; use nn.Embedding(..., sparse=False)"
-                    )
+                require_dense(tensor.grad)
                 state = self.state[tensor]
                 excluded = group["exclude_vectors"] and tensor.dim() < 2
                 key = (id(group), id(state["step"]), tensor.dtype, tensor.device, excluded)
@@ -338,6 +337,14 @@ class Lamb(Uncompiled):
             factors, lr = list(torch._foreach_mul(factors, lr.reshape(()))), 1.0
         weights, updates = ([getattr(flat, name) for flat in batch.flats] for name in ("weights", "update"))
         torch._foreach_addcmul_(weights, updates, factors, value=-lr)
+
+
+def require_dense(gradient: Tensor) -> None:
+    """Raise `UserError` for a sparse gradient."""
+    if gradient.is_sparse:
+        raise UserError(
+            "a gradient is sparse, and this optimizer needs dense ones; use nn.Embedding(..., sparse=False)"
+        )
 
 
 def _most(device: torch.device) -> int:

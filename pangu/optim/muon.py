@@ -15,9 +15,13 @@ from torch import Tensor
 
 from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
-from pangu.optim.lamb import Lamb
+from pangu.optim.lamb import Lamb, require_dense
 from pangu.optim.moments import MOMENTS
 from pangu.optim.newton_schulz import orthogonalize, scale_of
+
+RULES = "match_rms_adamw", "original"
+"""Values of `adjust_lr`, see `scale_of`."""
+_KEPT = "_shapes", "_dtype", "_orthogonalize"
 
 
 class Muon(Lamb):
@@ -30,14 +34,14 @@ class Muon(Lamb):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
-        steps: int = 5,
+        ns_steps: int = 5,
         adjust_lr: str = "match_rms_adamw",
         dtype: torch.dtype | None = None,
         moments: torch.dtype | None = None,
@@ -55,7 +59,7 @@ class Muon(Lamb):
             weight_decay: Decoupled weight decay λ of both.
             momentum: Decay rate μ.
             nesterov: True for Nesterov's form of the momentum.
-            steps: Number of Newton-Schulz iterations.
+            ns_steps: Number of Newton-Schulz iterations.
             adjust_lr: `match_rms_adamw`: s = 0.2 √max(rows, columns), the size of AdamW's updates; `original`: s =
                 √max(1, rows / columns). As `adjust_lr_fn` of `torch.optim.Muon`.
             dtype: Format of the iterations; None: that of the tensors.
@@ -69,13 +73,15 @@ class Muon(Lamb):
         Raises:
             UserError: A tensor of a group with `matrices` is no matrix, or an option is out of range.
         """
-        self._shapes, self._rule, self._nesterov, self._dtype = shapes, adjust_lr, nesterov, dtype
-        self._steps, self._orthogonalize = steps, orthogonalize
-        own = {"adapt": False, "momentum": momentum, "matrices": True}
-        given = list(params)
-        groups = [own | group for group in (given if isinstance(given[0], dict) else [{"params": given}])]
+        self._shapes, self._dtype, self._orthogonalize = shapes, dtype, orthogonalize
+        self.own_options = {"adapt": False, "matrices": True, "momentum": momentum, "nesterov": nesterov}
+        self.own_options |= {"ns_steps": ns_steps, "adjust_lr": adjust_lr}
         options: dict[str, Any] = {"exclude_vectors": False, "moments": moments, "reuse_gradients": reuse_gradients}
-        super().__init__(groups, lr, betas, eps, weight_decay, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add and check a parameter group; raise `UserError` for what is no matrix or an option out of range."""
@@ -83,6 +89,10 @@ class Muon(Lamb):
         group = self.param_groups[-1]
         if not 0 <= group["momentum"] < 1:
             raise UserError(f"momentum = {group['momentum']}: must be at least 0 and below 1")
+        if not isinstance(group["ns_steps"], int) or group["ns_steps"] < 1:
+            raise UserError(f"ns_steps = {group['ns_steps']}: must be a whole number of at least 1")
+        if group["adjust_lr"] not in RULES:
+            raise UserError(f"adjust_lr = {group['adjust_lr']}: must be one of {', '.join(RULES)}")
         for tensor in group["params"]:
             if group["matrices"] and self._shapes is None and tensor.dim() != 2:
                 raise UserError(f"params: a tensor of shape {list(tensor.shape)} is no matrix; set matrices=False")
@@ -101,13 +111,12 @@ class Muon(Lamb):
         parts = [(group, part) for group in groups for part in _parts(group["params"])]
         updates = [self._moved(group, part) for group, part in parts]
         # a rank without a shard of any matrix still takes part in it
-        flat = [update for of_part in updates for update in of_part]
         if self._orthogonalize is None:
-            shapes = [self._shape(one) for _, part in parts for one in part]
-            blocks = [update.view(-1, *shape) for update, shape in zip(flat, shapes, strict=True)]
-            orthogonalize([*chain(*blocks)], self._steps, self._dtype)
+            for (group, part), of_part in zip(parts, updates, strict=True):
+                blocks = (update.view(-1, *self._shape(one)) for one, update in zip(part, of_part, strict=True))
+                orthogonalize([*chain(*blocks)], group["ns_steps"], self._dtype)
         else:
-            self._orthogonalize(flat)
+            self._orthogonalize([*chain(*updates)])
         for (group, part), of_part in zip(parts, updates, strict=True):
             self._apply_matrices(group, part, of_part)
         steps = (self.state[one]["step"] for _, part in parts for one in part)
@@ -128,6 +137,8 @@ class Muon(Lamb):
         applied, beta, dtype = self._applied_on(tensors[0].device), group["momentum"], tensors[0].dtype
         wide = torch.promote_types(dtype, torch.float32)
         updates = [one.grad.to(wide, copy=not self.reuse_gradients) for one in tensors if one.grad is not None]
+        if group["maximize"]:
+            torch._foreach_neg_(updates)
         if self.grad_scale is not None:
             torch._foreach_div_(updates, self.grad_scale.to(tensors[0].device))
         for update in updates:
@@ -137,9 +148,9 @@ class Muon(Lamb):
         decay = torch.full((), beta, dtype=wide, device=applied.device).masked_fill_(applied == 0, 1.0)
         torch._foreach_mul_(moments, decay)
         torch._foreach_add_(moments, updates, alpha=1 - beta)
-        if moments[0] is not kept[0]:
+        if any(moment is not own for moment, own in zip(moments, kept, strict=True)):
             torch._foreach_copy_(kept, moments)
-        if self._nesterov:
+        if group["nesterov"]:
             torch._foreach_mul_(updates, 1 - beta)
             torch._foreach_add_(updates, moments, alpha=beta)
         else:
@@ -148,17 +159,21 @@ class Muon(Lamb):
 
     def _apply_matrices(self, group: dict[str, Any], tensors: list[Tensor], updates: list[Tensor]) -> None:
         rate = self._applied_on(tensors[0].device).to(updates[0].dtype) * group["lr"]
-        torch._foreach_mul_(updates, [scale_of(self._shape(one), self._rule) for one in tensors])
+        torch._foreach_mul_(updates, [scale_of(self._shape(one), group["adjust_lr"]) for one in tensors])
         torch._foreach_add_(updates, tensors, alpha=group["weight_decay"])
         torch._foreach_addcmul_(tensors, updates, [rate] * len(tensors), value=-1)
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors that have a gradient, in parts whose moments may be copied in a wider format."""
+    """Yield the tensors that have a gradient, in parts of one format whose moments may be copied in a wider one."""
     part: list[Tensor] = []
     elements = 0
-    for tensor in (one for one in tensors if one.grad is not None):
-        if part and elements + tensor.numel() > UPDATED_AT_ONCE:
+    for tensor in tensors:
+        if tensor.grad is None:
+            continue
+        require_dense(tensor.grad)
+        unlike = part and (tensor.dtype, tensor.device) != (part[0].dtype, part[0].device)
+        if unlike or (part and elements + tensor.numel() > UPDATED_AT_ONCE):
             yield part
             part, elements = [], 0
         part.append(tensor)

@@ -269,7 +269,7 @@ class StageProgram:
 def _iterations(config: RunConfig, shape: tuple[int, ...], count: int) -> Iterator[Matmul]:
     """Yield the matmuls that orthogonalize `count` matrices of a shape."""
     assert config.optimizer.name == "muon"
-    (short, long), steps = sorted(shape), config.optimizer.steps
+    (short, long), steps = sorted(shape), config.optimizer.ns_steps
     for columns, depth in ((short, long), (short, short), (long, short)):
         yield Matmul(short, columns, depth, count, steps)
 

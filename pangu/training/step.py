@@ -214,6 +214,10 @@ class Trainer:
         except BaseException:
             if self.check is not None:
                 self.check.stop()
+            if self.runner.store is not None:
+                self.runner.store.clear()
+            if self.scales is not None:
+                self.scales.forget_step()
             raise
         self.doing = "adding up gradients"
         # the last reductions have overlapped the backward pass until here

@@ -26,7 +26,7 @@ class WholeMatrices:
 
     def __init__(self, stage: StageParameters, mesh: Mesh, compute: str, config: MuonConfig) -> None:
         """Prepare the exchanges; `compute`: compute format."""
-        self._dtype, self._steps, self._mesh = FORMATS[compute], config.steps, mesh
+        self._dtype, self._steps, self._mesh = FORMATS[compute], config.ns_steps, mesh
         self._rounds = [
             (one, mesh.group("expert_shard" if experts else "shard"), mesh.group("tensor"))
             for experts, rounds in matrix_rounds(stage, config.split_heads).items()

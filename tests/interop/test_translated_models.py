@@ -130,7 +130,7 @@ LOST = {
     "no positions": ("--no-position-embedding", "--no-position-embedding: changes what the model computes"),
     "other layers": ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec ["),
     "another objective": ("--label-smoothing 0.1", "--label-smoothing 0.1: an objective other"),
-    "another optimizer": ("--optimizer muon", "--optimizer muon: this value has no counterpart"),
+    "another optimizer": ("--optimizer sgd", "--optimizer sgd: this value has no counterpart"),
     "an unknown option": ("--gated-delta-net 3", "--gated-delta-net 3: is unknown, and may change the model"),
     "other scores of groups": (
         "--num-experts 16 --moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",

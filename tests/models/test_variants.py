@@ -90,7 +90,7 @@ VARIANTS: list[dict[str, object]] = [
     {"sparse": FixedSparsity("fixed", 2, 2, 1)},
     {"sparse": StridedSparsity("strided", 2, 1, 3), "kv_heads": 2, "positions": "relative", "residual_scores": True},
     {"sparse": BigBirdSparsity("bigbird", 3, 1, 1, 1, seed=4), "window": 19, "positions": "alibi"},
-    {"activation": "clamped_swiglu", "ffn": 40, "init_std": 1.5},
+    {"activation": "clamped_swiglu", "ffn": 40, "init_std": 0.5},
     {
         "experts": 4,
         "activation": "clamped_swiglu",

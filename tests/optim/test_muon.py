@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,47 @@ def test_a_saved_or_copied_state_continues_alike() -> None:
     loaded = Muon(weights, 0.02)
     loaded.load_state_dict(saved)
     assert all(map(torch.equal, train(loaded, weights, range(2, 4)), expected))
+
+
+def test_copies_and_formats_side_by_side_continue_alike() -> None:
+    """A part of the tensors has one format, whatever the first one has."""
+    for formats in ((torch.float32, torch.bfloat16), (torch.float64, torch.float32)):
+        tensors = [matrix.to(dtype) for matrix, dtype in zip(matrices(0, torch.float64), formats, strict=False)]
+        alone = [tensor.clone() for tensor in tensors]
+        together, apart = Muon(tensors, 0.02), [Muon([tensor], 0.02) for tensor in alone]
+        for step in range(3):
+            together = copy.deepcopy(together) if step == 1 else together
+            (group,) = together.param_groups
+            for mine, theirs, gradient in zip(group["params"], alone, matrices(step, torch.float64), strict=False):
+                mine.grad, theirs.grad = gradient.to(mine.dtype), gradient.to(mine.dtype)
+            for optimizer in (together, *apart):
+                optimizer.step()
+        assert all(map(torch.equal, together.param_groups[0]["params"], alone))
+
+
+def test_a_group_may_be_added_and_maximized() -> None:
+    up, down = torch.ones(3, 5), torch.ones(3, 5)
+    optimizer = Muon([up], 0.02, weight_decay=0.0)
+    optimizer.add_param_group({"params": [down], "maximize": True})
+    up.grad = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    down.grad = up.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(1 - up, down - 1)
+    assert not torch.equal(up, torch.ones(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ns_steps": 0}, "ns_steps = 0: must be a whole number of at least 1"),
+        ({"ns_steps": 2.5}, "ns_steps = 2.5: must be a whole number"),
+        ({"adjust_lr": "spectral"}, "adjust_lr = spectral: must be one of match_rms_adamw, original"),
+        ({"momentum": 1}, "momentum = 1: must be at least 0 and below 1"),
+    ],
+)
+def test_names_options_out_of_range(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Muon([torch.zeros(2, 2)], **options)
 
 
 def test_other_tensors_get_adamw() -> None:

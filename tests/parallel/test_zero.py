@@ -75,6 +75,7 @@ def gradients_after_a_failure(rank: int, world: int, layout: Layout, fails: bool
         (Layout(data=2, zero=1), ()),
         (Layout(data=2, zero=2), ()),
         (Layout(data=2, zero=3), ("memory.recompute=full",)),
+        (Layout(), ("parallel.schedule=zb_h1",)),
     ],
     ids=str,
 )
@@ -88,3 +89,27 @@ def test_a_step_after_one_that_failed_in_backward_computes_the_same(
     )
     for name, gradient in first.items():
         assert torch.equal(again[name], gradient), name
+
+
+def test_magnitudes_of_a_failed_step_set_no_scales_of_fp8() -> None:
+    """The failed one has a norm 64 times as large."""
+    found = []
+    for fails in (False, True):
+        trainer, batches = small_trainer(Layout(), *OVERRIDES, "precision=fp8")
+        norm = trainer.model.get_parameter("layers.0.attention_norm.weight")
+        if fails:
+
+            def stop(*_: object) -> None:
+                raise MemoryError
+
+            kept, hook = norm.detach().clone(), norm.register_hook(stop)
+            norm.data.mul_(64)
+            with pytest.raises(MemoryError):
+                trainer.forward_backward(batches)
+            hook.remove()
+            norm.data.copy_(kept)
+        trainer.forward_backward(batches)
+        trainer.read(trainer.update())
+        assert trainer.scales is not None
+        found.append(trainer.scales.scale.clone())
+    assert torch.equal(*found)
