@@ -24,7 +24,7 @@ from pangu.config.build import build
 from pangu.config.data import DataConfig
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
-from pangu.models.parameters import logical_shapes, only_predicts
+from pangu.models.parameters import is_of_mtp, logical_shapes
 from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
@@ -130,7 +130,7 @@ def load_weights(
         shapes |= part
     if layers is not None:
         alone = shapes.keys() ^ {name for name in index["tensors"] if name.startswith("weight/")}
-        alone = {name for name in alone if only_predicts(name.removeprefix("weight/"), layers)}
+        alone = {name for name in alone if is_of_mtp(name.removeprefix("weight/"), layers)}
         if alone and mesh.is_first:
             where = "left out" if alone & index["tensors"].keys() else "not in it, they begin at random"
             log.warning("%s: %d tensors of multi-token prediction: %s", path, len(alone), where)

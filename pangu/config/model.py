@@ -249,17 +249,17 @@ class ModelConfig:
         is_expert = place >= 0 and place % self.expert_every == self.expert_every - 1
         return self.experts is not None and is_expert and layer != self.query_layer
 
-    def slides(self, layer: int) -> bool:
+    def has_window(self, layer: int) -> bool:
         """Return whether a layer attends within `window` only."""
         return self.window is not None and not is_among(layer, self.full_layers)
 
-    def rotates(self, layer: int) -> bool:
+    def has_rope(self, layer: int) -> bool:
         """Return whether the queries and keys of a layer rotate."""
         return self.positions == "rope" and not is_among(layer, self.nope_layers)
 
     def kind_of_layer(self, layer: int) -> tuple[bool, ...]:
         """Return what a layer computes: layers of equal kinds compute alike, with weights of equal shapes."""
-        return layer == self.query_layer, self.has_experts(layer), self.slides(layer), self.rotates(layer)
+        return layer == self.query_layer, self.has_experts(layer), self.has_window(layer), self.has_rope(layer)
 
     @property
     def num_blocks(self) -> int:

@@ -40,16 +40,16 @@ class Batch:
     """Context-parallel part that tokens, labels, weights and positions (not `documents`) hold. None: full sequence."""
     padding: Tensor | None = None
     """Mask of the padding after all documents, within the sequence or the part, bool; None: no padding."""
-    ahead: Tensor | None = None
-    """Labels of multi-token prediction, int64 [batch, modules, sequence]; None: no module computes (`look_ahead`)."""
-    ahead_weights: Tensor | None = None
-    """Loss weights of `ahead`."""
+    mtp_labels: Tensor | None = None
+    """Labels of multi-token prediction, int64 [batch, modules, sequence] (`with_mtp_targets`); None: none computes."""
+    mtp_weights: Tensor | None = None
+    """Loss weights of `mtp_labels`."""
 
     def cut(self, part: ContextRank | None) -> Batch:
         """Return the batch with only `part` of the sequence; None: all of it."""
         if part is None:
             return self
-        names = ("tokens", "labels", "weights", "positions", "padding", "ahead", "ahead_weights")
+        names = ("tokens", "labels", "weights", "positions", "padding", "mtp_labels", "mtp_weights")
         tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         cut: dict[str, Any] = {name: part.cut(tensor, -1) for name, tensor in tensors.items()}
         return replace(self, **cut, part=part)

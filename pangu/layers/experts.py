@@ -176,7 +176,7 @@ class Router(nn.Module):
     def _shares(self, totals: Tensor, choices: int | Tensor, dtype: torch.dtype) -> Tensor:
         """Return the share of each expert in the choices of the sequences that are counted together, [batch, experts].
 
-        `totals`: choices per expert in each sequence [batch, experts], in all `choices`.
+        `totals`: choices per expert in each sequence [batch, experts]; `choices`: their sum over the experts.
         """
         batch, first = len(totals), 0
         # less than the option says only where a layer is timed on one rank

@@ -119,7 +119,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.head_size
         self.sinks = build.optional("sinks")
-        self.slides, self.rotates = config.slides(number), config.rotates(number)
+        self.has_window, self.has_rope = config.has_window(number), config.has_rope(number)
         if number == config.query_layer:
             self.query = ColumnParallelLinear(build, "query", from_table=True)
             self.key_value = ColumnParallelLinear(build, "key_value")
@@ -145,11 +145,11 @@ class Attention(nn.Module):
         query, key, value = map(partial(split_heads, size=self.head_size), projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if context.rotary is not None and self.rotates:
+        if context.rotary is not None and self.has_rope:
             query, key = context.rotary(query), context.rotary(key)
         if context.cache is not None:
             key, value = context.cache.append(self, context.first, key, value)
-        kernel = context.kernels[self.slides]
+        kernel = context.kernels[self.has_window]
         attended, scores = self.core(QKV(query, key, value), kernel, context.keys, below, self.sinks)
         return HiddenStates(self.output(merge_heads(attended)), scores)
 

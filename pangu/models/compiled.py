@@ -87,7 +87,7 @@ class CompiledBlocks:
         # the number of rows of an expert varies: no graph of fixed shapes
         if not torch.is_grad_enabled() or not isinstance(block.mlp, FeedForward):
             return checkpointed(block, below, context, queries, on=on)
-        keys, kernel = context.keys, context.kernels[block.attention.slides]
+        keys, kernel = context.keys, context.kernels[block.attention.has_window]
         if keys is not None:
             dropouts = block.attention.core.dropout, block.attention_dropout, block.mlp_dropout
             if not isinstance(kernel, Reference):

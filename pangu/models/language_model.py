@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
-from pangu.data.ahead import all_targets
 from pangu.data.batch import Batch
+from pangu.data.mtp_targets import all_targets
 from pangu.layers.attention import KVCache
 from pangu.layers.biases import make_bias
 from pangu.layers.block_pattern import BlockPattern
@@ -109,8 +109,8 @@ class LanguageModel(nn.Module):
         self._sequence_kernel = sequence_kernel(options.kernel, config.attention_sinks, drops)
         if config.sparse is not None:
             self._pattern = lru_cache(1)(BlockPattern.of)
-        self._slides = sorted({config.slides(layer) for layer in range(config.num_blocks)})
-        self._lasting_kernel = lru_cache(len(self._slides))(self._new_kernel)
+        self._windows = sorted({config.has_window(layer) for layer in range(config.num_blocks)})
+        self._lasting_kernel = lru_cache(len(self._windows))(self._new_kernel)
         self.context = build.context
         if build.context is not None:
             recompute = "attention" in options.recompute_parts
@@ -243,8 +243,8 @@ class LanguageModel(nn.Module):
         lasts = documents is None and not first and config.positions != "relative"
         make, kernels = self._lasting_kernel if lasts else self._new_kernel, list[Kernel]()
         # all parts of a model make the kernels of both kinds, so that memory does not depend on where the model is cut
-        for slides in self._slides:
-            mask = AttentionMask(documents, config.window if slides else None, batch.bounds, sparse)
+        for windowed in self._windows:
+            mask = AttentionMask(documents, config.window if windowed else None, batch.bounds, sparse)
             kernels.append(make(MaskAndBias(mask, bias, length, dtype, device, first), batch.part is not None))
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions, batch.part) if keys is not None and drops else None

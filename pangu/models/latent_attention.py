@@ -35,7 +35,7 @@ class LatentAttention(nn.Module):
         assert config.latent is not None
         assert number != config.query_layer
         self.sinks = build.optional("sinks")
-        self.slides = config.slides(number)
+        self.has_window = config.has_window(number)
         self.latent, self.head_size = config.latent, config.head_size
         self.down = ReplicatedLinear(build, "down")
         self.query_norm: nn.Module | None = None
@@ -53,23 +53,23 @@ class LatentAttention(nn.Module):
         self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
-        *down, latent, shared = self.down(x).split_with_sizes(self.down.widths, -1)
+        *down, latent, key_rope = self.down(x).split_with_sizes(self.down.widths, -1)
         latent = self.kv_norm(latent)
         # one head [batch, 1, sequence, rope_head_dim]
-        shared = self._rotated(split_heads(self.down.enter(shared), shared.shape[-1]), context)
+        key_rope = self._rotated(split_heads(self.down.enter(key_rope), key_rope.shape[-1]), context)
         query = split_heads(self.query(x if self.query_norm is None else self.query_norm(*down)), self.head_size)
-        still, turning = query.split_with_sizes([self.latent.nope_head_dim, self.latent.rope_head_dim], -1)
-        turning = self._rotated(turning, context)
+        query_nope, query_rope = query.split_with_sizes([self.latent.nope_head_dim, self.latent.rope_head_dim], -1)
+        query_rope = self._rotated(query_rope, context)
         if self.scale != 1:
-            still, turning = still * self.scale, turning * self.scale
+            query_nope, query_rope = query_nope * self.scale, query_rope * self.scale
         if context.cache is not None:
             whole = split_heads(self.down.enter(latent), latent.shape[-1])
-            (kept,) = context.cache.append(self, context.first, torch.cat([whole, shared], -1))
+            (kept,) = context.cache.append(self, context.first, torch.cat([whole, key_rope], -1))
             if context.first:
-                attended, scores = self._absorbed(still, turning, kept, context, below)
+                attended, scores = self._absorbed(query_nope, query_rope, kept, context, below)
                 return self.output(merge_heads(attended)), scores
-        query = torch.cat([still, turning], -1)
-        attended, scores = self._expanded(query, latent, shared, context, below)
+        query = torch.cat([query_nope, query_rope], -1)
+        attended, scores = self._expanded(query, latent, key_rope, context, below)
         return self.output(merge_heads(attended)), scores
 
     def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -80,31 +80,31 @@ class LatentAttention(nn.Module):
         self,
         query: Tensor,
         latent: Tensor,
-        shared: Tensor,
+        key_rope: Tensor,
         context: ForwardContext,
         below: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the keys and values of every head."""
         parts = self.key_value(latent).split_with_sizes(self.key_value.widths, -1)
         key, value = map(split_heads, parts, (self.latent.nope_head_dim, self.latent.value_head_dim))
-        key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], -1)
+        key = torch.cat([key, key_rope.expand(-1, key.shape[1], -1, -1)], -1)
         # the explicit kernel alone takes values of another size than keys
-        kernel = context.kernels[self.slides]
+        kernel = context.kernels[self.has_window]
         narrow = 0 if isinstance(kernel, Reference) else self.head_size - value.shape[-1]
         qkv = QKV(query, key, F.pad(value, (0, narrow)))
         attended, scores = self.core(qkv, kernel, context.keys, below, self.sinks)
         return attended[..., : self.latent.value_head_dim], scores
 
     def _absorbed(
-        self, still: Tensor, turning: Tensor, kept: Tensor, context: ForwardContext, below: Tensor | None
+        self, query_nope: Tensor, query_rope: Tensor, kept: Tensor, context: ForwardContext, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the cached vectors `kept`, as one key head for all: q (K c) = (q K) c, and V follows the sum."""
         keys, values = self.key_value.weight.split_with_sizes(self.key_value.widths)
-        heads = still.shape[1]
-        absorbed = torch.einsum("bhsn,hnr->bhsr", still, keys.unflatten(0, (heads, -1)))
+        heads = query_nope.shape[1]
+        absorbed = torch.einsum("bhsn,hnr->bhsr", query_nope, keys.unflatten(0, (heads, -1)))
         # kernels divide by the square root of the width that they see
-        query = torch.cat([absorbed, turning], -1) * math.sqrt(kept.shape[-1] / self.head_size)
-        kernel = context.kernels[self.slides]
+        query = torch.cat([absorbed, query_rope], -1) * math.sqrt(kept.shape[-1] / self.head_size)
+        kernel = context.kernels[self.has_window]
         attended, scores = self.core(QKV(query, kept, kept), kernel, context.keys, below, self.sinks)
         attended = attended[..., : self.latent.kv_rank]
         return torch.einsum("bhsr,hvr->bhsv", attended, values.unflatten(0, (heads, -1))), scores

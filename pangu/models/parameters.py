@@ -90,7 +90,7 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def only_predicts(name: str, layers: int) -> bool:
+def is_of_mtp(name: str, layers: int) -> bool:
     """Return whether a tensor belongs to multi-token prediction, and not to one of the model's own `layers`."""
     found = re.match(r"(?:mtp|layers\.(\d{1,9}))\.", name)
     return found is not None and (found[1] is None or int(found[1]) >= layers)

@@ -58,10 +58,10 @@ class Predictions(nn.ModuleDict):
 
         `table`: token embedding; `completes`: no other gradient of it follows in the backward pass.
         """
-        if batch.ahead is None:
+        if batch.mtp_labels is None:
             return []
         assert table is not None
         assert head is not None
-        ids = torch.cat([batch.labels, *batch.ahead[:, :-1].unbind(1)]).t()
+        ids = torch.cat([batch.labels, *batch.mtp_labels[:, :-1].unbind(1)]).t()
         words = vocab_parallel_lookup(ids, table, head.vocab, head.region, head.store, completes)
-        return list(words.chunk(batch.ahead.shape[1], 1))
+        return list(words.chunk(batch.mtp_labels.shape[1], 1))

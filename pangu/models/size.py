@@ -85,7 +85,7 @@ def layer_flops(config: ModelConfig, layer: int = 0, skips: bool = False) -> flo
     Grouped heads have smaller projections, but every query head still meets every key.
     """
     seen = 1.0
-    if skips and config.window is not None and config.slides(layer) and config.window < config.sequence:
+    if skips and config.window is not None and config.has_window(layer) and config.window < config.sequence:
         share = config.window / config.sequence  # of the triangle of causal scores, a band
         seen = share * (2 - share)
     if config.sparse is not None:

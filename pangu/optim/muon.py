@@ -109,7 +109,7 @@ class Muon(Lamb):
     def _update_others(self) -> None:
         groups = [group for group in self.param_groups if group["matrices"]]
         parts = [(group, part) for group in groups for part in _parts(group["params"])]
-        updates = [self._moved(group, part) for group, part in parts]
+        updates = [self._update_momentum(group, part) for group, part in parts]
         # a rank without a shard of any matrix still takes part in it
         if self._orthogonalize is None:
             for (group, part), of_part in zip(parts, updates, strict=True):
@@ -132,7 +132,7 @@ class Muon(Lamb):
     def _moments_of(self, group: dict[str, Any]) -> Collection[str]:
         return MOMENTS[:1] if group["matrices"] else MOMENTS
 
-    def _moved(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
+    def _update_momentum(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
         """Update the momentum, and return what is to be orthogonalized: 0 if the step is skipped."""
         applied, beta, dtype = self._applied_on(tensors[0].device), group["momentum"], tensors[0].dtype
         wide = torch.promote_types(dtype, torch.float32)

@@ -196,12 +196,12 @@ class LayoutBounds:
             flat = FlatNumbers(0, 0, ("",), numel, numel, sharding, trained)
             reduce_each = shards_sums(plan.layout) and reduces_each(plan.schedule)
             buffers = buffers_of(flat, 0, formats, reduce_each)
-            moments = formats.of_matrix * formats.moments * numel / sharding.size * (trained and not flat.main_on_host)
+            moments = formats.matrix_moments * formats.moments * (trained and not flat.main_on_host)
             gather, reduction = (self._least_sent(plan, sent) for sent in (buffers.gathers, buffers.reductions))
             comes = buffers.weights > 0
             often = comes and not SCHEDULES[plan.schedule].two_phases
             of_all = (
-                lasting_bytes(flat, (), formats) + moments,
+                lasting_bytes(flat, (), formats) + moments * numel / sharding.size,
                 buffers.total * (not reduce_each),
                 gather * often + reduction * reduce_each,
                 gather * (trained or comes) * (not often) + reduction * (not reduce_each),

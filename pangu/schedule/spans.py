@@ -272,8 +272,8 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
             words += [f"mtp{layer - model.layers}"] * (layer >= model.layers)
             words += ["query"] * (layer == model.query_layer) + ["first"] * (layer == 0 and model.embedding_norm)
             words += ["dense"] * (model.experts is not None and not model.has_experts(layer))
-            words += ["full"] * (model.full_layers is not None and not model.slides(layer))
-            words += ["nope"] * (model.positions == "rope" and not model.rotates(layer))
+            words += ["full"] * (model.full_layers is not None and not model.has_window(layer))
+            words += ["nope"] * (model.positions == "rope" and not model.has_rope(layer))
             words += ["recomputed"] * (layer < stop)
             words += ["resident"] * (offload and layer == part.layers[-1])
         frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]

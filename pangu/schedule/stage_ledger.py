@@ -111,7 +111,7 @@ class StageProgram:
         updated = sum(len(held.numels) for flat, held, _ in self._trained if not flat.main_on_host)
         # each tensor has its own step count in fused Adam
         fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
-        moments = ((*held.numels, *(held.others if formats.of_matrix == 1 else held.numels)) for held in shards)
+        moments = ((*held.numels, *(held.others if formats.matrix_moments == 1 else held.numels)) for held in shards)
         lasting = sum(lasting_bytes(flat, numels, formats) for flat, numels in zip(flats, moments, strict=True))
         muon = config.optimizer if config.optimizer.name == "muon" else None
         self._rounds = matrix_rounds(parameters, muon.split_heads) if muon else {}

@@ -225,7 +225,7 @@ def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: 
     )
     dtype, device = DTYPES[config.precision.compute], mesh.device
     total = dict.fromkeys(kernels, 0.0)
-    for window, layers in Counter(model.window if model.slides(n) else None for n in range(model.layers)).items():
+    for window, layers in Counter(model.window if model.has_window(n) else None for n in range(model.layers)).items():
         shape, repeats = replace(whole, window=window).cut(LARGEST_TRIAL)
 
         def trial(kernel: str, shape: AttentionShape = shape) -> Trial:

@@ -16,8 +16,8 @@ from pangu.checkpoint.states import state_of
 from pangu.collectives.reduce import all_reduce
 from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig
-from pangu.data.ahead import look_ahead
 from pangu.data.batch import Batch
+from pangu.data.mtp_targets import with_mtp_targets
 from pangu.layers.apex import UPDATES, USES
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
@@ -97,7 +97,7 @@ class Trainer:
         attention kernel does not support the configuration.
         """
         self.config = config
-        self._predicts = config.model.mtp_layers > 0
+        self._has_mtp = config.model.mtp_layers > 0
         self.stages = stages or plan_stages(config, mesh.layout)
         self.choices = None if choices is None else asdict(choices)
         """Resolved choices of `auto`, as saved in checkpoints."""
@@ -195,9 +195,9 @@ class Trainer:
         if self.check is not None:
             self.check.begin()
         self.doing = "counting target tokens"
-        if self._predicts:
+        if self._has_mtp:
             eod = self.config.data.packing.eod
-            micro_batches = [look_ahead(batch, self.config.model.mtp_layers, eod) for batch in micro_batches]
+            micro_batches = [with_mtp_targets(batch, self.config.model.mtp_layers, eod) for batch in micro_batches]
         batches = [batch.cut(self.model.context).to(self.mesh.device) for batch in micro_batches]
         batches = self._count_targets(batches)
         scale = (self._per_token * self.loss_scale.scale).to(self.parameters.squares.dtype)
@@ -223,24 +223,24 @@ class Trainer:
         # the last reductions have overlapped the backward pass until here
         self.parameters.gradients.finish()
         self._loss = torch.stack(losses).double().sum(0) if losses else None
-        if self._predicts and self._loss is not None:
+        if self._has_mtp and self._loss is not None:
             self._loss = torch.stack([self._loss[0], self._loss[1:].sum()])
 
     def _count_targets(self, batches: list[Batch]) -> list[Batch]:
         """Set the divisor of the loss, and return the batches with the loss weights of multi-token prediction."""
         # the divisors are known before the backward pass, so that gradients are plain sums over micro-batches and ranks
         num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
-        if self._predicts:
-            ahead = torch.stack([batch.ahead_weights for batch in batches if batch.ahead_weights is not None])
+        if self._has_mtp:
+            ahead = torch.stack([batch.mtp_weights for batch in batches if batch.mtp_weights is not None])
             num_targets = torch.cat([num_targets[None], ahead.sum((0, 1, 3), dtype=torch.float64)])
         per_token = 1.0 / all_reduce(num_targets, self.mesh.group("replicas")).clamp(min=1.0)
-        if not self._predicts:
+        if not self._has_mtp:
             self._per_token = per_token
             return batches
         self._per_token, factor = per_token[0], self.config.loss.mtp_weight / self.config.model.mtp_layers
         # a module's mean is over its own targets
         weights = (factor * per_token[1:] / per_token[0]).to(self.parameters.squares.dtype)[:, None]
-        return [replace(batch, ahead_weights=one * weights) for batch, one in zip(batches, ahead, strict=True)]
+        return [replace(batch, mtp_weights=one * weights) for batch, one in zip(batches, ahead, strict=True)]
 
     def update(self, flags: Sequence[bool] = ()) -> PendingResult:
         """Unscale, clip, update the weights, then adjust the scale; a step with a non-finite gradient norm is skipped.
@@ -251,8 +251,8 @@ class Trainer:
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = "adding up loss and norm"
         # one collective for the norm, the loss and the flags of all ranks
-        sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._predicts)
-        if self._predicts:
+        sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._has_mtp)
+        if self._has_mtp:
             sums[2] *= self._per_token / self.config.loss.mtp_weight
         if self.scales is not None:
             self.scales.start_update(self.mesh.group("world"))
@@ -285,7 +285,7 @@ class Trainer:
         experts = None
         if self.balance is not None:
             flags, experts = self.balance.split(flags)
-        mtp_loss = flags.pop(0) if self._predicts else None
+        mtp_loss = flags.pop(0) if self._has_mtp else None
         result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)), experts=experts, mtp_loss=mtp_loss)
         if not result.skipped:
             return result

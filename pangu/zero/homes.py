@@ -114,8 +114,8 @@ def matrix_rounds(stage: StageParameters, split_heads: bool, at_once: int = UPDA
             continue
         cut, sharding = stage.cuts[experts], flats[0].sharding
         found = [one for flat in flats for one in _matrices_of(flat, stage, cut, split_heads)]
-        matrices = _settled(found, sharding.size, cut.size)
-        numbers = _numbers(matrices, at_once)
+        matrices = _with_homes(found, sharding.size, cut.size)
+        numbers = _round_numbers(matrices, at_once)
         rounds[experts] = [
             Round(
                 tuple(m for m, of in zip(matrices, numbers, strict=True) if of == n), sharding.rank, sharding.size, cut
@@ -135,10 +135,10 @@ def _matrices_of(flat: FlatNumbers, stage: StageParameters, cut: TensorRank, spl
             yield Matrix(entry, pieces, is_cut, entry.matrix_shape(split_heads))
 
 
-def _settled(matrices: Sequence[Matrix], shards: int, tensor: int) -> list[Matrix]:
+def _with_homes(matrices: Sequence[Matrix], shards: int, tensor: int) -> list[Matrix]:
     """Return the matrices with their homes, those of a shape together."""
     loads = [[0] * tensor for _ in range(shards)]
-    settled = []
+    placed = []
     for matrix in sorted(matrices, key=lambda one: (-_cost(one), one.placement.shape, one.placement.name)):
         if matrix.is_cut:
             _, shard, rank = min((load, s, t) for s, of_shard in enumerate(loads) for t, load in enumerate(of_shard))
@@ -146,15 +146,15 @@ def _settled(matrices: Sequence[Matrix], shards: int, tensor: int) -> list[Matri
         else:
             (_, shard), rank = min((max(of_shard), s) for s, of_shard in enumerate(loads)), 0
             loads[shard] = [load + _cost(matrix) for load in loads[shard]]
-        settled.append(replace(matrix, shard=shard, tensor=rank))
-    return settled
+        placed.append(replace(matrix, shard=shard, tensor=rank))
+    return placed
 
 
 def _cost(matrix: Matrix) -> int:
     return matrix.placement.numel * min(matrix.shape)
 
 
-def _numbers(matrices: Sequence[Matrix], at_once: int) -> list[int]:
+def _round_numbers(matrices: Sequence[Matrix], at_once: int) -> list[int]:
     """Return the number of the round of each matrix."""
     held: dict[tuple[int, int], tuple[int, int]] = {}
     numbers = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pangu.collectives.exchange import start_exchange
 from pangu.config.optimizer import MuonConfig
+from pangu.layers.builder import DTYPES
 from pangu.optim.newton_schulz import orthogonalize
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
@@ -17,16 +18,15 @@ from pangu.topology.recorder import AxisGroup
 from pangu.zero.homes import Round, matrix_rounds
 from pangu.zero.stage_parameters import StageParameters
 
-FORMATS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.bfloat16}
-"""Format of messages and iterations by compute format: fp16 has too small a range."""
-
 
 class WholeMatrices:
     """Matrices of a rank's stage, which are orthogonalized whole, each on one rank."""
 
     def __init__(self, stage: StageParameters, mesh: Mesh, compute: str, config: MuonConfig) -> None:
         """Prepare the exchanges; `compute`: compute format."""
-        self._dtype, self._steps, self._mesh = FORMATS[compute], config.ns_steps, mesh
+        # fp16 has too small a range for messages and iterations
+        self._dtype = DTYPES["bf16" if compute == "fp16" else compute]
+        self._steps, self._mesh = config.ns_steps, mesh
         self._rounds = [
             (one, mesh.group("expert_shard" if experts else "shard"), mesh.group("tensor"))
             for experts, rounds in matrix_rounds(stage, config.split_heads).items()

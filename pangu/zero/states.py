@@ -50,7 +50,7 @@ class Formats(NamedTuple):
     messages: int
     """Gradients sent to replicas."""
     moments: int
-    of_matrix: int = 2
+    matrix_moments: int = 2
     """Number of moments of an element of a layer's matrix: Muon keeps only the first."""
 
     @classmethod
@@ -88,10 +88,9 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int
             if row.alias is None and row.lasting:
                 total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * formats.itemsize(row)
         # neither padding of the shard nor of the vocabulary belongs to a tensor
-        held = (
-            (formats.of_matrix if entry.is_matrix else 2, span) for entry, span, _ in flat.shard_ranges(stage.table)
-        )
-        moments = sum(count * (span.stop - span.start) for count, span in held)
+        moments = 0
+        for entry, span, _ in flat.shard_ranges(stage.table):
+            moments += (span.stop - span.start) * (formats.matrix_moments if entry.is_matrix else 2)
         if flat.trained and moments:
             total[MOMENTS + HOST * flat.main_on_host] += moments * formats.moments
     return StatePlan(dict(total))

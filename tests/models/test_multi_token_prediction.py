@@ -14,8 +14,8 @@ from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
-from pangu.data.ahead import look_ahead
 from pangu.data.batch import Batch
+from pangu.data.mtp_targets import with_mtp_targets
 from pangu.interop.loading import load_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
@@ -82,11 +82,11 @@ def test_losses_and_every_gradient(changes: dict[str, object], chunk: int | None
     assert model.head is not None
     model.head.chunk = chunk
     weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
-    batch = look_ahead(batch_of(config), config.mtp_layers, EOD)
-    assert batch.ahead_weights is not None
+    batch = with_mtp_targets(batch_of(config), config.mtp_layers, EOD)
+    assert batch.mtp_weights is not None
     expected, counts = zip(*Predicting(weights, config).losses(batch), strict=True)
-    assert batch.ahead_weights.sum((0, 2)).tolist() == list(counts[1:])
-    halved = replace(batch, ahead_weights=batch.ahead_weights / 2)
+    assert batch.mtp_weights.sum((0, 2)).tolist() == list(counts[1:])
+    halved = replace(batch, mtp_weights=batch.mtp_weights / 2)
     losses = whole_loss(model, halved)
     factors = torch.tensor([1.0] + [0.5] * config.mtp_layers)
     torch.testing.assert_close(losses, torch.stack(expected) * factors, atol=1e-11, rtol=1e-11)
@@ -109,10 +109,10 @@ def test_without_labels_ahead_the_model_is_the_one_without_the_modules() -> None
 def test_nothing_is_predicted_across_the_end_of_a_document(resets: bool) -> None:
     """The first row has documents of 5, 7 and 12 tokens. Module j has no target for the last j + 1 of a document, and
     for the last j of the third one, which goes on behind the row."""
-    batch = look_ahead(batch_of(variant(), resets), 3, EOD)
-    assert batch.ahead_weights is not None
+    batch = with_mtp_targets(batch_of(variant(), resets), 3, EOD)
+    assert batch.mtp_weights is not None
     expected = [(5 - j - 1) + (7 - j - 1) + (12 - j) for j in (1, 2, 3)]
-    assert batch.ahead_weights[0].sum(-1).tolist() == expected
+    assert batch.mtp_weights[0].sum(-1).tolist() == expected
 
 
 def test_a_step_adds_the_weighted_mean_of_the_modules() -> None:

@@ -356,11 +356,11 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
         "mlp_bias": model.has_biases("mlp"),
         "use_sliding_window": model.window is not None,
         # the first of all, where those are the full ones; `layer_types` says more
-        "max_window_layers": next((n for n in range(model.layers) if model.slides(n)), model.layers),
+        "max_window_layers": next((n for n in range(model.layers) if model.has_window(n)), model.layers),
         "layer_types": [
-            "sliding_attention" if model.slides(layer) else "full_attention" for layer in range(model.layers)
+            "sliding_attention" if model.has_window(layer) else "full_attention" for layer in range(model.layers)
         ],
-        "no_rope_layers": [int(model.rotates(layer)) for layer in range(model.layers)],
+        "no_rope_layers": [int(model.has_rope(layer)) for layer in range(model.layers)],
         "norm_topk_prob": model.router.normalised,
         "num_key_value_heads": model.heads,
         "n_group": model.router.groups,

@@ -30,7 +30,7 @@ from pangu.data.boundaries import packing_with_ids
 from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.stored import Job, Stored, WeightSource
 from pangu.layers.expert_balance import ExpertBalance
-from pangu.models.parameters import logical_shapes, only_predicts
+from pangu.models.parameters import is_of_mtp, logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.prepare.prompts import ChatPrompts, kept_template
 from pangu.topology.layout import Layout
@@ -76,7 +76,7 @@ class PanguSource(WeightSource):
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
         """Return the tensors, without those of multi-token prediction if `table` has none."""
         names, layers = {stored.name for stored in table}, self.model_keys["layers"]
-        return {name: x for name, x in self.tensors.items() if name in names or not only_predicts(name, layers)}
+        return {name: x for name, x in self.tensors.items() if name in names or not is_of_mtp(name, layers)}
 
     def read(self, stored: Stored) -> Tensor:
         """Return one full tensor."""

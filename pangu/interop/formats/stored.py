@@ -171,7 +171,7 @@ def make_table(
                     if pattern in naming.get("in_turn", ()):
                         blocks = shapes[parts[0]][0]
                     shape = shape[::-1] if transposed else shape
-                    paired = _turning(model, parts) if naming.get("neighbors", False) else ()
+                    paired = _rotary_pairs(model, parts) if naming.get("neighbors", False) else ()
                     name, shape = f"{prefix}{module}{end}", (stack, *shape) if stack else shape
                     table.append(Stored(name, parts, shape, transposed, blocks, cut, paired=paired, stack=stack))
         if "router_bias" in naming and model.has_experts(layer):
@@ -223,12 +223,12 @@ def _naming(model: ModelConfig, naming: Mapping[str, Any]) -> dict[str, Sequence
     return {renamed.get(pattern, pattern): ours for pattern, ours in naming["modules"].items()}
 
 
-def _turning(model: ModelConfig, parts: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
+def _rotary_pairs(model: ModelConfig, parts: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
     """Return `Stored.paired` of some parts."""
     kinds = dict.fromkeys(("query", "key"), (model.head_size, 0, model.rotary_size))
     if model.latent is not None:
-        still, rotary = model.latent.nope_head_dim, model.latent.rope_head_dim
-        kinds = {"query": (model.head_size, still, rotary), "shared_key": (rotary, 0, rotary)}
+        nope, rotary = model.latent.nope_head_dim, model.latent.rope_head_dim
+        kinds = {"query": (model.head_size, nope, rotary), "shared_key": (rotary, 0, rotary)}
     return tuple(kinds.get(part.split(".")[-2]) for part in parts)
 
 
@@ -237,9 +237,9 @@ def _paired(stored: Stored, part: str, tensor: Tensor, apart: bool) -> Tensor:
     paired = stored.paired[stored.parts.index(part)] if stored.paired else None
     if paired is None:
         return tensor
-    size, first, turning = paired
-    before, pairs, after = tensor.unflatten(0, (-1, size)).split([first, turning, size - first - turning], dim=1)
-    pairs = pairs.unflatten(1, (turning // 2, 2) if apart else (2, turning // 2))
+    size, first, rotary = paired
+    before, pairs, after = tensor.unflatten(0, (-1, size)).split([first, rotary, size - first - rotary], dim=1)
+    pairs = pairs.unflatten(1, (rotary // 2, 2) if apart else (2, rotary // 2))
     return torch.cat([before, pairs.transpose(1, 2).flatten(1, 2), after], dim=1).flatten(0, 1)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pangu.data.batch import Batch
 
 
-def look_ahead(batch: Batch, modules: int, eod: int | None) -> Batch:
+def with_mtp_targets(batch: Batch, modules: int, eod: int | None) -> Batch:
     """Return a batch of full sequences with the labels and loss weights of `modules` of multi-token prediction.
 
     Module j, from 1 on, predicts at position i the label of position i + j. It has no target where that label has
@@ -37,12 +37,12 @@ def look_ahead(batch: Batch, modules: int, eod: int | None) -> Batch:
     for by in range(1, modules + 1):
         labels.append(shifted(batch.labels, by, 0))
         weights.append(shifted(batch.weights, by, 0.0) * (shifted(ended, by, -1) == before))
-    return replace(batch, ahead=torch.stack(labels, 1), ahead_weights=torch.stack(weights, 1))
+    return replace(batch, mtp_labels=torch.stack(labels, 1), mtp_weights=torch.stack(weights, 1))
 
 
 def all_targets(batch: Batch) -> tuple[Tensor, Tensor, int]:
     """Return the labels and loss weights [predictions x batch, sequence] of a batch, and the number of predictions."""
-    if batch.ahead is None or batch.ahead_weights is None:
+    if batch.mtp_labels is None or batch.mtp_weights is None:
         return batch.labels, batch.weights, 1
-    labels = torch.cat([batch.labels, *batch.ahead.unbind(1)])
-    return labels, torch.cat([batch.weights, *batch.ahead_weights.unbind(1)]), 1 + batch.ahead.shape[1]
+    labels = torch.cat([batch.labels, *batch.mtp_labels.unbind(1)])
+    return labels, torch.cat([batch.weights, *batch.mtp_weights.unbind(1)]), 1 + batch.mtp_labels.shape[1]
