@@ -142,6 +142,7 @@ class Audit(TorchDispatchMode):
         """End the audit."""
         super().__exit__(*error)
         self._patches.close()
+        self.detector.close()
 
     @contextmanager
     def counting_calls(self) -> Iterator[None]:

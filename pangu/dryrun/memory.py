@@ -151,6 +151,10 @@ class RaceDetector:
         """Current stream of the calling thread."""
         return 0 if self._fake is None else self._fake.current_stream()
 
+    def close(self) -> None:
+        """Leave the device's log to the next detector, also when buffers of this one are garbage-collected later."""
+        self._fake = None
+
     def access(
         self, stream: Stream, reads: set[LiveStorage], writes: set[LiveStorage], place: Callable[[], str]
     ) -> None:
