@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ log = logging.getLogger("pangu")
 
 FIGURES = ("loss", "validation_loss", "validation_perplexity", "evaluation")
 """Figures of the last step, which the summary repeats."""
+_FILES = {"train": "pretrain.py", "launch": "scripts/launch.py", "generate": "scripts/generate.py"}
+"""Mapping from a command of `pangu` to its file in a checkout."""
 
 
 def finish(loop: Loop, texts: list[str], seconds: float) -> None:
@@ -116,8 +119,8 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
 
 def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    launcher = [*_program("scripts/launch.py"), f"--nproc-per-node={world}"] if world > 1 else []
-    start = ["python", *launcher, *_program("pretrain.py")]
+    pretrain = _program("train")
+    start = [*_program("launch"), f"--nproc-per-node={world}", pretrain[-1]] if world > 1 else pretrain
     output = config.train.output
     longer = _changed(sys.argv[1:], f"train.steps={2 * config.train.steps}")
     commands = [(shlex.join([*start, *longer]), "continues for as long again")]
@@ -125,14 +128,12 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
         lamb = ("optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}")
         commands.append((shlex.join([*start, *_changed(sys.argv[1:], *lamb)]), "the same with LAMB"))
     if config.sample.prompts and config.checkpoint.every:
-        program = _program("scripts/generate.py")
-        write = shlex.join(["python", *program, output, "--prompt", config.sample.prompts[0]])
+        write = shlex.join([*_program("generate"), output, "--prompt", config.sample.prompts[0]])
         commands.append((write, "continues a text"))
     if config.metrics.tensorboard:
         commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
-    pretrain = shlex.join(["python", *_program("pretrain.py")])
-    commands.append((f"{pretrain} +config=pangu_13b dry_run=true", "what a large preset needs"))
-    commands.append((f"{pretrain} --help", "all groups and keys"))
+    commands.append((f"{shlex.join(pretrain)} +config=pangu_13b dry_run=true", "what a large preset needs"))
+    commands.append((f"{shlex.join(pretrain)} --help", "all groups and keys"))
     return commands
 
 
@@ -141,9 +142,9 @@ def _changed(words: Sequence[str], *changes: str) -> list[str]:
     return [*(word for word in words if word.partition("=")[0].lstrip("+") not in keys), *changes]
 
 
-def _program(path: str) -> list[str]:
-    """Return the words that start a program of this project: a file next to the started one, or a module."""
+def _program(command: str) -> list[str]:
+    """Return the words that start a program of this project, the last of which is its name or file."""
     script = Path(sys.argv[0])
-    if script.resolve().parent == Path(pangu.__file__).resolve().parent:  # python -m pangu.pretrain
-        return ["-m", f"pangu.{path.removesuffix('.py').replace('/', '.')}"]
-    return [str(script.parent / path)]
+    if sys.argv[0].startswith("pangu ") or script.resolve().parent == Path(pangu.__file__).resolve().parent:
+        return ["pangu", command] if shutil.which("pangu") else ["python", "-m", "pangu.cli", command]
+    return ["python", str(script.parent / _FILES[command])]

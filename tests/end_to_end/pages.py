@@ -10,6 +10,7 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser as hydra_parser
 from torch.distributed.run import get_args_parser
 
+from pangu.cli import file_of, launched
 from tests.configs import config
 from tests.spawn import repository
 
@@ -18,7 +19,7 @@ PAGES = [
     *sorted(path for path in (repository() / "docs").glob("*.md") if not path.name.endswith(".zh.md")),
 ]
 """In English."""
-PROGRAMS = ("python", "torchrun", "pip")
+PROGRAMS = ("python", "torchrun", "pip", "pangu")
 LAYERS, STAGES, MICRO_BATCHES = 2, 2, 2
 
 
@@ -61,6 +62,12 @@ class Command:
     @classmethod
     def of(cls, words: list[str]) -> Command | None:
         """None: it starts no file of this project. Exits if torchrun does not know the words."""
+        if words[0] == "pangu":
+            words = (
+                ["torchrun", *launched(words[2:])]
+                if words[1] == "launch"
+                else ["python", str(file_of(words[1])), *words[2:]]
+            )
         if words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
             options = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 2 :])
             processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
@@ -68,7 +75,7 @@ class Command:
             program = _of_module(script) if options.module else script.removesuffix(".py")
             return cls(program, options.training_script_args, processes)
         if words[0] == "python" and words[1].endswith(".py"):
-            return cls(words[1].removesuffix(".py"), words[2:])
+            return cls(words[1].removesuffix(".py").removeprefix(f"{repository()}/").removeprefix("pangu/"), words[2:])
         if words[:2] == ["python", "-m"] and words[2].startswith(("pangu.pretrain", "pangu.tools.", "pangu.scripts.")):
             return cls(_of_module(words[2]), words[3:])
         return None

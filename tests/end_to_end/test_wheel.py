@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -15,11 +16,19 @@ from tests.end_to_end.commands import SMALL, VARIABLES
 from tests.spawn import repository
 
 BESIDE = ("configs", "tools", "scripts")
-BUILD = "import setuptools.build_meta, sys; print(setuptools.build_meta.build_wheel(sys.argv[1]))"
+BUILD = "import setuptools.build_meta, sys; print(setuptools.build_meta.build_{}(sys.argv[1]))"
 
 
-def build(folder: Path) -> Path:
-    """The wheel of a copy of the sources, which building leaves files in."""
+def built(kind: str, source: Path, folder: Path) -> Path:
+    """A `wheel` or `sdist` of sources."""
+    line = [sys.executable, "-c", BUILD.format(kind), str(folder)]
+    done = subprocess.run(line, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+def wheel_of_a_source_distribution(folder: Path) -> Path:
+    """Both are built from copies of the sources, which building leaves files in."""
     source, without = folder / "source", shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*BESIDE, "pangu"):
         shutil.copytree(repository() / name, source / name, ignore=without)
@@ -27,17 +36,17 @@ def build(folder: Path) -> Path:
         if path.is_file():
             shutil.copy(path, source)
     shutil.copy(repository() / "LICENSE", source)
-    line = [sys.executable, "-c", BUILD, str(folder)]
-    done = subprocess.run(line, cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder / done.stdout.splitlines()[-1]
+    with tarfile.open(built("sdist", source, folder)) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    assert unpacked.name.startswith("pangu_train-")
+    return built("wheel", unpacked, folder)
 
 
 def test_a_wheel_has_configurations_and_programs_and_trains(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
-    with ZipFile(build(tmp_path)) as wheel:
-        names = set(wheel.namelist())
-        wheel.extractall(tmp_path / "site")
+    wheel, site = wheel_of_a_source_distribution(tmp_path), tmp_path / "site"
+    names = set(ZipFile(wheel).namelist())
     expected = {
         f"pangu/{path.relative_to(repository()).as_posix()}"
         for folder in BESIDE
@@ -49,16 +58,21 @@ def test_a_wheel_has_configurations_and_programs_and_trains(tmp_path: Path) -> N
     assert {name for name in inside if name.endswith((".yaml", ".cpp", ".pyi", ".html"))} <= names
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"pangu"}
 
-    def run(module: str, *words: str) -> str:
-        environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-        environment["PYTHONPATH"] = str(tmp_path / "site")
-        line = [sys.executable, "-m", f"pangu.{module}", *words]
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    environment |= {"PYTHONPATH": str(site), "PATH": f"{site / 'bin'}{os.pathsep}{environment['PATH']}"}
+
+    def run(*words: str, status: int = 0) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
         return done.stdout + done.stderr
 
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
     words = ("+config=quickstart", *SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "sample.tokens=0")
-    said = run("pretrain", *words, "train.steps=2", "train.device=cpu")
+    words = (*words, "train.steps=2", "train.device=cpu")
+    said = run("pangu", "launch", "--nproc-per-node=2", "train", *words)
     assert (tmp_path / "runs" / "quickstart" / "summary.json").exists()
-    assert "\n  python -m pangu.pretrain +config=quickstart " in said
-    assert "parameters" in run("tools.plan", "+config=quickstart")
+    assert "\n  pangu launch --nproc-per-node=2 train +config=quickstart " in said
+    assert "\n  pangu generate runs/quickstart --prompt " in said
+    assert "quickstart" in run("pangu", "inspect", "runs/quickstart/checkpoints/step-00000002")
+    assert "\n  pangu train +config=quickstart " in run(sys.executable, "-m", "pangu.pretrain", *words, "train.steps=3")
+    assert "use train, launch, plan, " in run("pangu", "pretrain", status=2)

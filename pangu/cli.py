@@ -1,0 +1,119 @@
+"""Command `pangu`: the programs of this project under one name, e.g. `pangu train +config=quickstart`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pangu
+from pangu.common.exit_status import INTERRUPTED, USER_ERROR
+from pangu.config.build import keys_of
+from pangu.config.schema import RunConfig
+from pangu.config.suggest import close_names
+from pangu.pretrain import find_configs
+
+PROGRAMS = {
+    "train": ("pretrain", "train a model, or show its configuration or dry run"),
+    "launch": ("scripts/launch", "start a command on several processes, with torchrun's options"),
+    "plan": ("tools/plan", "memory, communication and time of a layout, or a search for the fastest ones"),
+    "prepare": ("tools/preprocess_data", "encode text into indexed token files"),
+    "tokenizer": ("tools/train_tokenizer", "train a SentencePiece vocabulary"),
+    "data": ("tools/inspect_data", "show and verify indexed token files"),
+    "convert": ("tools/convert_checkpoint", "convert checkpoints from and to other formats"),
+    "inspect": ("tools/inspect_checkpoint", "show what a checkpoint holds"),
+    "translate": ("tools/translate_config", "translate settings of Megatron-LM, DeepSpeed and others"),
+    "generate": ("scripts/generate", "continue prompts, or answer them"),
+    "evaluate": ("scripts/evaluate", "measure perplexity, or accuracy on tasks"),
+    "report": ("tools/report", "compare runs on an HTML page"),
+    "calibrate": ("tools/calibrate", "measure this machine for plans"),
+}
+"""Mapping from a command to its file, without suffix, and what it does."""
+_HELP = """\
+{description}
+Usage: pangu COMMAND ...; `pangu COMMAND --help` explains one.
+
+{commands}
+
+On several processes: pangu launch --nproc-per-node=2 train +config=quickstart
+Completion in bash: complete -o default -o nospace -C "pangu complete" pangu
+"""
+
+
+def file_of(command: str) -> Path:
+    """Return the file of a command: inside an installed package, or next to the package in a checkout."""
+    package, name = Path(pangu.__file__).resolve().parent, f"{PROGRAMS[command][0]}.py"
+    return next(path for path in (package / name, package.parent / name) if path.is_file())
+
+
+def help_text() -> str:
+    """Return the list of commands."""
+    commands = "\n".join(f"  {name:<10} {does}" for name, (_, does) in PROGRAMS.items())
+    return _HELP.format(description=str(pangu.__doc__).partition("\n")[0], commands=commands)
+
+
+def launched(words: Sequence[str]) -> list[str]:
+    """Return the words of a launcher with the program in place of the first command's name."""
+    place = next((place for place, word in enumerate(words) if word in PROGRAMS), None)
+    if place is None:
+        return list(words)
+    program = ["-m", "pangu.pretrain"] if words[place] == "train" else [str(file_of(words[place]))]
+    return [*words[:place], *program, *words[place + 1 :]]
+
+
+def completions(line: str) -> Iterator[str]:
+    """Yield the words that can take the place of the last one of a line."""
+    _, *words, last = line.split(" ")
+    command = next((word for word in words if word in PROGRAMS and word != "launch"), "")
+    candidates = {"": PROGRAMS, "train": _overrides(), "plan": _overrides()}.get(command, ())
+    return (word for word in dict.fromkeys(candidates) if word.startswith(last))
+
+
+def _overrides() -> Iterator[str]:
+    """Yield what can be given to a run: recipes, options of groups, and keys."""
+    for path in sorted(find_configs().glob("*/*.yaml")):
+        group = "+config" if path.parent.name == "config" else path.parent.name
+        yield f"{group}={path.stem}"
+    yield from (f"{key}=" for key in keys_of(RunConfig))
+
+
+def complete(line: str, word: str) -> None:
+    """Print completions of a line, one per line; `word` is the part of the last word that the shell replaces."""
+    last = line.rpartition(" ")[2]
+    for found in completions(line):
+        print(found[len(last) - len(word) :])
+
+
+def run(path: Path) -> None:
+    """Run a file as the main module; unlike runpy, keep `sys.argv`, from which usage messages take the command."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = str(path)
+    exec(compile(path.read_bytes(), path, "exec"), vars(main))
+
+
+def main() -> None:
+    """Carry out the command line; end the process with its exit status."""
+    match sys.argv[1:]:
+        case [] | ["--help" | "-h" | "help"]:
+            print(help_text(), end="")
+        case ["--version"]:
+            print(pangu.__version__)
+        case [command, *words] if command in PROGRAMS:
+            sys.argv = [f"pangu {command}", *(launched(words) if command == "launch" else words)]
+            try:
+                run(file_of(command))
+            except KeyboardInterrupt:  # of the first imports
+                print("\ninterrupted", file=sys.stderr)
+                sys.exit(INTERRUPTED)
+        case ["complete", _, word, *_] if "COMP_LINE" in os.environ:
+            complete(os.environ["COMP_LINE"][: int(os.environ.get("COMP_POINT", sys.maxsize))], word)
+        case [wrong, *_]:
+            near = ", ".join(close_names(wrong, PROGRAMS) or PROGRAMS)
+            print(f"error: unknown command: pangu {wrong}; use {near}, or pangu --help", file=sys.stderr)
+            sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The command `pangu`: every program under one name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pangu.cli import PROGRAMS, complete, file_of, launched, main
+from tests.spawn import repository
+
+PRETRAIN = ["-m", "pangu.pretrain"]
+
+
+def test_every_program_of_a_checkout_has_a_command() -> None:
+    files = {path.resolve() for folder in ("tools", "scripts") for path in (repository() / folder).glob("*.py")}
+    assert {file_of(command) for command in PROGRAMS} == {*files, repository() / "pangu" / "pretrain.py"}
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "found"),
+    [
+        ("pangu tr", "tr", ["train", "translate"]),
+        ("pangu launch --nproc-per-node=2 gen", "gen", ["generate"]),
+        ("pangu train +config=pangu_1", "pangu_1", ["pangu_13b"]),
+        ("pangu train +config=pangu_1", "+config=pangu_1", ["+config=pangu_13b"]),
+        ("pangu plan optimizer.weight_d", "optimizer.weight_d", ["optimizer.weight_decay="]),
+        ("pangu launch --nproc-per-node=2 train optimizer=l", "l", ["lamb"]),
+        ("pangu generate --pro", "--pro", []),
+    ],
+)
+def test_a_shell_completes_what_it_replaces(
+    line: str, word: str, found: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete(line, word)
+    assert capsys.readouterr().out.split() == found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--nproc-per-node=2", "train", "+config=quickstart"],
+            ["--nproc-per-node=2", *PRETRAIN, "+config=quickstart"],
+        ),
+        (["--nnodes", "2", "generate", "runs/x"], ["--nnodes", "2", str(file_of("generate")), "runs/x"]),
+        (["--nproc-per-node=2", "./train", "x"], ["--nproc-per-node=2", "./train", "x"]),
+    ],
+)
+def test_a_launcher_starts_commands_and_files(words: list[str], expected: list[str]) -> None:
+    assert launched(words) == expected
+
+
+def test_usage_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["pangu", "inspect", "--help"])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert capsys.readouterr().out.startswith("usage: pangu inspect ")
+
+
+def test_another_package_named_pangu_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pangu.py").touch()
+    (tmp_path / "pretrain.py").write_bytes((repository() / "pretrain.py").read_bytes())
+    done = subprocess.run([sys.executable, "pretrain.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"error: {tmp_path}/pangu.py is another package named pangu; uninstall it: pip uninstall pangu\n"
+    )
