@@ -242,7 +242,11 @@ _ROLLBACK = {
     "fault": str,
     "left_out": lambda value: _matches(value, [_is_count]) and len(value) == 2,
 }
-_LOSS_SCALE = {"scale": lambda value: _is_number(value) and 0 < value < math.inf, "clean_steps": _is_count}
+_LOSS_SCALE = {
+    "scale": lambda value: _is_number(value) and 0 < value < math.inf,
+    "clean_steps": _is_count,
+    "overflows?": _is_count,
+}
 _FACTS: dict[str, Any] = {
     "step?": _is_count,
     "skipped?": _is_count,

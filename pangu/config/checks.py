@@ -17,6 +17,7 @@ from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.optimizer import MuonConfig
 from pangu.config.position_checks import latent_problems, position_problems
+from pangu.config.recipe_checks import RECIPE_RULES
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import FixedSparsity
 
@@ -121,16 +122,6 @@ def _recompute(config: RunConfig) -> Iterator[Problem]:
         yield Problem("memory.selective", [], "names no part to recompute", "use [attention, activation, norm]")
 
 
-def _loss_scale(config: RunConfig) -> Iterator[Problem]:
-    precision, scale = config.precision, config.precision.loss_scale
-    if (precision.compute == "fp16") != (scale is not None):
-        rule = "precision.loss_scale is required for fp16, and must be null for other formats"
-        yield Problem("precision.compute", precision.compute, rule, "set precision=fp16, bf16 or fp32, which sets both")
-    if scale is not None and scale.initial < scale.minimum:
-        rule = f"must be at least precision.loss_scale.minimum = {scale.minimum:g}"
-        yield Problem("precision.loss_scale.initial", scale.initial, rule, "use e.g. 65536")
-
-
 def _formats(config: RunConfig) -> Iterator[Problem]:
     precision = config.precision
     if precision.compute != "fp32" and precision.fp32_matmul != "auto":
@@ -159,32 +150,6 @@ def _moments(config: RunConfig) -> Iterator[Problem]:
 def _ratios(config: RunConfig) -> Iterator[Problem]:
     if config.metrics.trust_ratios and config.optimizer.name != "lamb":
         yield Problem("metrics.trust_ratios", True, "only LAMB has trust ratios", "use false, or set optimizer=lamb")
-
-
-def _least_rate(config: RunConfig) -> Iterator[Problem]:
-    schedule = config.lr_schedule
-    if schedule.shape == "constant" and schedule.min_lr:
-        yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant learning rate does not decay", "use 0")
-    elif schedule.min_lr > config.optimizer.lr:
-        rule = f"must not exceed optimizer.lr = {config.optimizer.lr:g}"
-        yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "use 0")
-
-
-def _decay(config: RunConfig) -> Iterator[Problem]:
-    schedule, total = config.lr_schedule, config.train.steps
-    if schedule.shape == "constant":
-        if schedule.decay_steps is not None:
-            rule = "a constant learning rate does not decay"
-            yield Problem("lr_schedule.decay_steps", schedule.decay_steps, rule, "use null")
-    elif schedule.shape == "wsd":
-        length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
-        if schedule.warmup_steps + length > total:
-            keys, values = "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}"
-            yield Problem(keys, values, f"together must not exceed train.steps = {total}", "lower one of them")
-    elif schedule.decay_steps is not None and schedule.decay_steps < schedule.warmup_steps:
-        rule = f"must not exceed lr_schedule.decay_steps = {schedule.decay_steps}, the step at which the decay ends"
-        fix = "lower it, or raise lr_schedule.decay_steps"
-        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, fix)
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
@@ -351,12 +316,10 @@ _RULES: tuple[Rule, ...] = (
     _kernel,
     _determinism,
     _recompute,
-    _loss_scale,
     _formats,
     _moments,
     _ratios,
-    _least_rate,
-    _decay,
+    *RECIPE_RULES,
     _packing,
     _vocabulary,
     _files,

@@ -27,7 +27,13 @@ class LossScaleConfig:
     growth_interval: Count
     """Steps without overflow after which the scale is doubled."""
     minimum: Positive
-    """Smallest scale; an overflow there stops the run."""
+    """Smallest scale; an overflow that would halve it further stops the run."""
+    # younger than the first run folders
+    hysteresis: Count = 1
+    """Overflows until the scale is halved: the `hysteresis`-th since the scale last grew, and each further one. 1:
+    each. Megatron-LM's and DeepSpeed's default is 2."""
+    consecutive: bool = False
+    """Forget counted overflows at every step without one, instead of when the scale grows."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +148,29 @@ OptimizerConfig = AdamConfig | LambConfig | MuonConfig
 class LrScheduleConfig:
     """Learning rate as a pure function of the number of optimizer updates made so far."""
 
-    shape: Literal["cosine", "linear", "constant", "wsd"]
-    """Shape after the warm-up. `wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
+    shape: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+    """Shape after the warm-up. `wsd`: warm-up, stable, then a decay over the last `decay_steps`. `inverse_sqrt`: peak x
+    sqrt(warmup_steps / i) at update i, but at least `min_lr`; `warmup_steps` counts as at least 1."""
     warmup_steps: Natural
     """Updates of linear warm-up: update i (from 0) uses peak x (i + 1) / warmup_steps, so the first is not wasted."""
     decay_steps: Count | None
     """End of the decay. cosine and linear: update at which `min_lr` is reached, counted from update 0 (null:
-    train.steps). wsd: length of the final decay (null: a tenth of train.steps). Not for `constant`."""
+    train.steps). wsd: length of the final decay (null: a tenth of train.steps). Not for `constant`, `inverse_sqrt`."""
     decay_from: Literal["warmup", "start"]
     """Start of the cosine or line: the end of the warm-up, or update 0 as in MindSpore's PanGu-α code."""
     min_lr: NotNegative
     """Learning rate at the end of the decay."""
+    # younger than the first run folders
+    decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the final decay of `wsd`, at a share x of it, between the peak (1) and `min_lr` (0). `linear`: 1 - x;
+    `cosine`: half a cosine; `exponential`: 2 x 0.5^x - 1; `minus_sqrt`: 1 - sqrt(x)."""
+
+
+@dataclass(frozen=True)
+class WeightDecayScheduleConfig:
+    """Weight decay as a function of the number of updates: from `start` to `optimizer.weight_decay` over the run."""
+
+    start: NotNegative
+    """Weight decay of update 0. After `train.steps` updates it would be `optimizer.weight_decay`."""
+    shape: Literal["linear", "cosine"]
+    """Shape in between: a line, or half a cosine, which is flat at both ends."""

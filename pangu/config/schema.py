@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pangu.config.bounds import Bounds, Count, ExitStatus, Filename, Length, Natural, NotNegative, Positive
 from pangu.config.data import DataConfig
 from pangu.config.model import ModelConfig
-from pangu.config.optimizer import LrScheduleConfig, OptimizerConfig, PrecisionConfig
+from pangu.config.optimizer import LrScheduleConfig, OptimizerConfig, PrecisionConfig, WeightDecayScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -371,6 +371,8 @@ class RunConfig:
     memory and operations, and stop. `all`: each distinct role of a rank."""
     kernels: KernelsConfig = KernelsConfig()
     """Kernels of apex or torch."""
+    weight_decay_schedule: WeightDecayScheduleConfig | None = None
+    """Weight decay over the run; null: always `optimizer.weight_decay`."""
     cluster: dict[str, object] | None = None
     """Cluster that a plan is made for, see `config.cluster`; null: no time estimates."""
 

@@ -48,7 +48,8 @@ def make_optimizer(
         for bare in (False, True):
             chosen = [(p, tensor) for p, tensor in members if (exclude and p.is_vector) == bare]
             decay = 0.0 if bare else config.weight_decay
-            groups.append({"weight_decay": decay, **own, "params": [tensor for _, tensor in chosen]})
+            multiplied = {"weight_decay": decay, "decay_multiplier": 0.0 if bare else 1.0}
+            groups.append({**multiplied, **own, "params": [tensor for _, tensor in chosen]})
             if isinstance(config, LambConfig):
                 groups[-1]["adapt"] = not bare
             adapting += [] if bare else [placement for placement, _ in chosen]

@@ -31,7 +31,7 @@ from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
 from pangu.optim.loss_scale import LossScale
-from pangu.optim.lr_schedule import learning_rate
+from pangu.optim.lr_schedule import learning_rate, weight_decay
 from pangu.optim.moments import MOMENTS
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, plan_stages
@@ -264,9 +264,11 @@ class Trainer:
             numbers = torch.cat([numbers, self.balance.finish_step(self.mesh.group("world"), overflow)])
         # the host reads them while the next step computes
         on_host = host_memory(len(numbers), numbers.dtype, numbers.device).copy_(numbers, non_blocking=True)
-        rate = learning_rate(self.config.lr_schedule, optimizer.lr, self.config.train.steps, self.step - self.skipped)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = rate
+        made = (self.config.train.steps, self.step - self.skipped)
+        rate = learning_rate(self.config.lr_schedule, optimizer.lr, *made)
+        decay = weight_decay(self.config.weight_decay_schedule, optimizer.weight_decay, *made)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = rate, decay * group["decay_multiplier"]
         # a save copies the weights that are about to change
         self.copied.precede()
         self.parameters.update(self.optimizer, norm, overflow, old_scale, optimizer.clip)

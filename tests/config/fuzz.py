@@ -14,7 +14,7 @@ from pangu.config.schema import RunConfig
 OPTIONS = {
     "+config": ["quickstart", "pangu_350m", "gpt2_124m", "pangu_13b", "gpt3_175b"],
     "optimizer": ["adam", "lamb"],
-    "lr_schedule": ["constant", "cosine", "linear", "wsd"],
+    "lr_schedule": ["constant", "cosine", "linear", "wsd", "inverse_sqrt"],
     "precision": ["bf16", "fp16", "fp32", "fp64"],
     "data": ["stdlib", "indexed", "indexed_pangu", "synthetic"],
     "model": ["pangu_quickstart", "gpt2_124m", "pangu_2_6b"],

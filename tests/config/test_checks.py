@@ -211,6 +211,13 @@ CONTRADICTIONS = {
     "lr_schedule.min_lr=1": "lr_schedule.min_lr = 1.0: must not exceed optimizer.lr",
     "lr_schedule=constant lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: a constant learning rate does not "
     "decay",
+    "lr_schedule=inverse_sqrt lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: the decay of inverse_sqrt "
+    "has no end; use null",
+    "lr_schedule.decay_shape=cosine": "lr_schedule.decay_shape = cosine: is the final decay of wsd, and "
+    "lr_schedule.shape = cosine; use linear, or set lr_schedule=wsd",
+    "precision=fp16 precision.loss_scale.consecutive=true": "precision.loss_scale.consecutive = true: has no effect, "
+    "as precision.loss_scale.hysteresis = 1",
+    "weight_decay_schedule={start:0,shape:cubic}": "weight_decay_schedule.shape = 'cubic': must be linear or cosine",
     "lr_schedule=wsd lr_schedule.decay_steps=999": "must not exceed train.steps = 300",
     "lr_schedule.decay_steps=99": "lr_schedule.warmup_steps = 100: must not exceed lr_schedule.decay_steps = 99",
     "data.packing.eod=4096": "data.packing.eod = 4096: must be an id below model.vocab",

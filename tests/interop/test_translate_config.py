@@ -16,7 +16,7 @@ import pytest
 from pangu.common.errors import UserError
 from pangu.config.build import keys_of
 from pangu.config.data import StreamData, TokenizerConfig
-from pangu.config.optimizer import MuonConfig
+from pangu.config.optimizer import MuonConfig, WeightDecayScheduleConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.translation.checked import hydra_value
 from pangu.interop.translation.launch_script import read_command, read_flags
@@ -91,7 +91,7 @@ def test_gpt3() -> None:
         "model=gpt2_124m precision=fp16 optimizer=adam lr_schedule=cosine data=indexed_gpt2 model.layers=96 "
         "model.hidden=12288 model.heads=96 model.sequence=2048 model.init_std=0.006 parallel.tensor=8 "
         "parallel.pipeline=16 parallel.data=8 batch.global_size=1536 batch.micro_size=1 "
-        "precision.loss_scale.initial=4294967296 "
+        "precision.loss_scale.initial=4294967296 precision.loss_scale.hysteresis=2 "
         "optimizer.lr=6e-05 optimizer.weight_decay=0.1 optimizer.betas=[0.9,0.95] optimizer.clip=1.0 "
         "lr_schedule.warmup_steps=430 lr_schedule.decay_steps=430000 lr_schedule.min_lr=6e-06 data.train=[/data/web] "
         "train.steps=500000 'train.output=???' validation.every=0 checkpoint.every=10000 metrics.every=100 "
@@ -102,7 +102,6 @@ def test_gpt3() -> None:
     assert section(done, "to be given") == "#   train.output: --save is $2\n"
     assert section(done, "not given there").count("$") == 2  # --load, --tensorboard-dir
     assert "fp16: gradients are added up over replicas in fp32" in section(done, "different in effect")
-    assert "every overflow halves the loss scale" in section(done, "different in effect")
     assert "processes: 1024\n" in done.stdout
 
 
@@ -162,11 +161,34 @@ def test_experts_pipeline_and_recompute_of_megatron() -> None:
     assert (translated.train.steps, schedule.shape, schedule.decay_steps, schedule.warmup_steps) == (100, "wsd", 20, 10)
 
 
+MEGATRON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
+    "--global-batch-size 64 --train-iters 64 --vocab-size 99 --tokenizer-type NullTokenizer --mock-data "
+)
+
+
+def test_schedules_of_megatron() -> None:
+    words = "--lr-decay-style inverse-square-root --min-lr 1e-5 --lr-warmup-iters 4 --fp16 --end-weight-decay 0.2"
+    words += " --start-weight-decay 0.1 --weight-decay-incr-style cosine"
+    translated = built(translate("megatron", *shlex.split(MEGATRON + words)))
+    schedule, scale = translated.lr_schedule, translated.precision.loss_scale
+    assert (schedule.shape, schedule.min_lr, schedule.warmup_steps) == ("inverse_sqrt", 1e-5, 4)
+    assert scale is not None
+    assert scale.hysteresis == 2
+    assert translated.optimizer.weight_decay == 0.2
+    assert translated.weight_decay_schedule == WeightDecayScheduleConfig(0.1, "cosine")
+    words = "--lr-decay-style WSD --lr-wsd-decay-iters 20 --fp16 --hysteresis 4"
+    translated = built(translate("megatron", *shlex.split(MEGATRON + words)))
+    schedule, scale = translated.lr_schedule, translated.precision.loss_scale
+    assert (schedule.shape, schedule.decay_steps, schedule.decay_shape) == ("wsd", 20, "exponential")
+    assert scale is not None
+    assert scale.hysteresis == 4
+    assert translated.weight_decay_schedule is None
+
+
 def test_muon_of_megatron() -> None:
     words = shlex.split(
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
-        "--global-batch-size 64 --train-iters 64 --vocab-size 99 --tokenizer-type NullTokenizer --mock-data "
-        "--optimizer dist_muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --adam-beta2 0.95 "
+        f"{MEGATRON} --optimizer dist_muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --adam-beta2 0.95 "
         "--muon-tp-mode duplicated"
     )
     optimizer = built(translate("megatron", *words)).optimizer
@@ -186,7 +208,7 @@ def test_deepspeed() -> None:
     assert translated.precision.loss_scale is not None
     assert (translated.precision.loss_scale.initial, translated.optimizer.clip) == (2.0**16, 1.0)
     assert (translated.lr_schedule.shape, translated.lr_schedule.min_lr) == ("cosine", pytest.approx(6e-6))
-    assert "fp16.hysteresis 2: every overflow halves the loss scale" in section(done, "no counterpart")
+    assert translated.precision.loss_scale.hysteresis == 2
     assert "lr x log\\(i \\+ 1\\)" not in section(done, "different in effect")
     assert "gradient_accumulation_steps: auto" in section(done, "not given there")
     assert " parameters;" not in done.stdout  # the model is not in the file
@@ -206,6 +228,14 @@ def test_torchtitan() -> None:
         10,
         True,
     )
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [("decay_ratio = 0.4", 400), ("", 800)])
+def test_the_decay_by_a_root_of_torchtitan(tmp_path: Path, ratio: str, steps: int) -> None:
+    text = (LAUNCHES / "llama3_8b.toml").read_text().replace("decay_ratio = 0.8", ratio)
+    (tmp_path / "train.toml").write_text(text.replace('decay_type = "linear"', 'decay_type = "sqrt"'))
+    schedule = built(translate("torchtitan", tmp_path / "train.toml"), "data.train=[/data/web]").lr_schedule
+    assert (schedule.shape, schedule.decay_shape, schedule.decay_steps) == ("wsd", "minus_sqrt", steps)
 
 
 def test_text_that_torchtitan_streams(tmp_path: Path) -> None:

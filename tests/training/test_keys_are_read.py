@@ -40,6 +40,7 @@ SMALL = (
 MEMORY = ("memory.recompute=selective", "memory.offload=[activations]")
 EXPERTS = ("model.layers=3", "model.experts=4", "model.expert_capacity=1", "model.shared_experts=1")
 LIMITED = ("model.router.selection=group_limited", "model.router.groups=2", "model.router.groups_per_token=1")
+HYSTERESIS = ("precision=fp16", "precision.loss_scale.hysteresis=2", "precision.loss_scale.consecutive=true")
 ROLLBACK = (
     "train.steps=3",
     "checkpoint.every=2",
@@ -81,6 +82,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         "config/layout_checks.py",
         "config/position_checks.py",
         "config/expert_checks.py",
+        "config/recipe_checks.py",
         "config/attention.py",
         "dataclasses.py",
         "copy.py",
@@ -168,9 +170,11 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "validation.every=1",
             "model.mtp_layers=1",
             "optimizer=muon",
+            "lr_schedule=wsd",
+            "weight_decay_schedule={start:0,shape:linear}",
             *quiet,
         ),
-        ("data=synthetic", "precision=fp16", "faults.straggler_every=1", patterns[1], *relative, *quiet, *EXPERTS),
+        (*HYSTERESIS, "data=synthetic", "faults.straggler_every=1", patterns[1], *relative, *quiet, *EXPERTS),
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
     for number, overrides in enumerate(runs):

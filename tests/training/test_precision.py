@@ -93,6 +93,21 @@ def test_an_overflow_skips_the_step_and_keeps_the_rate() -> None:
     assert second.lr == first.lr  # a skipped step is no update
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "lamb", "muon"])
+def test_weight_decay_follows_its_schedule_with_biases_and_norms_left_out(optimizer: str) -> None:
+    words = (f"optimizer={optimizer}", "optimizer.weight_decay=0.4", "train.steps=4")
+    trainer = trainer_of(*words, "weight_decay_schedule={start:0,shape:linear}")
+    seen = []
+    for step in range(3):
+        trainer.train_step(batches(trainer, step))
+        seen.append({round(group["weight_decay"], 12) for group in trainer.optimizer.param_groups})
+    assert seen == [{0.0}, {0.0, 0.1}, {0.0, 0.2}]
+    bare = [group for group in trainer.optimizer.param_groups if group["weight_decay"] == 0.0]
+    vectors = {s.placement.name for s in trainer.parameters.trained_shards if s.placement.is_vector}
+    of = {s.main: s.placement.name for s in trainer.parameters.trained_shards}
+    assert {of[tensor] for group in bare for tensor in group["params"]} == vectors
+
+
 def test_the_growth_step_does_not_change_the_gradient() -> None:
     """The scale is doubled after the update, so a run that doubles equals one that does not."""
     grows = trainer_of("precision=fp16", "precision.loss_scale.initial=256", "precision.loss_scale.growth_interval=1")

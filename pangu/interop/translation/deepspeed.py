@@ -40,14 +40,15 @@ def _precision(source: Translation) -> None:
         source.set("precision", "bf16", "bf16.enabled")
     elif source.flag("fp16.enabled"):
         source.set("precision", "fp16", "fp16.enabled")
-        if not source.said(["fp16.hysteresis"]):  # it is 2 then
-            source.differs("hysteresis")
         if source.number("fp16.loss_scale"):
             source.lacks("fp16.loss_scale", "value")
         power = min(source.integer("fp16.initial_scale_power") or 0, 127)
         source.set("precision.loss_scale.initial", 2.0**power, "fp16.initial_scale_power")
         source.copy(source.integer, "fp16.loss_scale_window")
         source.copy(source.number, "fp16.min_loss_scale")
+        source.copy(source.count, "fp16.hysteresis")
+        if source.count("fp16.hysteresis") != 1:
+            source.switch(True, "fp16.consecutive_hysteresis")
     elif source.given:
         source.set("precision", "fp32", "bf16.enabled", "fp16.enabled")
 

@@ -285,8 +285,7 @@ def _precision(source: Translation) -> None:
     elif source.flag("fp16"):
         source.set("precision", "fp16", "fp16")
         source.copy(source.number, "initial-loss-scale", "loss-scale-window", "min-loss-scale")
-        if not source.said(["hysteresis"]):  # it is 2 then
-            source.differs("hysteresis")
+        source.copy(source.count, "hysteresis")
         if not source.flag("accumulate-allreduce-grads-in-fp32"):
             source.differs("reduce_fp32")
     else:
@@ -346,15 +345,19 @@ def _schedule(source: Translation) -> None:
     names = ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction")
     source.set("lr_schedule.warmup_steps", warm, *names)
     decay = end if end != steps else None
+    if shape in ("wsd", "inverse_sqrt") and decay is not None:
+        source.lacks("lr-decay-iters", "value")
+        decay = None
     if shape == "wsd":
-        if source.text("lr-wsd-decay-style") != "linear":
-            source.lacks("lr-wsd-decay-style", "value")
-        if decay is not None:
-            source.lacks("lr-decay-iters", "value")
+        source.choose("lr-wsd-decay-style")
         decay = source.integer("lr-wsd-decay-iters") or in_steps("lr-wsd-decay-samples")
     if shape != "constant":
         source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
         source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
+    if (shape := source.text("weight-decay-incr-style")) in ("linear", "cosine"):
+        source.copy(source.number, "end-weight-decay")
+        start = {"start": source.number("start-weight-decay") or 0.0, "shape": shape}
+        source.set("weight_decay_schedule", start, "start-weight-decay", "weight-decay-incr-style")
 
 
 def _data(source: Translation) -> None:

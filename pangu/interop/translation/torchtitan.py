@@ -124,12 +124,16 @@ def _memory(source: Translation) -> None:
 
 def _schedule(source: Translation) -> None:
     ratio, name = source.number("lr_scheduler.decay_ratio"), "lr_scheduler.decay_type"
-    if ratio is None:
+    shapes = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
+    kind = source.text(name) or "linear"
+    if kind not in shapes or (ratio is None and kind != "sqrt"):
         source.choose(name)
     else:
-        source.choose(name, {"linear": "wsd"})
+        source.set("lr_schedule", "wsd", name)
+        source.set("lr_schedule.decay_shape", shapes[kind], name)
         if steps := source.integer("training.steps"):
-            source.set("lr_schedule.decay_steps", max(1, round(steps * ratio)), "lr_scheduler.decay_ratio")
+            length = steps - (source.integer("lr_scheduler.warmup_steps") or 0) if ratio is None else steps * ratio
+            source.set("lr_schedule.decay_steps", max(1, round(length)), "lr_scheduler.decay_ratio")
             source.differs("wsd_overlap")
     rate = source.number("optimizer.lr")
     if rate is not None and (least := source.number("lr_scheduler.min_lr_factor")):
