@@ -74,10 +74,13 @@ def find_layouts(
     result = search(space, top)
     if not result.best:
         kept = "".join(f" and {KEYS[field]}={shown(value)}" for field, value in fixed.items())
+        least = ""
+        if one := result.smallest:
+            least = f"the smallest one needs {one.peak_gib:.3g} GiB ({' '.join(overrides_of(one.plan))}); "
         raise UserError(
             f"no valid layout for {space.cluster.devices} devices with {space.cluster.memory.gib:g} GiB each{kept}: "
-            f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; use more "
-            "devices, a larger batch or fewer fixed keys"
+            f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; "
+            f"{least}use more devices, a larger batch or fewer fixed keys"
         )
     return Outcome(space, result, tokens)
 
@@ -177,7 +180,8 @@ def cluster_of_device(name: str, files: Collection[str]) -> str | None:
     A MIG slice (NVIDIA's name for a part of a device) counts as a different device.
     """
     words = re.split(r"[\s_-]+", name.lower())
-    return None if "mig" in words else next((file for file in files if file in words), None)
+    matching = [file for file in files if "mig" not in words and set(file.split("_")) <= {*words}]
+    return max(matching, key=len, default=None)
 
 
 def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:

@@ -81,6 +81,8 @@ class SearchResult:
     """Number of layouts that pass the checks, without the variants that keep less on the device."""
     costed: int
     """Number of layouts that were costed; the others do not fit, or cannot be among the best."""
+    smallest: Candidate | None
+    """Layout that needs the least memory by its lower bound, if none fits."""
 
 
 class Space(NamedTuple):
@@ -105,13 +107,18 @@ def space_of(
 ) -> Space:
     """Return the search space of a configuration's model and batch on a cluster.
 
-    Calls `note_progress` after each dry run. Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls.
+    Calls `note_progress` after each dry run. Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls,
+    or if its devices do not fill its nodes.
     """
     if config.precision.matmul != "compute" and cluster.matmul.tflops_fp8 is None:
         rule = f"{cluster.name} has no fp8 matmuls (cluster.matmul.tflops_fp8 = null)"
         raise ConfigError(
             [Problem("precision.matmul", config.precision.matmul, rule, "set precision=bf16, or use another cluster")]
         )
+    if (devices := cluster.devices) > cluster.node and devices % cluster.node:
+        rule = f"must be a multiple of cluster.node = {cluster.node}, the devices of each node"
+        fix = f"set cluster.devices={devices // cluster.node * cluster.node}, or another cluster.node"
+        raise ConfigError([Problem("cluster.devices", devices, rule, fix)])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
     return Space(Program(config, note_progress), cluster, config, fixed)
@@ -127,11 +134,12 @@ def search(space: Space, top: int = 10) -> SearchResult:
     space.program.sketch(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
     heapify(waiting)
-    number, costed, worst = len(waiting), list[Candidate](), math.inf
+    number, costed, worst, too_large = len(waiting), list[Candidate](), math.inf, list[tuple[float, int, Plan]]()
     room = space.cluster.memory.gib
     while waiting and waiting[0][0] <= worst:
         before, place, plan = heappop(waiting)
-        fits = bounds.gib(plan) <= room
+        needed = bounds.gib(plan)
+        fits = needed <= room
         if fits and not space.program.is_prepared(plan):  # measure it together with the next ones, on all cores
             ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
             space.program.prepare([plan, *(other for other in ahead if bounds.gib(other) <= room)])
@@ -141,11 +149,12 @@ def search(space: Space, top: int = 10) -> SearchResult:
         one = _candidate(space, plan) if fits else None
         if one is None:
             refused[TOO_LARGE] += 1
+            too_large = [min([(needed, plan.micro_size, plan), *too_large])]
             others = list(smaller(space, plan))
             if not all(map(space.program.is_sketched, others)):  # sketch them together with the next ones, on all cores
                 ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
-                too_large = (other for other in ahead if bounds.gib(other) > room)
-                space.program.sketch([*others, *(less for other in too_large for less in smaller(space, other))])
+                larger = (other for other in ahead if bounds.gib(other) > room)
+                space.program.sketch([*others, *(less for other in larger for less in smaller(space, other))])
             for other in others:
                 heappush(waiting, (bounds.seconds(other) / alone, number, other))
                 number += 1
@@ -159,7 +168,8 @@ def search(space: Space, top: int = 10) -> SearchResult:
             costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], field, values)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
-    return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed))
+    smallest = None if confirmed or not too_large else _cost(space, too_large[0][-1])
+    return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed), smallest)
 
 
 def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str]) -> list[Candidate]:
@@ -226,11 +236,13 @@ def _can_wait(part: str, plan: Plan) -> bool:
 
 
 def _candidate(space: Space, plan: Plan) -> Candidate | None:
+    candidate = _cost(space, plan)
+    return candidate if candidate.peak_gib <= space.cluster.memory.gib else None
+
+
+def _cost(space: Space, plan: Plan) -> Candidate:
     ledger = space.program.describe(plan, every=False)
-    memory = tuple(memory_of(ledger, space.cluster))
-    if max(stage.total for stage in memory) > space.cluster.memory.gib:
-        return None
-    return Candidate(plan, step_time(ledger, plan, space.cluster), memory)
+    return Candidate(plan, step_time(ledger, plan, space.cluster), tuple(memory_of(ledger, space.cluster)))
 
 
 def _preference(one: Candidate) -> tuple[float, ...]:

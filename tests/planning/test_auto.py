@@ -143,6 +143,7 @@ def test_a_forecast_that_nothing_confirms_refuses_nothing(
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
         ("Tesla V100-SXM2-32GB", "v100"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA GH200 480GB", None),

@@ -257,7 +257,8 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "says"),
     [
         (("+config=pangu_13b", "--search"), "--search needs the description of a cluster: set cluster=NAME"),
-        ((*PLAN, "cluster.memory.gib=1"), "no valid layout for 64 devices with 1 GiB each: "),
+        ((*PLAN, "cluster.memory.gib=1"), "the smallest one needs "),
+        ((*PLAN, "cluster.node=48"), "cluster.devices = 64: must be a multiple of cluster.node = 48, "),
         ((*PLAN, "parallel.expert=2"), "each and parallel.expert=2: "),
         ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: matches no tensor of the model"),
         ((*PLAN, "cluster.memory.gib=-1"), "cluster.memory.gib"),
