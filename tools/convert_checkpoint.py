@@ -115,6 +115,16 @@ def configure(source: WeightSource, overrides: Sequence[str], output: Path) -> R
     return replace(config, dry_run=False)
 
 
+def settle_mtp(source: WeightSource, config: RunConfig, target: str) -> RunConfig:
+    """Return the configuration with multi-token prediction if both files hold it; say what is left out."""
+    found, asked = source.model_keys.get("mtp_layers", 0), config.model.mtp_layers
+    kept = asked if asked and found and FORMATS[target].predicts(config.model) else 0
+    if (most := max(found, asked)) > kept:
+        reason = f"as given, {asked} of {found} are kept" if kept == asked else "files of this model have none here"
+        print(f"model.mtp_layers = {most}: left out; {reason}")
+    return replace(config, model=replace(config.model, mtp_layers=kept))
+
+
 def run(options: argparse.Namespace) -> None:
     """Carry out the command. Raises UserError and then leaves no output."""
     if options.output.exists():
@@ -123,10 +133,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--input {options.input} does not exist")
     source = FORMATS[options.source].open(options.input)
     config = configure(source, options.overrides, options.output)
-    foreign = next((name for name in (options.target, options.source) if name != "pangu"), None)
-    if config.model.mtp_layers and foreign:
-        print(f"model.mtp_layers = {config.model.mtp_layers}: left out, as {foreign} files have none here")
-        config = replace(config, model=replace(config.model, mtp_layers=0))
+    config = settle_mtp(source, config, options.target)
     assert isinstance(config.data, IndexedData)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and options.target == "huggingface" and tokenizer.kind in (*ENCODINGS, "bytes"):

@@ -75,6 +75,9 @@ class LatentConfig:
     """Elements that rotate, after the others; all heads share those of their keys."""
     value_head_dim: Count
     """Width of each head's values, at most that of its queries."""
+    norm_eps: Positive | None = None
+    """Term under the root in the norms of the latent vectors; null means that of the other norms, `model.norm_eps`.
+    The released code of DeepSeek and openPangu has 1e-6 whatever the other norms have."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class ModelConfig:
     """Routing and load balancing. Must keep its defaults without `experts`."""
     mtp_layers: Annotated[int, Bounds(least=0, most=16)] = 0
     """Multi-token prediction (DeepSeek-V3, section 2.2): number of modules in training, each one more layer, that
-    predict the tokens after the next one. Validation, generation and exports leave them out."""
+    predict the tokens after the next one. Validation and generation leave them out."""
 
     @property
     def explicit(self) -> ModelConfig:

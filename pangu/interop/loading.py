@@ -116,7 +116,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
 def _exported(path: Path) -> _Source:
     source = HuggingFaceSource(path)
     unknown = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
-    model = ModelConfig(**{**unknown, "attention": "auto", **source.model_keys})
+    model = ModelConfig(**{**unknown, "attention": "auto", **source.model_keys, "mtp_layers": 0})
     refuse(path / "config.json", find_model_problems(model))
     _, read = logical_tensors(source, model)
     balance = stored_balance(source, model, read)

@@ -38,10 +38,11 @@ class LatentAttention(nn.Module):
         self.has_window = config.has_window(number)
         self.latent, self.head_size = config.latent, config.head_size
         self.down = ReplicatedLinear(build, "down")
+        eps = config.norm_eps if config.latent.norm_eps is None else config.latent.norm_eps
         self.query_norm: nn.Module | None = None
         if config.latent.q_rank is not None:
-            self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm)
-        self.kv_norm = make_norm(build, "kv_norm", config.norm_eps, config.norm)
+            self.query_norm = make_norm(build, "query_norm", eps, config.norm)
+        self.kv_norm = make_norm(build, "kv_norm", eps, config.norm)
         self.query = ColumnParallelLinear(build, "query")
         self.key_value = ColumnParallelLinear(build, "key_value")
         self.output = RowParallelLinear(build, "output")

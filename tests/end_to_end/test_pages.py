@@ -100,7 +100,7 @@ def test_every_family_leaves_as_the_page_says(page: Path) -> None:
     rows = re.findall(
         r"^\| [^|]+ \| (`[^|]+) \| [^|]+ \| ([^|]+) \| `(\w+)`", page.read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert len(rows) == 11
+    assert len(rows) == 12
     for presets, megatron, architecture in rows:
         for preset in re.findall(r"`(\w+)`", presets):
             model = config(f"+config={preset}").model

@@ -25,6 +25,7 @@ from pangu.data.tokenizers import load_tokenizer
 from pangu.interop.formats.huggingface_config import kinds, read_model
 from pangu.interop.loading import load_model
 from pangu.layers.expert_balance import ExpertBalance
+from pangu.models.language_model import LanguageModel
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.interop.test_formats import HEADS, SEQUENCE, VOCAB, convert, logical, weights
@@ -52,12 +53,11 @@ def tokens(vocab: int, sequence: int) -> Tensor:
     return torch.randint(0, vocab, (2, sequence), generator=torch.Generator().manual_seed(0))
 
 
-def our_logits(run: Path, ids: Tensor) -> Tensor:
-    """[batch, sequence, vocab] of the model in a run folder."""
+def our_model(run: Path, dtype: torch.dtype | None = None) -> LanguageModel:
+    """The model in a run folder, in the format of its weights or another one."""
     config = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).model
     found = logical(run)
-    dtype = next(iter(found.values())).dtype
-    model, table = make(config, dtype=dtype)
+    model, table = make(config, dtype=dtype or next(iter(found.values())).dtype)
     parameters = dict(model.named_parameters())
     assert found.keys() == {placement.name for placement in table}
     with torch.no_grad():
@@ -65,7 +65,14 @@ def our_logits(run: Path, ids: Tensor) -> Tensor:
             logical_view(parameters[placement.stored_in], placement).copy_(found[placement.name])
         if (balance := model.balance_on(torch.device("cpu"))) is not None:
             balance.restore(run, read_index(newest_checkpoint(run))["experts"])
-        return whole_logits(model, ids, torch.arange(ids.shape[1]).expand_as(ids)).transpose(0, 1)
+    return model
+
+
+def our_logits(run: Path, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[batch, sequence, vocab] of the model in a run folder."""
+    with torch.no_grad():
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        return whole_logits(our_model(run, dtype), ids, places).transpose(0, 1)
 
 
 def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence: int) -> None:
@@ -179,6 +186,7 @@ LLAMAS = [
     ("DeepseekV3", DEEPSEEK | {"n_group": 3, "topk_group": 2, "attention_bias": True}),
     ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("DeepseekV3", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("DeepseekV3", DEEPSEEK | {"rms_norm_eps": 0.1}),
     ("DeepseekV3", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}),
     ("DeepseekV2", DEEPSEEK | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "attention_bias": True}),
@@ -202,7 +210,8 @@ def test_every_type_of_transformers(kind: str, variant: dict[str, object], tmp_p
 
 def test_each_type_has_been_compared() -> None:
     compared = {getattr(transformers, f"{kind}Config").model_type for kind, _ in LLAMAS} | {"gpt2", "gpt_pangu"}
-    assert compared | {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE", "kimi_k2"} == kinds().keys()
+    others = {"PanguEmbedded", "internlm2", "baichuan", "PanguProMoE", "pangu_ultra_moe", "kimi_k2"}
+    assert compared | others == kinds().keys()
     assert len(compared & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()) >= 36
 
 
@@ -229,8 +238,11 @@ def test_types_that_transformers_lacks(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
-def test_kimi_k2_without_the_layer_of_multi_token_prediction(tmp_path: Path) -> None:
-    """It is a DeepSeek-V3, and leaves as one; biases that choose experts go along, also where nothing is converted."""
+def test_kimi_k2_without_the_layer_of_multi_token_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is a DeepSeek-V3, and leaves as one; biases that choose experts go along, also where nothing is converted. A
+    layer of multi-token prediction that is not complete has to be left out."""
     config = transformers.DeepseekV3Config(**RELATIVE | DEEPSEEK | {"n_group": 1, "topk_group": 1})
     theirs = random_vectors(transformers.DeepseekV3ForCausalLM, config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
@@ -242,7 +254,11 @@ def test_kimi_k2_without_the_layer_of_multi_token_prediction(tmp_path: Path) -> 
     ahead = {"model.layers.2.enorm.weight": torch.rand(32), "model.layers.2.eh_proj.weight": torch.rand(32, 64)}
     state = load_file(file)
     save_file(state | ahead, file)
-    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    words = ["--from", "huggingface", "--to", "pangu", "--input", str(tmp_path / "theirs"), "--output"]
+    assert main([*words, str(tmp_path / "ours")]) == 2
+    assert "model.layers.2.*: multi-token prediction, of which tensors are missing" in capsys.readouterr().err
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours", "model.mtp_layers=0")
+    assert "model.mtp_layers = 1: left out; as given, 0 of 1 are kept" in capsys.readouterr().out
     with torch.no_grad():
         expected = theirs(tokens(67, 24)).logits
     torch.testing.assert_close(our_logits(run, tokens(67, 24)), expected, atol=1e-5, rtol=0)

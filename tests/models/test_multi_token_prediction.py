@@ -13,6 +13,7 @@ from torch import Tensor
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor
 from pangu.config.build import build
+from pangu.config.model import RouterConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.data.mtp_targets import with_mtp_targets
@@ -26,7 +27,7 @@ from pangu.training.step import Trainer
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
-from tests.models.test_variants import EOD, Plain, batch_of
+from tests.models.test_variants import EOD, LATENT, Plain, batch_of
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
 from tests.weights import whole_loss
 from tools import convert_checkpoint
@@ -71,6 +72,11 @@ class Predicting(Plain):
         {"kind": "pangu", "mtp_layers": 2, "residual_scores": True},
         {"kind": "pangu", "mtp_layers": 1, "final_norm": "after_query", "embedding_norm": True},
         {"kind": "gpt", "mtp_layers": 3, "experts": 4, "expert_ffn": 20, "expert_every": 2, **LAYER},
+        # as in openPangu-Ultra-MoE
+        {
+            **{"kind": "gpt", "mtp_layers": 1, "latent": LATENT, "norm_placement": "sandwich", "experts": 4, **LAYER},
+            **{"expert_ffn": 20, "shared_experts": 1, "dense_layers": 1, "router": RouterConfig("sigmoid", scale=2.5)},
+        },
     ],
     ids=str,
 )

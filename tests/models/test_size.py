@@ -37,17 +37,21 @@ PUBLISHED = {
     "gpt_oss_120b": 116_829_156_672,
     # 671,026,419,200 with the biases by which the experts of 58 layers are chosen
     "deepseek_v3_671b": 671_026_419_200 - 58 * 256,
+    # counted by hand from the released config.json; 717.9 billion without the embedding, published as 718
+    "openpangu_ultra_moe_718b": 719_093_767_680,
 }
 ACTIVE = {
     "mixtral_8x7b": 12_879_925_248,
     "pangu_pro_moe": 16_498_136_448,
     "qwen3_30b_a3b": 3_353_032_704,
     "deepseek_v3_671b": 37_552_282_624,
+    "openpangu_ultra_moe_718b": 40_371_494_400,
     "gpt_oss_20b": 4_187_440_704,
     "gpt_oss_120b": 5_711_982_912,
 }
 """Weights that a token passes: 12.9 billion (Jiang et al. 2024), 16.5 (arXiv 2505.21411), 3.3 (Yang et al. 2025),
-37 (arXiv 2412.19437, without one of two embeddings), and 3.6 and 5.1 (arXiv 2508.10925, without it)."""
+37 (arXiv 2412.19437, without one of two embeddings), 3.6 and 5.1 (arXiv 2508.10925, without it), and 39 (the card of
+openPangu-Ultra-MoE, without it)."""
 
 
 GPT3 = {

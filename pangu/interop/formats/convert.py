@@ -37,11 +37,15 @@ class Format:
     write: Callable[[Path, Job], None]
     ranks: bool = False
     """True if its files are sharded over tensor-parallel ranks."""
+    predicts: Callable[[ModelConfig], bool] = lambda model: False
+    """Function that returns whether its files hold the modules of multi-token prediction of a model."""
 
 
 FORMATS = {
-    "pangu": Format(native.PanguSource, native.table, native.write),
-    "huggingface": Format(huggingface.HuggingFaceSource, huggingface.table, huggingface.write),
+    "pangu": Format(native.PanguSource, native.table, native.write, predicts=lambda model: True),
+    "huggingface": Format(
+        huggingface.HuggingFaceSource, huggingface.table, huggingface.write, predicts=huggingface.predicts
+    ),
     "megatron": Format(megatron_dist.open_folder, megatron_names.table, megatron_ranks.write, ranks=True),
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }

@@ -39,6 +39,11 @@ def table(model: ModelConfig, tensor: int, kind: ModelType | None = None) -> lis
     return make_table(model, kind_of(model, kind).name, spare=PANGU_PADDING if model.kind == "pangu" else 0)
 
 
+def predicts(model: ModelConfig) -> bool:
+    """Return whether files of a model's type hold multi-token prediction. Raises ConfigError if there is no type."""
+    return "predicts" in kind_of(model).tensors
+
+
 class HuggingFaceSource(WeightSource):
     """Local folder with config.json and weights in safetensors files or, failing those, in pickles."""
 
@@ -69,10 +74,9 @@ class HuggingFaceSource(WeightSource):
         # the copy of a tied head, and what transformers computes and older versions stored all the same
         tied = f"|{re.escape(self._head)}" if self.model_keys["tied_head"] else ""
         implied = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
-        if self._kind.tensors.get("predicts", False):
-            ahead = self._kind.tensors["layer"].format(self.model_keys["layers"])
-            self._places = {name: place for name, place in self._places.items() if not name.startswith(ahead)}
-        self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if not implied.fullmatch(name)}
+        self._ahead, self._copies = self._layers_ahead()
+        left_out = self._copies.keys() | {name for name in self._places if implied.fullmatch(name)}
+        self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if name not in left_out}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
             require_inside(path, path / "vocab.model")
@@ -88,18 +92,45 @@ class HuggingFaceSource(WeightSource):
             text = read_text(path / CHAT_TEMPLATE)
             self.chat_template = text if text.startswith(FINE_TUNED) else None
 
+    def _layers_ahead(self) -> tuple[list[str], dict[str, str]]:
+        """Return prefixes of the layers of multi-token prediction, and copies in them with the originals' names."""
+        naming, layers = self._kind.tensors, list[str]()
+        named: Mapping[str, str] = naming.get("predicts", {})
+        while named:
+            prefix = naming["layer"].format(self.model_keys["layers"] + len(layers))
+            if not any(name.startswith(prefix) for name in self._places):
+                break
+            layers.append(prefix)
+        if "mtp_layers" in self.model_keys:
+            # config.json does not tell: transformers keeps its number, and saves no such layers
+            self.model_keys["mtp_layers"] = len(layers)
+        originals = {name: naming["outside"][ours] for name, ours in named.items() if ours in naming["outside"]}
+        return layers, {f"{layer}{name}": original for layer in layers for name, original in originals.items()}
+
     def table(self, model: ModelConfig) -> list[Stored]:
         """Return the tensors of a model in this format."""
         # how experts will be balanced in training is not the files' matter, but for biases that choose them
         balance = self._kind.means.get("router.balance", "none")
-        return table(replace(model, router=replace(model.router, balance=balance)), 1, self._kind)
+        tensors = table(replace(model, router=replace(model.router, balance=balance)), 1, self._kind)
+        return [stored for stored in tensors if not stored.copy]
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
         """Return the tensors; omitted ones, which the configuration implies, must equal the implied value."""
         words = next(stored.name for stored in table if stored.parts == ("embedding.word.weight",))
-        for name in sorted(self._places.keys() - self.tensors.keys()):
+        kept = [layer for layer in self._ahead if any(stored.name.startswith(layer) for stored in table)]
+        for layer in kept:
+            if any(stored.name.startswith(layer) and stored.name not in self.tensors for stored in table):
+                fix = "set model.mtp_layers=0 to leave it out"
+                problems.append(f"{layer}*: multi-token prediction, of which tensors are missing; {fix}")
+        dropped = tuple(layer for layer in self._ahead if layer not in kept)
+        for name in sorted(name for name in self._places.keys() - self.tensors.keys() if not name.startswith(dropped)):
             found = self._read(name)
-            if name == self._head:
+            if name in self._copies:
+                original = self._copies[name] if self._copies[name] in self._places else words
+                if original in self._places and not torch.equal(found, self._read(original)):
+                    fix = "set model.mtp_layers=0 to leave multi-token prediction out"
+                    problems.append(f"{name}: differs from {original}, which pangu has only once; {fix}")
+            elif name == self._head:
                 if words in self._places and not torch.equal(found, self._read(words)):
                     problems.append(
                         f"{name}: differs from {words}, and config.json says that they are one tensor; "
@@ -112,7 +143,7 @@ class HuggingFaceSource(WeightSource):
                 )
         implied = {stored.name: self.read(stored).to("meta") for stored in table if stored.implied is not None}
         problems += [f"{name}: {self._kind.name} has no such tensor" for name in implied if name in self.tensors]
-        return {**self.tensors, **implied}
+        return {name: x for name, x in self.tensors.items() if not name.startswith(dropped)} | implied
 
     def read(self, stored: Stored) -> Tensor:
         """Return one full tensor."""

@@ -272,7 +272,8 @@ def _latent(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None
         raise UserError(f"{path}: {', '.join(missing)} must be given")
     numbers, problems = read_keys(LatentConfig, given, _LATENT)
     refuse(path, problems)
-    keys["latent"] = latent = LatentConfig(**numbers)
+    eps = kind_in(config, path).defaults["latent.norm_eps"]
+    keys["latent"] = latent = LatentConfig(**numbers, norm_eps=None if eps == keys["norm_eps"] else eps)
     twins = {"head_dim": latent.rope_head_dim, "qk_head_dim": latent.nope_head_dim + latent.rope_head_dim}
     for name, value in twins.items():
         if config.get(name, value) != value:
@@ -319,7 +320,7 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "attention_bias": _biases,
     "norm_topk_prob": _normalised,
     "kv_lora_rank": _latent,
-    "n_group": _deepseek_router,
+    "routed_scaling_factor": _deepseek_router,
     "num_local_experts": _experts_twin,
     "shared_expert_intermediate_size": _pangu_experts,
 }

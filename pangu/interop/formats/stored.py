@@ -67,6 +67,8 @@ class Stored:
     """True if the model divides each row by its norm; ours are divided once."""
     implied: float | None = None
     """Value of all elements of a tensor that files lack; None: they have it."""
+    copy: bool = False
+    """True if the tensor repeats another one of the files, so that imports do not need it."""
 
 
 class WeightSource(ABC):
@@ -147,7 +149,7 @@ def make_table(
                 table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + spare + 1))
             if skipped := naming.get("skipped", {}).get(part, 0):
                 table[-1] = replace(table[-1], shape=(shapes[part][0] + skipped, *shapes[part][1:]), skipped=skipped)
-    for layer in range(model.layers):
+    for layer in range(model.num_blocks):
         prefix = naming["layer"].format(layer)
         if layer == model.query_layer:
             prefix = naming.get("query_layer", prefix)
@@ -174,16 +176,26 @@ def make_table(
                     paired = _rotary_pairs(model, parts) if naming.get("neighbors", False) else ()
                     name, shape = f"{prefix}{module}{end}", (stack, *shape) if stack else shape
                     table.append(Stored(name, parts, shape, transposed, blocks, cut, paired=paired, stack=stack))
-        if "router_bias" in naming and model.has_experts(layer):
-            name = f"{prefix}{naming['router_bias']}"
-            table.append(Stored(name, (router_bias(layer),), (model.experts or 0,)))
+        if naming.get("router_bias") and model.has_experts(layer):
+            table.append(Stored(f"{prefix}{naming['router_bias']}", (router_bias(layer),), (model.experts or 0,)))
         for key, unit in (("one_row", [1]), ("plain", [])):
             for ours, name in naming.get(key, {}).items():
                 if (part := f"layers.{layer}.{ours}") in shapes:
                     table.append(Stored(f"{prefix}{name}", (part,), (*unit, *shapes[part])))
+        table += _prediction(naming, prefix, layer - model.layers, shapes) if layer >= model.layers else ()
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return [_with_values(stored, naming) for stored in table]
+
+
+def _prediction(
+    naming: Mapping[str, Any], prefix: str, module: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Stored]:
+    """Yield what a module of multi-token prediction has in the files beside a layer."""
+    for name, ours in naming.get("predicts", {}).items():
+        part = ours.format(module)
+        part = part if part in shapes else "embedding.word.weight"  # a tied head
+        yield Stored(f"{prefix}{name}", (part,), shapes[part], copy=not part.startswith("mtp."))
 
 
 def _with_values(stored: Stored, naming: Mapping[str, Any]) -> Stored:
@@ -299,5 +311,8 @@ def inexpressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> li
         for key, values in needs.items()
         if (value := attrgetter(key)(model)) not in (values or [value])
     ]
+    eps = entry.get("defaults", {}).get("latent.norm_eps")
+    if model.latent is not None and eps not in (None, latent_eps := model.latent.norm_eps or model.norm_eps):
+        problems.append(Problem("model.latent.norm_eps", latent_eps, f"is always {eps} in {label}"))
     rule = f"must be given in {label}"
     return problems + [Problem(f"model.{key}", None, rule) for key in entry.get("given", ()) if not getattr(model, key)]
