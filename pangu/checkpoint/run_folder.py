@@ -59,7 +59,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
     """Return the keys that must not change within a run; the attention kernel may, it computes the same function."""
     model = asdict(replace(config.model, attention="auto", ffn=config.model.ffn_size))
     del model["attention"]
-    values = {f"model.{key}": value for key, value in model.items()}
+    values = {f"model.{key}": list(value) if isinstance(value, tuple) else value for key, value in model.items()}
     return values | {"optimizer.name": config.optimizer.name, "train.seed": config.train.seed}
 
 

@@ -84,8 +84,8 @@ def _scaling(model: ModelConfig) -> Iterator[Problem]:
     if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
         rule = f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor:g}"
         yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "use e.g. 4 with 1")
-    if isinstance(scaling, YarnScaling) and scaling.beta_fast <= scaling.beta_slow:
-        rule = f"must be above model.rope_scaling.beta_slow = {scaling.beta_slow:g}"
+    if isinstance(scaling, YarnScaling) and scaling.beta_fast < scaling.beta_slow:
+        rule = f"must be at least model.rope_scaling.beta_slow = {scaling.beta_slow:g}"
         yield Problem("model.rope_scaling.beta_fast", scaling.beta_fast, rule, "use e.g. 32 with 1")
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim and model.latent is None:
         rule = "only applies with model.latent, which is null"

@@ -199,6 +199,31 @@ def test_published_models(name: str) -> None:
     assert not list(find_model_problems(ModelConfig(**{**UNTOLD, **told})))
 
 
+def test_kimi_k2_and_smollm3_as_published() -> None:
+    """Kimi-K2's YaRN has one number of turns from which on pairs are slow; SmolLM3's file has fields without effect."""
+    kimi = json.loads(PUBLISHED["DeepSeek-V3, dequantized"][0])
+    kimi |= {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_routed_experts": 384, "pretraining_tp": 1}
+    kimi["rope_scaling"] |= {"beta_fast": 1.0, "factor": 32.0}
+    told = read_model(kimi, Path("config.json"))
+    assert (told["rope_scaling"].beta_fast, told["router"].selection) == (1.0, "top")
+    assert not list(find_model_problems(ModelConfig(**{**UNTOLD, **told})))
+    smol = fields("SmolLM3", max_window_layers=28, pretraining_tp=2, no_rope_layers=[1, 0])
+    assert read_model(smol, Path("config.json"))["nope_layers"] == 2
+
+
+SLIDING = {"use_sliding_window": True, "max_window_layers": 5}
+
+
+@pytest.mark.parametrize(("kind", "more"), [("SmolLM3", SLIDING), ("Qwen2", SLIDING), ("GptOss", {})], ids=str)
+def test_windows_without_a_list_of_layers_are_those_of_transformers(kind: str, more: dict[str, Any]) -> None:
+    sizes = SIZES | {"num_hidden_layers": 8, "sliding_window": 6}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more).to_dict()
+    listed = config.pop("layer_types")
+    model = ModelConfig(**{**UNTOLD, **read_model(config, Path("config.json"))})
+    assert [model.has_window(layer) for layer in range(8)] == [one == SLIDES for one in listed]
+    assert SLIDES in listed
+
+
 def test_other_names_of_fields() -> None:
     sizes = {
         "model_type": "exaone",
@@ -272,6 +297,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Cwm", {"layer_types": None}, "layer_types must be given"),
     ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers = [1, 2]: must be 2 times 0 or 1"),
     ("GptOss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4}: is not supported; use bf16 weights, e.g."),
+    ("DeepseekV3", {"quantization_config": {"quant_method": "fp8"}}, "fp8}: is not supported; convert the weights"),
+    ("Llama", {"quantization_config": {"quant_method": ["gptq"]}}, "is not supported; use the weights from before"),
+    ("Glm4Moe", {"routed_scaling_factor": None}, "routed_scaling_factor = null: must be a number"),
     ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported; use 7.0"),
     ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
     ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be at least 1"),

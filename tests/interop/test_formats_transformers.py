@@ -298,6 +298,8 @@ def test_baichuan(vocab: int, normalized: bool, tmp_path: Path) -> None:
         state[f"{layer}W_pack.weight"] = torch.cat([state.pop(f"{layer}{one}_proj.weight") for one in "qkv"])
     save_file(state, tmp_path / "theirs" / "model.safetensors")
     run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    alone = Mesh(Layout(), 0, torch.device("cpu"))
+    assert load_model(tmp_path / "theirs", alone).config.attention_dropout == 0  # which the file does not name
     with torch.no_grad():
         if normalized:
             theirs.lm_head.weight /= theirs.lm_head.weight.norm(dim=1, keepdim=True)

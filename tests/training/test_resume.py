@@ -282,6 +282,15 @@ def test_what_was_frozen_begins_with_moments_of_zero(
     assert train(resumed, 6, *words, f"checkpoint.resume={path}") == losses[4:]
 
 
+def test_a_list_of_layers_that_stays_is_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model.window=8", "model.full_layers=[1]")
+    for steps in (1, 2):
+        train(tmp_path, steps, *words)
+    assert "from here on" not in capsys.readouterr().err
+    train(tmp_path, 3, "model.window=8", "model.full_layers=[0,1]")
+    assert "model.full_layers = [0, 1] from here on" in capsys.readouterr().err
+
+
 def test_what_does_not_change_the_tensors_may_change_within_a_run(
     three_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

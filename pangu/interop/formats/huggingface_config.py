@@ -102,7 +102,8 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         problems.append(Problem(kind.keys["activation"], activation, f"is none of {', '.join(kind.activations)}"))
     refuse(path, problems)
     if quantization := config.get("quantization_config"):
-        fix = "use bf16 weights, e.g. those that transformers loads with Mxfp4Config(dequantize=True) and saves"
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        fix = _DEQUANTIZED.get(str(method), "use the weights from before they were quantized")
         raise wrong_field(path, "quantization_config", quantization, "is not supported", fix)
     harmless = f"{load_table('model_types')['_harmless']} {kind.harmless}".split()
     used = {*kind.keys.values(), *kind.derived.split(), *kind.twins, *kind.values, *kind.aliases}
@@ -124,9 +125,17 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         keys["head_dim"] = None
     if kind.name == "gpt_pangu":
         keys["vocab"] = PANGU_VOCAB.get(keys["vocab"], keys["vocab"])
-    model_keys = {"dropout": 0.0, **kind.means, **keys, "activation": kind.activations[activation]}
+    model_keys = {"dropout": 0.0, "attention_dropout": 0.0, **kind.means, **keys}
+    model_keys["activation"] = kind.activations[activation]
     router = {key.removeprefix("router."): model_keys.pop(key) for key in list(model_keys) if key.startswith("router.")}
     return model_keys | ({"router": RouterConfig(**router)} if router else {})
+
+
+_DEQUANTIZED = {
+    "fp8": "convert the weights to bf16, e.g. with DeepSeek's fp8_cast_bf16.py, and remove this field",
+    "mxfp4": "use bf16 weights, e.g. those that transformers loads with Mxfp4Config(dequantize=True) and saves",
+}
+"""Remedy for quantized weights, by `quant_method`."""
 
 
 def _flag(config: Mapping[str, Any], key: str, path: Path, usual: bool = False) -> bool:
@@ -284,7 +293,8 @@ def _deepseek_router(config: Mapping[str, Any], keys: dict[str, Any], path: Path
     """Read the groups of experts, of which one limits nothing, and the factor of their weights."""
     usual = kind_in(config, path).defaults
     given = {key: config.get(name, usual.get(f"router.{key}")) for key, name in _GROUPS.items()}
-    router, problems = read_keys(RouterConfig, {key: x for key, x in given.items() if x is not None}, _GROUPS)
+    given = {key: value for key, value in given.items() if value is not None or key == "scale"}
+    router, problems = read_keys(RouterConfig, given, _GROUPS)
     refuse(path, problems)
     limited = keys.get("router.selection") != "top" and router.get("groups", 1) > 1
     router = router if limited else {"scale": router["scale"]}
