@@ -161,25 +161,24 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"data.packing.{key}", value, rule, "use null if there is none")
     if any(token >= vocab for token in packing.stop):
         yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "use [] for none")
-    packed = packing.method != "concat"
+    packed, is_stream = packing.method != "concat", isinstance(config.data, StreamData)
     if packed and isinstance(config.data, SyntheticData):
         yield Problem("data.packing.method", packing.method, "data=synthetic has no documents", "use concat")
-    elif packed and isinstance(config.data, StreamData):
-        rule = "needs the lengths of all documents in advance, which data=stream does not know"
-        fix = "use concat, or data=indexed with files that tools/preprocess_data.py writes"
-        yield Problem("data.packing.method", packing.method, rule, fix)
     elif isinstance(config.data, InstructionsData):
         if not packed:
             rule = "would split conversations"
             yield Problem("data.packing.method", "concat", rule, "use best_fit or single")
+    elif packed and is_stream:
+        pass  # its tokenizer has an id that ends documents
     elif packed and packing.eod is None and not isinstance(packing.bos, int):
         rule = f"data.packing.method = {packing.method} needs the id that ends a document"
         yield Problem("data.packing.eod", None, rule, "set an id, or data.packing.method=concat")
     elif packing.eod is None and (packing.reset_mask or packing.reset_positions):
         rule = "is required if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule, "set the id that ends a document, or use false for both")
-    if packing.index is not None and not packed:
-        rule, fix = "only packed samples have an index", "use null, or set data.packing.method=best_fit"
+    if packing.index is not None and (is_stream or not packed):
+        rule = "only packed samples of indexed files have an index"
+        fix = "use null" if is_stream else "use null, or set data.packing.method=best_fit"
         yield Problem("data.packing.index", packing.index, rule, fix)
     if packing.eod is not None and packing.eod == packing.pad:
         rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"

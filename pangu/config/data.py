@@ -29,8 +29,8 @@ class PackingConfig:
     """`concat`: documents are concatenated and cut every `model.sequence` tokens; `best_fit`: full documents are packed
     together so that samples are nearly full (Ding et al. 2024), and a document is cut only if it is longer than a
     sample; `single`: one document per sample. The rest of a sample is padding, which is masked in loss and attention.
-    The last two start each document with `bos`, or else with `eod`, which predicts its first token; data=stream
-    supports `concat` only."""
+    The last two start each document with `bos`, or else with `eod`, which predicts its first token. data=stream packs
+    a million tokens at a time."""
     index: Filename | None = None
     """Folder of the cached packing indexes (which documents share a sample); null: next to the tokens."""
     bos: Natural | Literal["auto"] | None = None

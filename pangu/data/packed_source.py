@@ -122,6 +122,16 @@ class PackedSource:
     @property
     def position(self) -> dict[str, Any] | None:
         """JSON-compatible position to resume from; None is the beginning."""
+        return self.position_before(len(self._row) - self._at)
+
+    @property
+    def turn(self) -> Turn:
+        """Turn of the last document that was taken."""
+        assert self._last is not None
+        return self._last[0]
+
+    def position_before(self, left: int) -> dict[str, Any] | None:
+        """Return the position where the last `left` tokens of the last document have not been used."""
         if self._last is None:
             return self._begun
         while not self._chunks[0].waiting:
@@ -135,7 +145,7 @@ class PackedSource:
             "tokens": oldest.num_tokens,
             "digest": oldest.digest,
             "turn": list(self._last[0]),
-            "left": len(self._row) - self._at,
+            "left": left,
         }
 
     def take(self) -> NDArray[np.int32]:
@@ -144,7 +154,7 @@ class PackedSource:
         parts = [self._row[self._at :]]
         size = len(parts[0])
         while size <= sequence:
-            parts.append(self._next_document())
+            parts.append(self.next_document())
             size += len(parts[-1])
         if len(parts) > 1:
             self._row, self._at = np.concatenate(parts), 0
@@ -152,13 +162,14 @@ class PackedSource:
         self._at += sequence
         return sample
 
-    def _next_document(self) -> NDArray[np.int32]:
+    def next_document(self) -> NDArray[np.int32]:
+        """Return the ids of the next document, or what is left of the one in which reading began."""
         while (taken := self._shuffle.take(self._epoch, self._num_tokens)) is None:
             self._read_on()
         turn, (chunk, ids) = taken
         if self._skipped is not None:
             if turn != self._skipped or len(ids) < self._left:
-                raise self._changed()
+                raise self.changed()
             ids, self._skipped = ids[len(ids) - self._left :], None
         if self._last is not None:
             self._last[1].waiting -= 1
@@ -173,7 +184,7 @@ class PackedSource:
         if not encoded.documents:
             return
         if self._expected not in (None, encoded.digest):
-            raise self._changed()
+            raise self.changed()
         self._expected = None
         if not self._chunks or self._chunks[-1].start != encoded.start:
             self._chunks.append(_Chunk(encoded.start, self._num_documents, self._num_tokens, encoded.digest))
@@ -198,7 +209,8 @@ class PackedSource:
         self._epoch += 1
         self._num_documents = self._num_tokens = 0
 
-    def _changed(self) -> UserError:
+    def changed(self) -> UserError:
+        """Return the error of text that differs from what a position was taken of."""
         return UserError(
             f"{self._name}: has changed since the checkpoint was written: there is another document at its position;"
             " restore the text, or set another train.output to start a new run"

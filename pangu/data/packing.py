@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,33 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
             leave(chosen[full:], room - more * length)
             first += len(pieces)
     return bins
+
+
+class Piece(NamedTuple):
+    """Document, or a part of one, in a sample."""
+
+    first: int
+    """First input, which predicts the first label."""
+    labels: NDArray[Any]
+    counted: NDArray[np.uint8] | None
+    """1 for labels that count in the loss; None counts all."""
+
+
+def packed_row(pieces: Iterable[Piece], size: int, pad: int) -> Row:
+    """Return the sample of some pieces, [size], with padding after them."""
+    tokens, labels = np.full((2, size), pad, dtype=np.int64)
+    counted, begins = np.zeros((2, size), dtype=bool)
+    place = 0
+    for piece in pieces:
+        stop = place + len(piece.labels)
+        labels[place:stop] = piece.labels
+        tokens[place] = piece.first
+        tokens[place + 1 : stop] = labels[place : stop - 1]
+        counted[place:stop] = True if piece.counted is None else piece.counted
+        begins[place] = True
+        place = stop
+    begins[place : place + 1] = True
+    return Row(tokens, labels, counted, begins, padding=np.arange(size) >= place)
 
 
 def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: None) -> None:
@@ -240,23 +267,18 @@ class PackedDocuments:
 
     def row(self, number: int) -> Row:
         """Return sample `number`. Raises UserError if the index is damaged or a token is outside the vocabulary."""
-        size = self._packing.sequence
-        tokens, labels = np.full((2, size), self._pad, dtype=np.int64)
-        counted, begins = np.zeros((2, size), dtype=bool)
-        place = 0
-        for start, length, goes_on in self.pieces(number):
-            stop = place + length
-            labels[place:stop] = self.reader.tokens[start : start + length]
-            tokens[place] = self.reader.tokens[start - 1] if goes_on else self._begin
-            tokens[place + 1 : stop] = labels[place : stop - 1]
-            counted[place:stop] = True if self._counted is None else self._counted[start : start + length]
-            begins[place] = True
-            place = stop
-        begins[place : place + 1] = True
-        padding = np.arange(size) >= place
-        check_ids(self.reader.prefix, tokens, self._vocab)
-        check_ids(self.reader.prefix, labels, self._vocab)
-        return Row(tokens, labels, counted, begins, padding)
+        pieces = [
+            Piece(
+                self.reader.tokens[start - 1] if goes_on else self._begin,
+                self.reader.tokens[start : start + length],
+                None if self._counted is None else self._counted[start : start + length],
+            )
+            for start, length, goes_on in self.pieces(number)
+        ]
+        row = packed_row(pieces, self._packing.sequence, self._pad)
+        check_ids(self.reader.prefix, row.tokens, self._vocab)
+        check_ids(self.reader.prefix, row.labels, self._vocab)
+        return row
 
     def padding(self, number: int) -> int:
         """Return the number of padding tokens in a sample."""

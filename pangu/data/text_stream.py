@@ -17,11 +17,12 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pangu.common.errors import UserError, reading, shown
 from pangu.config.data import StreamData
 from pangu.config.model import ModelConfig
+from pangu.data.batch import Row, Sample
+from pangu.data.document_blocks import DocumentBlocks
 from pangu.data.encoding import encode, tokenizer_digest
 from pangu.data.finding import find_inputs, input_record, is_dataset, is_url
 from pangu.data.order import Blend
@@ -37,7 +38,10 @@ class TextStream(Stream):
 
     def __init__(self, recipes: Sequence[StreamRecipe], weights: Sequence[float], facts: Mapping[str, Any]) -> None:
         """Prepare the sources; JSON-compatible `facts` and seed and sequence length determine the samples."""
-        self._sources = [PackedSource(recipe) for recipe in recipes]
+        self._sources: list[PackedSource | DocumentBlocks] = [
+            PackedSource(recipe) if recipe.data.packing.method == "concat" else DocumentBlocks(recipe)
+            for recipe in recipes
+        ]
         self._blend, self._facts = Blend(weights), facts
         self._lock = Lock()
         self._known: tuple[int, list[Any]] = (0, [None] * len(recipes))  # sample number, position of each source there
@@ -62,21 +66,21 @@ class TextStream(Stream):
                 self._known = int(position["samples"]), list(position["sources"])
                 self._next = None
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens of sample `index`, [sequence + 1]."""
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`."""
         with self._lock:
             if self._next is None or index < self._next:
                 self._go_back(index)
             assert self._next is not None
             number, self._next = self._next, None  # on failure, everything restarts
-            for sample in range(number, index + 1):
-                tokens = self._sources[self._blend.locate(sample)[0]].take()
+            for place in range(number, index + 1):
+                sample = self._sources[self._blend.locate(place)[0]].take()
             self._next = index + 1
-            return tokens.astype(np.int64)
+            return sample if isinstance(sample, Row) else sample.astype(np.int64)
 
-    def first(self, most: int, note_progress: Callable[[], None]) -> list[NDArray[np.int64]]:
+    def first(self, most: int, note_progress: Callable[[], None]) -> list[Sample]:
         """Return the first samples, at most `most`, before any text repeats; `note_progress` is called for each."""
-        samples: list[NDArray[np.int64]] = []
+        samples: list[Sample] = []
         try:
             for index in range(most):
                 note_progress()
@@ -108,8 +112,8 @@ class TextStream(Stream):
 class HeldOut(Stream):
     """Finite stream of samples held in memory."""
 
-    def __init__(self, samples: Sequence[NDArray[np.int64]]) -> None:
-        """Wrap samples, each [sequence + 1]."""
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        """Wrap samples."""
         self._samples = samples
 
     @property
@@ -117,8 +121,8 @@ class HeldOut(Stream):
         """Number of samples."""
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens of sample `index`."""
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`."""
         return self._samples[index]
 
 
@@ -179,6 +183,7 @@ def open_text(
         "packing.eod": eod,
         **({"whole_files": True} if data.whole_files else {}),  # checkpoints before this key lack it
         **({} if bos is None else {"packing.bos": bos}),  # likewise
+        **({} if data.packing.method == "concat" else {"packing.method": data.packing.method}),  # likewise
     }
     return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
 

@@ -47,9 +47,9 @@ CONTRADICTIONS = {
                 "data.weights=null to sample as one source"
             ),
             "data.weights=[0]": "data.weights[0] = 0.0: must be above 0",
-            "data.packing.method=best_fit": "data.packing.method = best_fit: needs the lengths of all documents in "
-            "advance, which data=stream does not know; use concat, or data=indexed "
-            "with files that tools/preprocess_data.py writes",
+            "data.packing.method=best_fit data.packing.index=x": (
+                "data.packing.index = x: only packed samples of indexed files have an index; use null"
+            ),
         }.items()
     },
     "memory.offload=[optimizer,optimizer]": (
@@ -230,7 +230,7 @@ CONTRADICTIONS = {
     "data=synthetic validation.every=0 data.packing.method=single": (
         "data.packing.method = single: data=synthetic has no documents; use concat"
     ),
-    "data.packing.index=x": "data.packing.index = x: only packed samples have an index; use null",
+    "data.packing.index=x": "data.packing.index = x: only packed samples of indexed files have an index; use null",
     "data=instructions validation.every=0 data.tokenizer={kind:bytes}": (
         "data.train = []: names no files; set data.train=[FILE.jsonl], with one conversation per line"
     ),
