@@ -65,7 +65,7 @@ def unexplained() -> Iterator[str]:
     for commit in _git("log", f"-{COMMITS}", "--format=%H", "--", "tests/size.json").split():
         before, after, body = limits(f"{commit}^"), limits(commit), _git("show", "-s", "--format=%b", commit)
         for name, limit in after.items():
-            if limit > before.get(name, limit) and name not in " ".join(body.split()):
+            if limit > before.get(name, limit) and name not in " ".join(body.lower().split()):
                 yield f"{commit[:7]} raises {name} from {before[name]:,} to {limit:,}"
 
 
