@@ -27,7 +27,10 @@ def megatron(ranks: int, *words: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "torch_dist"])
-@pytest.mark.parametrize(("variant", "ranks"), [("gpt", 1), ("gpt", 2), ("llama", 2), ("linear", 2), ("yarn", 1)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [("gpt", 1), ("gpt", 2), ("llama", 2), ("linear", 2), ("yarn", 1), ("deepseek", 1), ("deepseek", 2)],
+)
 def test_logits_both_ways(variant: str, ranks: int, how: str, tmp_path: Path) -> None:
     """1e-5: fp32, logits of up to about 10, sums of at most 256 products."""
     ids = tokens(256, 24)
@@ -40,5 +43,8 @@ def test_logits_both_ways(variant: str, ranks: int, how: str, tmp_path: Path) ->
     words = ["--tensor", str(other)] if how == "torch" else ["--megatron-format", how]
     back = convert("pangu", "megatron", run, tmp_path / "back", *words)
     require_equal(logical(convert("megatron", "pangu", back, tmp_path / "again")), logical(run))
+    if (variant, how) == ("deepseek", "torch_dist"):
+        # with Transformer Engine alone, whose names other modules do not find there
+        return
     megatron(other, "load", how, variant, back, tmp_path / "ids.pt", tmp_path / "found.pt")
     torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected, atol=1e-5, rtol=1e-5)

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pangu.config.build import build
+from pangu.config.schema import RunConfig
 from tests.interop.test_formats import HEADS_GIVEN, convert, logical, require_equal, weights
 from tests.references import foreign_checkpoints
 from tests.references import megatron_core_files as foreign
@@ -177,8 +180,9 @@ def test_experts_are_found_in_every_layout(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("moe_router_score_function", "sigmoid"),
-        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_router_score_function", "sqrtsoftplus"),
+        ("moe_router_topk_scaling_factor", -2.5),
+        ("moe_router_group_topk", 2),
         ("moe_shared_expert_intermediate_size", 64),
         ("moe_layer_freq", [0, 1, 0, 1]),
         ("moe_ffn_hidden_size", 48),
@@ -194,6 +198,16 @@ def test_options_of_experts_that_change_the_function_are_refused(
 ) -> None:
     write_moe(tmp_path / "in", "sequential", **{option: value})
     assert refused(tmp_path, capsys).count(f"{option} = ") == 1
+
+
+def test_routers_of_any_score_and_scale_are_read(tmp_path: Path) -> None:
+    options = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
+    options |= {"moe_router_num_groups": 1, "moe_router_group_topk": 1}
+    write_moe(tmp_path / "in", "sequential", **options)
+    run = convert("megatron", "pangu", tmp_path / "in", tmp_path / "out")
+    router = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).model.router
+    assert (router.score, router.normalised, router.scale) == ("sigmoid", True, 2.5)
+    assert (router.selection, router.groups, router.groups_per_token) == ("top", 1, None)
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:

@@ -46,7 +46,7 @@ FORMATS = {
     "huggingface": Format(
         huggingface.HuggingFaceSource, huggingface.table, huggingface.write, predicts=huggingface.predicts
     ),
-    "megatron": Format(megatron_dist.open_folder, megatron_names.table, megatron_ranks.write, ranks=True),
+    "megatron": Format(megatron_dist.open_folder, megatron_names.rank_table, megatron_ranks.write, ranks=True),
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }
 MEGATRON = {

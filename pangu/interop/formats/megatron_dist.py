@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -26,6 +27,7 @@ from pangu.common.errors import UserError, shown
 from pangu.common.files import read_json_object
 from pangu.config.model import MOST_LAYERS, ModelConfig
 from pangu.interop.formats.fields import check_fields
+from pangu.interop.formats.megatron_experts import as_stored
 from pangu.interop.formats.megatron_names import TRACKER, begin_release, fused_name, plain_name, table
 from pangu.interop.formats.megatron_options import ROWS, read_model, write_options
 from pangu.interop.formats.megatron_ranks import RankSource, options_of
@@ -40,11 +42,6 @@ _FACTS = {
     "common_backend_version": 1,
 }
 """Supported values in metadata.json. Newer versions of Megatron omit the last two."""
-_EXTRA = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
-"""Modules for which Megatron requires Transformer Engine's state, which may be empty."""
 MOST_PARTS = 2**17
 """Largest number of matrices in one stacked tensor: experts of all layers."""
 _TRAINING = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
@@ -105,7 +102,7 @@ class DistSource(WeightSource):
             stored
             if stored.rows is None
             else replace(stored, rows=range(stored.rows.start, stored.rows.start + ROWS * ranks))
-            for stored in table(model, 1)
+            for stored in table(as_stored(model, self.model_keys), 1)
         ]
 
     def read(self, stored: Stored) -> Tensor:
@@ -154,13 +151,8 @@ def write(path: Path, job: Job) -> None:
         offsets = (*index, *(0 for _ in shape))
         blocks.append(TensorBlock(name, (*sizes, *shape), offsets, (*(1 for _ in index), *shape), tensor.dtype))
     objects = []
-    norms = ("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()
-    for layer, name in itertools.product(range(model.layers), (*_EXTRA, *norms, "pre_mlp_layernorm")):
-        if name == "pre_mlp_layernorm" and not model.has_experts(layer):
-            continue
-        experts = model.has_experts(layer) and name.startswith("mlp.linear")
-        for expert in range(model.experts or 0) if experts else (None,):
-            part = name if expert is None else name.replace("mlp.", f"mlp.experts.local_experts.{expert}.")
+    for layer in range(model.layers):
+        for part in _modules_with_state(model, model.has_experts(layer)):
             full, index, sizes = _place(f"decoder.layers.{layer}.{part}._extra_state", model, stacked)
             shards = "_".join(".".join(map(str, numbers)) for numbers in (index or (0,), sizes or (1,)))
             objects.append(f"{full}/shard_{shards}")
@@ -171,11 +163,28 @@ def write(path: Path, job: Job) -> None:
     (path / "metadata.json").write_text(json.dumps(_FACTS), encoding="utf-8")
 
 
+def _modules_with_state(model: ModelConfig, experts: bool) -> Iterator[str]:
+    """Yield the modules of a layer for which Megatron requires Transformer Engine's state, which may be empty."""
+    attention = ["linear_qkv", *(("q_layernorm", "k_layernorm") if model.qk_norm else ())]
+    if model.latent is not None:
+        yield "input_layernorm"
+        queries = ("linear_q_proj",) if model.latent.q_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
+        attention = [*queries, "linear_kv_down_proj", "linear_kv_up_proj"]
+    for name in (*attention, "linear_proj", "core_attention"):
+        yield f"self_attention.{name}"
+    if experts:
+        yield "pre_mlp_layernorm"
+    each = [f"mlp.experts.local_experts.{number}" for number in range(model.experts or 0)] if experts else ["mlp"]
+    for module in (*each, *(["mlp.shared_experts"] if experts and model.shared_experts else [])):
+        yield f"{module}.linear_fc1"
+        yield f"{module}.linear_fc2"
+
+
 def _place(name: str, model: ModelConfig, stacked: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return the stored name of a tensor of a layer or expert, its index along layers and experts, and their counts."""
     index, sizes = [], []
     if layer := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
-        name = fused_name(name, model.has_experts(int(layer[1])))
+        name = fused_name(name, model)
         if stacked:
             name = name.replace(f"layers.{layer[1]}.", "layers.", 1)
             index.append(int(layer[1]))

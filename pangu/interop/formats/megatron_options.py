@@ -13,8 +13,9 @@ from pangu.common.errors import Problem, UserError
 from pangu.config.build import read_keys
 from pangu.config.model import ModelConfig
 from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from pangu.interop.expert_layers import spread
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
+from pangu.interop.formats.megatron_experts import expert_of, experts_agree, read_experts, write_experts
+from pangu.interop.formats.megatron_latent import latent_agrees, read_latent, write_latent
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
 
 ROWS = 128
@@ -72,7 +73,7 @@ def read_model(
         "hidden_size": [keys["hidden"]],
         "ffn_hidden_size": [keys["ffn"], None],
     }
-    if heads := keys.get("heads"):
+    if (heads := keys.get("heads")) and not keys.get("latent"):
         head = keys["hidden"] / heads if pangu else keys["head_dim"]
         agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
     if not pangu:
@@ -99,10 +100,10 @@ def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
 def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     rows, hidden = shapes["embedding.word_embeddings.weight"]
     layer = "decoder.layers.0.self_attention."
-    experts = _experts(options, shapes, ranks, numbers)
+    experts = read_experts(options, shapes, ranks, numbers)
     dense = [name for name in shapes if re.search(r"layers\.\d+\.mlp\.linear_fc2\.weight$", name)]
     ffn = shapes[dense[0]][1] * ranks if dense else numbers.get("ffn")
-    down = dense[0] if dense else _expert_of(shapes)
+    down = dense[0] if dense else expert_of(shapes)
     gated = shapes[down.replace("linear_fc2", "linear_fc1")][0] == 2 * shapes[down][1]
     biases = True if f"{layer}linear_proj.bias" in shapes else "qkv" if f"{layer}linear_qkv.bias" in shapes else False
     # the fused kernel is the approximation by tanh; it needs biases
@@ -131,6 +132,11 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
         keys["sequence"] = table[0]
     elif not options:
         keys["sequence"] = UNTOLD
+    latent = read_latent(options, shapes, ranks)
+    if latent["latent"] is not None:
+        if heads := numbers.get("heads"):
+            latent["latent"] = latent["latent"](heads)
+        return numbers | keys | latent | experts
     query = shapes[f"{layer}linear_proj.weight"][1] * ranks
     qkv = shapes[f"{layer}linear_qkv.weight"][0] * ranks
     if keys["qk_norm"]:
@@ -139,46 +145,7 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     keys["kv_heads"] = lambda heads: (qkv - query) * heads // query // 2
     if heads := keys.get("heads", numbers.get("heads")):
         keys |= {key: keys[key](heads) for key in ("head_dim", "kv_heads")}
-    return numbers | keys | experts
-
-
-def _expert_of(shapes: _Shapes) -> str:
-    name = next((name for name in shapes if re.search(r"local_experts\.0\.linear_fc2\.weight$", name)), None)
-    if name is None:
-        raise KeyError("mlp.linear_fc2.weight")
-    return name
-
-
-def _experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
-    chosen = numbers.pop("experts_per_token", 2 if options else UNTOLD)
-    routers = {
-        int(found[1]): shape
-        for name, shape in shapes.items()
-        if (found := re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", name))
-    }
-    if not routers:
-        return {"experts": None}
-    has = _has_experts(shapes)
-    dense, every = spread(has) or (0, 1)
-    pre_softmax = options.get("moe_router_pre_softmax", False)
-    return {
-        "experts": routers[min(routers)][0],
-        "experts_per_token": chosen,
-        "expert_ffn": shapes[_expert_of(shapes)][1] * ranks,
-        "expert_every": every,
-        "dense_layers": dense,
-        "router.normalised": pre_softmax is not True if options else UNTOLD,
-        "router.score": "softmax",
-        "router.scale": 1.0,
-        "router.learned_bias": False,
-        "router.learned_scale": False,
-        "router.selection": "top",
-    }
-
-
-def _has_experts(shapes: _Shapes) -> list[int]:
-    numbers = [int(found[1]) for name in shapes if (found := re.search(r"layers\.(\d+)\.mlp\.", name))]
-    return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
+    return numbers | keys | latent | experts
 
 
 def _rope_scaling(options: _Options) -> RopeScaling | None:
@@ -207,6 +174,8 @@ def _rope_scaling(options: _Options) -> RopeScaling | None:
 def inexpressible_scaling(model: ModelConfig) -> list[Problem]:
     """Return a problem if Megatron-Core has no options for the RoPE scaling of a model."""
     scaling, rule, fix = model.rope_scaling, "", ""
+    if model.latent is not None:
+        return []
     if isinstance(scaling, Llama3Scaling) and scaling != replace(ROPE_SCALING, factor=scaling.factor):
         rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
     elif isinstance(scaling, LinearScaling) and scaling.factor % 1:
@@ -227,10 +196,11 @@ def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) ->
         "num_moe_experts": agree["num_experts"],
     }
     if keys["experts"] is not None:
-        agree |= _experts_agree(options, keys, shapes)
+        agree |= experts_agree(options, keys, shapes)
     if keys["positions"] == "learned":
         agree["max_position_embeddings"] = [keys["sequence"]]
-    if "heads" in keys:
+    agree |= latent_agrees(keys)
+    if "heads" in keys and keys["latent"] is None:
         grouped = keys["kv_heads"] != keys["heads"]
         agree |= {"group_query_attention": [grouped, True], "num_attention_heads": [keys["heads"]]}
         if options.get("group_query_attention") is True:
@@ -238,25 +208,10 @@ def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) ->
     return agree
 
 
-def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
-    """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
-    has = _has_experts(shapes)
-    if spread(has) is None:
-        rule = "is not supported; use some dense layers, then experts in every n-th layer counted from the n-th"
-        raise wrong_field("args", "moe_layer_freq", options.get("moe_layer_freq", has), rule)
-    frequency = options.get("moe_layer_freq", 1)
-    same = isinstance(frequency, int) and frequency > 0 and has == [int(i % frequency == 0) for i in range(len(has))]
-    return {
-        "moe_layer_freq": [has, *([frequency] if same else [])],
-        "moe_ffn_hidden_size": [keys["expert_ffn"], *([None] if keys["expert_ffn"] == keys["ffn"] else [])],
-        "moe_router_pre_softmax": [not keys["router.normalised"]] if options else [],
-    }
-
-
 def _implied(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the tensors imply, by keys of `ModelConfig`."""
     scaling = keys["rope_scaling"]
-    rope = "yarn" if isinstance(scaling, YarnScaling) else "rope"
+    rope = "yarn" if isinstance(scaling, YarnScaling) and keys["latent"] is None else "rope"
     return {
         "normalization": "RMSNorm" if keys["norm"] == "rmsnorm" else "LayerNorm",
         "add_bias_linear": keys["biases"] is True,
@@ -301,21 +256,8 @@ def write_options(model: ModelConfig, rows: int, ranks: int, grouped: bool = Fal
         "use_rotary_position_embeddings": rope,
         "rotary_base": model.rotary_base,
     }
-    if isinstance(model.rope_scaling, YarnScaling):
+    if isinstance(model.rope_scaling, YarnScaling) and model.latent is None:
         values |= {option: getattr(model.rope_scaling, key) for key, option in YARN.items()}
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    if model.experts is not None:
-        has = [int(model.has_experts(layer)) for layer in range(model.layers)]
-        losses = {"sequence": "seq_aux_loss", "global": "global_aux_loss"}
-        values |= {
-            "moe_layer_freq": 1 if all(has) else has,
-            "moe_ffn_hidden_size": model.expert_size,
-            "moe_router_pre_softmax": not model.router.normalised,
-            "moe_router_score_function": model.router.score,
-            "moe_router_load_balancing_type": losses.get(model.router.balance, "none"),
-            "moe_aux_loss_coeff": model.router.balance_weight,
-            "moe_grouped_gemm": grouped,
-            "expert_model_parallel_size": 1,
-            "expert_tensor_parallel_size": ranks,
-        }
+    values |= write_latent(model) | write_experts(model, ranks, grouped)
     return argparse.Namespace(**values)

@@ -11,6 +11,7 @@ import argparse
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pangu.common.errors import UserError, shown
 from pangu.config.model import ModelConfig
+from pangu.interop.formats.megatron_experts import as_stored
 from pangu.interop.formats.megatron_names import begin_release, plain_name, table
 from pangu.interop.formats.megatron_options import read_model, write_options
 from pangu.interop.formats.pickles import Record, load_pickle, tensors_of
@@ -60,7 +62,12 @@ class RankSource(WeightSource):
 
     def table(self, model: ModelConfig) -> list[Stored]:
         """Return the tensors of a model in this format."""
-        return table(model, len(self._ranks))
+        # some versions share latent attention's first matrices
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._ranks[0].items() if "_down_proj." in name}
+        return [
+            replace(stored, cut=0) if shapes.get(stored.name, stored.shape) != stored.shape else stored
+            for stored in table(as_stored(model, self.model_keys), len(self._ranks))
+        ]
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
         """Return the meta tensors and append what differs between ranks to `problems`."""
@@ -187,7 +194,7 @@ def write(path: Path, job: Job) -> None:
     """Write a folder for `--load`, with a file for each tensor-parallel rank: no optimizer, iteration 0."""
     path = begin_release(path)
     pangu = job.config.model.kind == "pangu"
-    grouped = any(stored.name != plain_name(stored.name) for stored in job.table)
+    grouped = any(".mlp.experts.linear_fc" in stored.name for stored in job.table)
     described = [_cut(stored, tensor, job.tensor) for stored, tensor in zip(job.table, job.described, strict=True)]
     files = []
     for rank in range(job.tensor):
