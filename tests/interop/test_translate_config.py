@@ -214,6 +214,36 @@ def test_deepspeed() -> None:
     assert " parameters;" not in done.stdout  # the model is not in the file
 
 
+@pytest.mark.parametrize(
+    ("params", "scheduler", "lr", "apart"),
+    [
+        ({"lr": 2e-3, "momentum": 0.9, "ns_method": "standard"}, {}, 2e-3, None),
+        ({"lr": 2e-3, "muon_lr": 1e-2}, {}, 1e-2, "optimizer.params.lr 0.002"),
+        ({"adam_lr": 1e-3}, {}, 0.02, "optimizer.params.adam_lr 0.001"),
+        ({"muon_lr": 1e-3, "adam_lr": 1e-3}, {}, 1e-3, None),
+        ({"weight_decay": 0.0}, {}, 0.02, "optimizer.params.adam_lr 0.0003"),
+        ({"muon_lr": 1e-2}, {"warmup_max_lr": 5e-3}, 5e-3, None),
+    ],
+)
+def test_muon_of_deepspeed(
+    params: dict[str, Any], scheduler: dict[str, float], lr: float, apart: str | None, tmp_path: Path
+) -> None:
+    """DeepSpeed has a rate of matrices and one of the rest, and other defaults than for Adam."""
+    settings: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    settings["optimizer"] = {"type": "Muon", "params": params}
+    settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, **scheduler}}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    done = translate("deepspeed", tmp_path / "ds.json")
+    optimizer = built(done, "data=synthetic", "validation.every=0").optimizer
+    assert isinstance(optimizer, MuonConfig)
+    assert (optimizer.lr, optimizer.momentum) == (lr, params.get("momentum", 0.95))
+    assert (optimizer.adjust_lr, optimizer.nesterov, optimizer.ns_steps) == ("original", True, 5)
+    assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == ((0.9, 0.95), 1e-10, 0.0)
+    assert ("one learning rate for matrices" in done.stdout) == (apart is not None)
+    assert apart is None or f"{apart}: Muon: one learning rate" in section(done, "no counterpart")
+    assert "unknown" not in done.stdout
+
+
 def test_torchtitan() -> None:
     done = translate("torchtitan", LAUNCHES / "llama3_8b.toml")
     translated = built(done, "data.train=[/data/web]")

@@ -58,6 +58,9 @@ def _optimizer(source: Translation) -> None:
     kind = (source.text("optimizer.type") or "").lower()
     if not kind:
         return
+    if kind == "muon":
+        _muon(source)
+        return
     if kind not in (*_ADAM, *_LAMB):
         source.lacks("optimizer.type", "value")
         return
@@ -69,6 +72,25 @@ def _optimizer(source: Translation) -> None:
     if kind in _LAMB:
         name = "optimizer.params.max_coeff"
         source.set("optimizer.max_ratio", source.number(name) or 10.0, name)
+
+
+def _muon(source: Translation) -> None:
+    source.set("optimizer", "muon", "optimizer.type")
+    source.set("optimizer.adjust_lr", "original")
+    source.copy(source.number, "optimizer.params.momentum", "optimizer.params.weight_decay")
+    # defaults of its code, other ones than of Adam
+    for name, default in (("betas", [0.9, 0.95]), ("eps", 1e-10)):
+        setting = f"optimizer.params.{name}"
+        value = source.value(setting) if source.said([setting]) else default
+        if value is not None:
+            source.set(f"optimizer.{name}", value, setting)
+    own, shared = ("optimizer.params.muon_lr", "optimizer.params.adam_lr"), "optimizer.params.lr"
+    rates = [shared if source.said([shared]) and not source.said([name]) else name for name in own]
+    source.copy(source.number, rates[0])
+    # a scheduler with a peak of its own gives it to both
+    if source.number(rates[0]) != source.number(rates[1]) and not source.said(["scheduler.params.warmup_max_lr"]):
+        source.lacks(rates[1], "muon_rates")
+    source.differs("muon_whole")
 
 
 def _schedule(source: Translation) -> None:
