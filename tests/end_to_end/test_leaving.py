@@ -75,14 +75,18 @@ def test_one_of_two_processes_is_told_to_save_and_then_to_stop(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_runs_that_are_killed_come_back(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.long) for name in ("adam", "lamb"))]
+)
+def test_runs_that_are_killed_come_back(optimizer: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """SIGKILL of one rank, after which torchrun starts both again by itself, or of everything, after which the same
-    command is given again; at random moments, most of them during a save. `--kills=50` is the long form.
+    command is given again; at random moments, most of them during a save. `--all --kills=50` is the long form, with
+    every optimizer; the short one has Muon, whose matrices come together from both processes.
 
     The losses of the whole run are those of the unbroken one bit for bit, and no sample is lost or seen twice.
     """
     kills = request.config.getoption("--kills")
-    words = (*WORDS, "lr_schedule=constant", "checkpoint.every=2")
+    words = (*WORDS, f"optimizer={optimizer}", "parallel.zero=1", "lr_schedule=constant", "checkpoint.every=2")
     output = tmp_path / "run"
     chance = random.Random(0)
     done = 0
