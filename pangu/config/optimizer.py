@@ -145,6 +145,19 @@ OptimizerConfig = AdamConfig | LambConfig | MuonConfig
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Learning rate and weight decay of some tensors, as factors on those of all others."""
+
+    names: tuple[str, ...]
+    """Patterns (`embedding.*`, `*.experts.*`, `*.gate.weight`) of names of tensors. The first group that fits a tensor
+    counts."""
+    lr_multiplier: Positive = 1.0
+    """Factor on the learning rate of every update, `lr_schedule.min_lr` and the step of decoupled decay included."""
+    weight_decay_multiplier: NotNegative = 1.0
+    """Factor on the weight decay. Biases and norms have none in any case."""
+
+
+@dataclass(frozen=True)
 class LrScheduleConfig:
     """Learning rate as a pure function of the number of optimizer updates made so far."""
 

@@ -15,7 +15,13 @@ from typing import Annotated, Literal
 from pangu.config.bounds import Bounds, Count, ExitStatus, Filename, Length, Natural, NotNegative, Positive
 from pangu.config.data import DataConfig
 from pangu.config.model import ModelConfig
-from pangu.config.optimizer import LrScheduleConfig, OptimizerConfig, PrecisionConfig, WeightDecayScheduleConfig
+from pangu.config.optimizer import (
+    LrScheduleConfig,
+    OptimizerConfig,
+    ParameterGroup,
+    PrecisionConfig,
+    WeightDecayScheduleConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -373,6 +379,8 @@ class RunConfig:
     """Kernels of apex or torch."""
     weight_decay_schedule: WeightDecayScheduleConfig | None = None
     """Weight decay over the run; null: always `optimizer.weight_decay`."""
+    parameter_groups: tuple[ParameterGroup, ...] = ()
+    """Tensors with a learning rate or weight decay of their own."""
     cluster: dict[str, object] | None = None
     """Cluster that a plan is made for, see `config.cluster`; null: no time estimates."""
 

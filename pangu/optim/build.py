@@ -32,7 +32,8 @@ def make_optimizer(
         tensors: Slices of logical tensors that this rank holds, fp32 (or fp64).
         over_ranks: Function that returns, for some placements, how to sum LAMB's squared norms over their other slices.
         options: Overrides of `config` for tensors by name; empty: none. A weight decay given here also holds for
-            biases and norms.
+            biases and norms. `lr_multiplier` and `decay_multiplier` (0 for biases and norms) are kept in the groups
+            for whoever sets their rates.
         kernels: Key of `UPDATES`.
         whole: Function that returns, for some matrices, how to orthogonalize them for Muon; None: tensors are whole.
 
@@ -44,12 +45,13 @@ def make_optimizer(
     adapting: list[Placement] = []
     groups: list[dict[str, Any]] = []
     for own, names in options or [({}, [placement.name for placement, _ in tensors])]:
-        members = [(placement, tensor) for placement, tensor in tensors if placement.name in set(names)]
+        own, chosen_names = {"lr_multiplier": 1.0, "decay_multiplier": 1.0, **own}, set(names)
+        members = [(placement, tensor) for placement, tensor in tensors if placement.name in chosen_names]
         for bare in (False, True):
             chosen = [(p, tensor) for p, tensor in members if (exclude and p.is_vector) == bare]
             decay = 0.0 if bare else config.weight_decay
-            multiplied = {"weight_decay": decay, "decay_multiplier": 0.0 if bare else 1.0}
-            groups.append({**multiplied, **own, "params": [tensor for _, tensor in chosen]})
+            groups.append({"weight_decay": decay, **own, "params": [tensor for _, tensor in chosen]})
+            groups[-1]["decay_multiplier"] *= not bare
             if isinstance(config, LambConfig):
                 groups[-1]["adapt"] = not bare
             adapting += [] if bare else [placement for placement, _ in chosen]

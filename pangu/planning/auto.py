@@ -17,6 +17,7 @@ from pangu.common.files import refuse_expanding
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.schema import RunConfig
+from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.planning.program import KEYS, Plan, key_values
 from pangu.planning.search import SearchResult, Space, search, space_of
@@ -64,6 +65,7 @@ def find_layouts(
     if problems:
         raise ConfigError(problems)
     count_frozen(config.model, config.train.frozen)
+    check_groups(config.model, config.train.frozen, config.parameter_groups)
     rule = "is not supported by the planner"
     fix = "leave it out, or set parallel=data instead of parallel=auto"
     if lost := {key: value for key in _NOT_SEARCHED & given if (value := attrgetter(key)(config))}:

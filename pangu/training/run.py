@@ -35,6 +35,7 @@ from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.devices import require_format
 from pangu.metrics.text import size
 from pangu.metrics.writers import ForecastWriter
+from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
 from pangu.pipeline.layouts import choose_layout
@@ -144,6 +145,7 @@ def run(
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
     frozen = count_frozen(config.model, config.train.frozen)
+    check_groups(config.model, config.train.frozen, config.parameter_groups)
     log.info(describe(config, layout, None if config.dry_run else peak_states(config, layout, stages.of)))
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")

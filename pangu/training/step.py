@@ -26,6 +26,7 @@ from pangu.layers.fp8_blocks import BLOCKS
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.compiled import CompiledBlocks
+from pangu.models.groups import group_options
 from pangu.models.language_model import Options, build_model
 from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
@@ -138,7 +139,9 @@ class Trainer:
         whole = None
         if isinstance(config.optimizer, MuonConfig):
             whole = WholeMatrices(self.parameters.stage, mesh, config.precision.compute, config.optimizer).over
-        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, kernels=chosen["optimizer"], whole=whole)
+        groups = group_options(config.parameter_groups, [placement.name for placement, _ in trained])
+        kernels = chosen["optimizer"]
+        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, groups, kernels, whole)
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         dtype = DTYPES[config.precision.compute]
         self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)
@@ -268,7 +271,7 @@ class Trainer:
         rate = learning_rate(self.config.lr_schedule, optimizer.lr, *made)
         decay = weight_decay(self.config.weight_decay_schedule, optimizer.weight_decay, *made)
         for group in self.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = rate, decay * group["decay_multiplier"]
+            group["lr"], group["weight_decay"] = rate * group["lr_multiplier"], decay * group["decay_multiplier"]
         # a save copies the weights that are about to change
         self.copied.precede()
         self.parameters.update(self.optimizer, norm, overflow, old_scale, optimizer.clip)

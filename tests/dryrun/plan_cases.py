@@ -14,6 +14,7 @@ from tests.parallel import cases
 from tests.parallel.cases import devices, keys_of, layout_of
 
 LEFT_OUT = (
+    "groups",  # test_plans has a plan of them
     *("exchange", "products"),  # a dry run sends nothing, and its device always adds in the product
     *(
         "full_layers",

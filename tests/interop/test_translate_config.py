@@ -16,7 +16,7 @@ import pytest
 from pangu.common.errors import UserError
 from pangu.config.build import keys_of
 from pangu.config.data import StreamData, TokenizerConfig
-from pangu.config.optimizer import MuonConfig, WeightDecayScheduleConfig
+from pangu.config.optimizer import MuonConfig, ParameterGroup, WeightDecayScheduleConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.translation.checked import hydra_value
 from pangu.interop.translation.launch_script import read_command, read_flags
@@ -177,8 +177,16 @@ def test_schedules_of_megatron() -> None:
     assert scale.hysteresis == 2
     assert translated.optimizer.weight_decay == 0.2
     assert translated.weight_decay_schedule == WeightDecayScheduleConfig(0.1, "cosine")
-    words = "--lr-decay-style WSD --lr-wsd-decay-iters 20 --fp16 --hysteresis 4"
-    translated = built(translate("megatron", *shlex.split(MEGATRON + words)))
+    words = "--lr-decay-style WSD --lr-wsd-decay-iters 20 --fp16 --hysteresis 4 --decoupled-lr 5e-4"
+    done = translate("megatron", *shlex.split(f"{MEGATRON} {words} --min-lr 1e-5 --decoupled-min-lr 5e-6"))
+    assert "decoupled-lr" not in section(done, "different in effect")
+    translated = built(done)
+    assert translated.parameter_groups == (ParameterGroup(("embedding.word.weight",), 0.5),)
+    done = translate(
+        "megatron", *shlex.split(f"{MEGATRON} {words} --untie-embeddings-and-output-weights --min-lr 1e-5")
+    )
+    assert built(done).parameter_groups == (ParameterGroup(("embedding.word.weight", "head.weight"), 0.5),)
+    assert "ends at decoupled-lr x min-lr / lr" in section(done, "different in effect")
     schedule, scale = translated.lr_schedule, translated.precision.loss_scale
     assert (schedule.shape, schedule.decay_steps, schedule.decay_shape) == ("wsd", 20, "exponential")
     assert scale is not None
@@ -562,8 +570,16 @@ PROGRAMS = ("megatron", "deepspeed", "mindformers", "torchtitan")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_setting_of_a_table_is_read_and_every_text_is_used(program: str) -> None:
     table: Any = load_table(program)
-    source = (repository() / f"pangu/interop/translation/{program}.py").read_text(encoding="utf-8")
-    keys = {*keys_of(RunConfig), *GROUPS, "precision.loss_scale", "model.rope_scaling", "data.tokenizer"}
+    rules = sorted((repository() / "pangu/interop/translation").glob(f"{program}*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in rules)
+    keys = {
+        *keys_of(RunConfig),
+        *GROUPS,
+        "precision.loss_scale",
+        "parameter_groups",
+        "model.rope_scaling",
+        "data.tokenizer",
+    }
     for name, listed in {**table.direct, **table.read}.items():
         assert all(key in keys for key in listed.split(", ")), listed
         assert name in table.direct or re.search(rf"[\".{{}}]{re.escape(name.rpartition('.')[2])}\"", source), name

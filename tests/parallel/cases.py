@@ -81,6 +81,12 @@ OPTIMIZERS = {
     "muon": "optimizer=muon",
     "muon_heads": "optimizer=muon optimizer.split_heads=true",
 }
+GROUPS = {
+    "none": "",
+    "some": "parameter_groups=[{names:[embedding.*,'*.query.weight','*.experts.1.*'],lr_multiplier:0.5},"
+    "{names:['*.mlp.*','*.query.*'],lr_multiplier:2,weight_decay_multiplier:0.25}] "
+    "weight_decay_schedule={start:0.3,shape:linear}",
+}
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
     "schedule": tuple(CHUNKS),
@@ -113,6 +119,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "matmul": ("compute", "fp8"),
     "frozen": tuple(FROZEN),
+    "groups": tuple(GROUPS),
     # the model
     "rotation": tuple(ROTATIONS),
     "router": tuple(ROUTERS),
@@ -298,6 +305,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         *OPTIMIZERS[case["optimizer"]].split(),
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
+        *GROUPS[case.get("groups", "none")].split(),
         *DROPOUT[case["dropout"]].split(),
         *ROWS[case["rows"]].split(),
         *(f"model.{name}={VALUES.get(name, {}).get(case[name], case[name])}" for name in MODEL if name in case),

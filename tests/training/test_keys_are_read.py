@@ -172,6 +172,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "optimizer=muon",
             "lr_schedule=wsd",
             "weight_decay_schedule={start:0,shape:linear}",
+            "parameter_groups=[{names:[embedding.*],lr_multiplier:2,weight_decay_multiplier:0}]",
             *quiet,
         ),
         (*HYSTERESIS, "data=synthetic", "faults.straggler_every=1", patterns[1], *relative, *quiet, *EXPERTS),

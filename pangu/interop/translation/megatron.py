@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from pangu.config.expert_layout import least_data
 from pangu.interop.expert_layers import layer_pattern
+from pangu.interop.translation.megatron_recipe import optimizer, schedule
 from pangu.interop.translation.table import Translation
 
 _SPECS = ("qwen3_spec", "bailing_spec", "gpt_layer_specs")
@@ -18,7 +19,7 @@ def translate(source: Translation) -> None:
     """Fill in the overrides. Raises UserError for values that Megatron would not take either."""
     source.set("model", "gpt2_124m")
     source.set_direct()
-    for rule in (_model, _attention, _vocabulary, _experts, _layout, _memory, _precision, _optimizer, _schedule, _data):
+    for rule in (_model, _attention, _vocabulary, _experts, _layout, _memory, _precision, optimizer, schedule, _data):
         rule(source)
     if minutes := source.number("exit-duration-in-mins"):
         source.set("train.stop_after", f"{round(minutes)}m", "exit-duration-in-mins")
@@ -291,73 +292,6 @@ def _precision(source: Translation) -> None:
     else:
         source.set("precision", "bf16" if source.flag("bf16") else "fp32", "bf16")
     source.switch("bf16", "grad-reduce-in-bf16")
-
-
-def _optimizer(source: Translation) -> None:
-    source.choose("optimizer")
-    betas = [source.number("adam-beta1"), source.number("adam-beta2")]
-    source.set("optimizer.betas", betas, "adam-beta1", "adam-beta2")
-    source.set("optimizer.clip", source.number("clip-grad") or None, "clip-grad")
-    if source.get("optimizer") == "muon":
-        _muon(source)
-
-
-def _muon(source: Translation) -> None:
-    source.copy(source.number, "muon-momentum")
-    source.copy(source.integer, "muon-num-ns-steps")
-    source.set("optimizer.nesterov", source.flag("muon-nesterov"), "muon-nesterov")
-    names = ("muon-scale-mode", "muon-extra-scale-factor")
-    known = {("spectral", 0.2): "match_rms_adamw", ("shape_scaling", 1.0): "original"}
-    rule = known.get((source.text(names[0]) or "", source.number(names[1]) or 0.0))
-    if rule is None:
-        source.lacks(names[1], "muon_scale")
-    else:
-        source.set("optimizer.adjust_lr", rule, *names)
-    source.differs("muon_whole")
-
-
-def _schedule(source: Translation) -> None:
-    samples, size = source.integer("train-samples"), source.count("global-batch-size")
-    steps = source.integer("train-iters")
-    micro, replicas = source.count("micro-batch-size"), source.get("parallel.data")
-    if size is None and micro is not None and isinstance(replicas, int):
-        size = micro * replicas
-        source.open.pop("batch.global_size", None)
-        source.set("batch.global_size", size, "micro-batch-size")
-    if steps is None and samples is not None and size is not None:
-        steps = samples // size
-    if steps is None:
-        source.needs("train.steps", "neither --train-iters nor --train-samples is given")
-    else:
-        source.set("train.steps", steps, "train-iters", "train-samples")
-    source.choose("lr-decay-style")
-    shape = source.get("lr_schedule", "constant")
-
-    def in_steps(name: str) -> int | None:
-        count = source.integer(name)
-        return None if count is None or size is None else round(count / size)
-
-    end = source.integer("lr-decay-iters") or in_steps("lr-decay-samples") or steps
-    fraction = source.number("lr-warmup-fraction")
-    warm = source.integer("lr-warmup-iters") or in_steps("lr-warmup-samples") or 0
-    if fraction is not None and end is not None:
-        warm = round(fraction * end)
-    names = ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction")
-    source.set("lr_schedule.warmup_steps", warm, *names)
-    decay = end if end != steps else None
-    if shape in ("wsd", "inverse_sqrt") and decay is not None:
-        source.lacks("lr-decay-iters", "value")
-        decay = None
-    if shape == "wsd":
-        source.choose("lr-wsd-decay-style")
-        decay = source.integer("lr-wsd-decay-iters") or in_steps("lr-wsd-decay-samples")
-    if shape != "constant":
-        source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
-        source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
-    if (shape := source.text("weight-decay-incr-style")) in ("linear", "cosine"):
-        source.copy(source.number, "end-weight-decay")
-        start = {"start": source.number("start-weight-decay") or 0.0, "shape": shape}
-        source.set("weight_decay_schedule", start, "start-weight-decay", "weight-decay-incr-style")
 
 
 def _data(source: Translation) -> None:

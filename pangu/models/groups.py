@@ -1,0 +1,50 @@
+"""Groups of tensors with a learning rate and a weight decay of their own, chosen by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pangu.common.errors import ConfigError, Problem
+from pangu.config.model import ModelConfig
+from pangu.config.optimizer import ParameterGroup
+from pangu.models.parameters import ModelPart, place_tensors
+from pangu.topology.placement import TensorRank
+
+
+def group_options(groups: Sequence[ParameterGroup], names: Collection[str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the options of each group with the names of its tensors; those that fit none come last.
+
+    A tensor belongs to the first group with a pattern that fits its name. The result depends on names alone, so that
+    every rank groups what it holds alike.
+    """
+    members: list[list[str]] = [[] for _ in [*groups, None]]
+    for name in names:
+        fitting = (number for number, group in enumerate(groups) if any(fnmatchcase(name, one) for one in group.names))
+        members[next(fitting, len(groups))].append(name)
+    factors = [(group.lr_multiplier, group.weight_decay_multiplier) for group in groups]
+    return [
+        ({"lr_multiplier": rate, "decay_multiplier": decay}, chosen)
+        for (rate, decay), chosen in zip([*factors, (1.0, 1.0)], members, strict=True)
+    ]
+
+
+def check_groups(model: ModelConfig, frozen: Collection[str], groups: Sequence[ParameterGroup]) -> None:
+    """Raise `ConfigError` for a pattern that fits no trained tensor, or only those of earlier groups."""
+    table = place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
+    names = [placement.name for placement in table if placement.trained]
+    problems: list[Problem] = []
+    for number, (group, (_, members)) in enumerate(zip(groups, group_options(groups, names), strict=False)):
+        for pattern in group.names:
+            key = f"parameter_groups[{number}].names"
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+                rule = "matches no trained tensor of the model"
+                problems.append(Problem(key, pattern, rule, f"names near it: {', '.join(near)}"))
+            elif not any(fnmatchcase(name, pattern) for name in members):
+                rule = "matches only tensors of earlier groups, and the first group that fits counts"
+                problems.append(Problem(key, pattern, rule, "put this group first, or remove the pattern"))
+    if problems:
+        raise ConfigError(problems)
