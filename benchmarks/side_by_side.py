@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SHAPE = {"layers": 6, "hidden": 512, "heads": 8, "sequence": 512}
-PACKAGES = ("torch", "transformers", "megatron-core", "deepspeed")
+PACKAGES = ("torch", "transformers", "megatron-core", "deepspeed", "emerging-optimizers")
 Step = Callable[[Tensor], float]
 Make = Callable[[str, str, int, int], Step]
 """(peer, precision, vocabulary, micro-batch) -> a function that makes one training step and returns the loss."""
