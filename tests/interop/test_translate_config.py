@@ -578,6 +578,7 @@ def test_every_setting_of_a_table_is_read_and_every_text_is_used(program: str) -
         "precision.loss_scale",
         "parameter_groups",
         "model.rope_scaling",
+        "model.latent",
         "data.tokenizer",
     }
     for name, listed in {**table.direct, **table.read}.items():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pangu.config.rope import YarnScaling
 from pangu.interop.expert_layers import layer_pattern, spread
 from pangu.interop.translation.launch_script import read_command
 from pangu.models.size import num_parameters
@@ -115,8 +117,89 @@ def test_a_model_of_mindspeed_has_its_published_size(tmp_path: Path, preset: str
     assert model.head_size == ours.head_size
 
 
+LATENT = """
+    --tokenizer-type PretrainedFromHF --tokenizer-name-or-path $TOKENIZER_PATH --micro-batch-size 1 --seq-length 4096
+    --global-batch-size 64 --lr 1e-5 --train-iters 2000 --bf16 --position-embedding-type rope --normalization RMSNorm
+    --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0
+    --norm-epsilon 1e-6 --qk-layernorm --kv-lora-rank 512 --v-head-dim 128 --rotary-base 10000 --moe-grouped-gemm
+"""
+DEEPSEEKS = {
+    # MindSpeed-LLM; three of 64 layers fill the stages of its pipeline
+    "DeepSeek-V3": (
+        "--multi-head-latent-attention --qk-rope-head-dim 64 --qk-nope-head-dim 128 --q-lora-rank 1536 "
+        "--num-layers 64 --noop-layers 47,62,63 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+        "--padded-vocab-size 129280 --first-k-dense-replace 3 --moe-layer-freq 1 --n-shared-experts 1 "
+        "--num-experts 256 --moe-router-topk 8 --moe-intermediate-size 2048 --moe-router-load-balancing-type none "
+        "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5 --norm-topk-prob "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --num-nextn-predict-layers 1 "
+        "--share-mtp-embedding-and-output-weight --recompute-mtp-layer --rope-scaling-beta-fast 32 "
+        "--rope-scaling-beta-slow 1 --rope-scaling-factor 40 --rope-scaling-mscale 1.0 "
+        "--rope-scaling-mscale-all-dim 1.0 --rope-scaling-original-max-position-embeddings 4096 "
+        "--rope-scaling-type yarn",
+        671_026_404_352,
+    ),
+    # Megatron-LM
+    "DeepSeek-V2-Lite": (
+        "--multi-latent-attention --kv-channels 16 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --num-layers 27 "
+        "--hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --padded-vocab-size 102400 "
+        "--num-experts 64 --moe-layer-freq ([0]+[1]*26) --moe-ffn-hidden-size 1408 --moe-router-topk 6 "
+        "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 2816 --moe-aux-loss-coeff 1e-3 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-router-topk-scaling-factor 1.0 --rotary-percent 1.0 "
+        "--rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707 --no-rope-fusion",
+        15_706_484_224,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSEEKS)
+def test_latent_attention_keeps_its_published_size(tmp_path: Path, name: str) -> None:
+    words, parameters = DEEPSEEKS[name]
+    (tmp_path / "run.sh").write_text(f'MODEL="{words}"; torchrun pretrain_gpt.py {" ".join(LATENT.split())} $MODEL')
+    model = built(translate("megatron", tmp_path / "run.sh"), "data.tokenizer=null", "data.train=[/d]").model
+    assert num_parameters(replace(model, mtp_layers=0)) == parameters
+    assert isinstance(model.rope_scaling, YarnScaling)
+    assert (model.rope_scaling.factor, model.rope_scaling.attention_factor) == (40, 1)
+    assert model.latent is not None
+    if name == "DeepSeek-V3":
+        ours = composed_config("+config=deepseek_v3_671b").model
+        trained = {
+            "sequence",
+            "attention",
+            "init_std",
+            "scaled_init",
+            "rope_scaling",
+            "rope_base",
+            "mtp_layers",
+            "router",
+        }
+        assert {name for name, value in vars(model).items() if getattr(ours, name) != value} <= trained
+        assert replace(model.router, balance_weight=0.01) == replace(ours.router, balance_weight=0.01)
+        assert model.mtp_layers == 1
+
+
+def test_layers_without_windows_and_rotation_keep_their_places() -> None:
+    words = "--use-rotary-position-embeddings --window-size (127,0) --window-attn-skip-freq 2 --no-rope-freq 4"
+    done = translate("megatron", *GPT, *words.split(), "--softmax-type", "learnable")
+    assert {"model.window=128", "model.full_layers=2", "model.nope_layers=4"} < {*overrides(done)}
+    assert "model.attention_sinks=true" in overrides(done)
+    layers = int(GPT[GPT.index("--num-layers") + 1])
+    words = f"--use-rotary-position-embeddings --window-size (127,0) --window-attn-skip-freq [1]*{layers - 1}+[0]"
+    done = translate("megatron", *GPT, *words.split(), "--no-rope-freq", f"[1]+[0]*{layers - 1}")
+    assert {f"model.full_layers=[{layers - 1}]", "model.nope_layers=[0]"} < {*overrides(done)}
+
+
 LOST = {
-    "another attention": ("--multi-latent-attention --kv-lora-rank 512 --q-lora-rank 8", "--kv-lora-rank 512: changes"),
+    "latent attention without norms": (
+        "--multi-latent-attention --use-rotary-position-embeddings",
+        "--multi-latent-attention: latent attention has norms",
+    ),
+    "vectors of another attention": ("--kv-lora-rank 512", "--kv-lora-rank 512: changes"),
+    "a softmax that is off by one": ("--softmax-type off-by-one", "--softmax-type off-by-one: this value has no"),
+    "an unscaled rope in scaled attention": (
+        "--multi-latent-attention --qk-layernorm --disable-bias-linear --use-rotary-position-embeddings "
+        "--rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1",
+        "--mscale-all-dim 1: changes",
+    ),
     "an interpolated rotary embedding": (
         "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 2",
         "--rotary-seq-len-interpolation-factor 2: ",

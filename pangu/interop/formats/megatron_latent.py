@@ -88,8 +88,13 @@ def _scaling(options: _Options) -> YarnScaling | None:
         only: dict[str, Sequence[Any]] = {"mscale_all_dim": [0.0, None], "rotary_percent": [1.0, None]}
         refuse("args", disagreements(options, only, "is not supported with rope_type = rope; use {}"))
         return None
-    plain = YarnScaling(**given, mscale_all_dim=scales["mscale_all_dim"])
-    first, second = (0.1 * scale * math.log(plain.factor) + 1 for scale in scales.values())
+    return yarn_of(given, **scales)
+
+
+def yarn_of(fields: Mapping[str, Any], mscale: float, mscale_all_dim: float) -> YarnScaling:
+    """Return YaRN with fields of `YarnScaling` and both factors of DeepSeek's released code."""
+    plain = YarnScaling(**fields, mscale_all_dim=mscale_all_dim)
+    first, second = (0.1 * scale * math.log(plain.factor) + 1 for scale in (mscale, mscale_all_dim))
     papers = math.isclose(first / second, yarn_attention_factor(plain), rel_tol=1e-12)
     return YarnScaling(**vars(plain) | {"attention_factor": None if papers else first / second})
 

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from pangu.config.expert_layout import least_data
 from pangu.interop.expert_layers import layer_pattern
+from pangu.interop.translation.megatron_attention import attention
 from pangu.interop.translation.megatron_recipe import optimizer, schedule
 from pangu.interop.translation.table import Translation
 
@@ -19,7 +20,7 @@ def translate(source: Translation) -> None:
     """Fill in the overrides. Raises UserError for values that Megatron would not take either."""
     source.set("model", "gpt2_124m")
     source.set_direct()
-    for rule in (_model, _attention, _vocabulary, _experts, _layout, _memory, _precision, optimizer, schedule, _data):
+    for rule in (_model, attention, _vocabulary, _experts, _layout, _memory, _precision, optimizer, schedule, _data):
         rule(source)
     if minutes := source.number("exit-duration-in-mins"):
         source.set("train.stop_after", f"{round(minutes)}m", "exit-duration-in-mins")
@@ -57,54 +58,6 @@ def _model(source: Translation) -> None:
         source.set("model.biases", biases, "disable-bias-linear")
     source.switch(False, "untie-embeddings-and-output-weights")
     source.choose("normalization")
-
-
-def _attention(source: Translation) -> None:
-    if source.flag("use-rotary-position-embeddings"):
-        source.set("model.positions", "rope", "use-rotary-position-embeddings")
-    else:
-        source.choose("position-embedding-type")
-    positions = source.get("model.positions")
-    if positions == "learned" and source.flag("no-position-embedding"):
-        source.lacks("no-position-embedding", "other_function")
-    if positions == "learned" and source.flag("embed-layernorm"):
-        # there it normalizes the token embedding, before the position vectors are added
-        source.lacks("embed-layernorm", "other_function")
-    if positions == "rope":
-        _rotary(source)
-    rows = source.integer("max-position-embeddings")
-    if positions == "learned" and rows not in (None, source.integer("seq-length")):
-        source.differs("positions_rows")
-    if heads := source.integer("num-key-value-heads"):
-        source.set("model.kv_heads", heads, "num-key-value-heads")
-    elif source.flag("group-query-attention"):
-        source.set("model.kv_heads", source.integer("num-query-groups") or 1, "num-query-groups")
-    width, heads, hidden = map(source.integer, ("kv-channels", "num-attention-heads", "hidden-size"))
-    if width is not None and (heads is None or width * heads != hidden):
-        source.set("model.head_dim", width, "kv-channels")
-    if sides := [int(side) for word in source.words("window-size") for side in re.findall(r"-?\d{1,9}", word)]:
-        if len(sides) == 2 and sides[0] >= 0 and sides[1] == 0:
-            source.set("model.window", sides[0] + 1, "window-size")
-        else:
-            source.lacks("window-size", "value")
-
-
-def _rotary(source: Translation) -> None:
-    if base := source.number("rotary-base"):
-        source.set("model.rope_base", float(base), "rotary-base")
-    if (share := source.number("rotary-percent")) is not None:
-        source.set("model.partial_rotary_factor", float(share), "rotary-percent")
-    kind = source.text("rope-scaling-type")
-    if kind not in (None, "llama3"):
-        source.lacks("rope-scaling-type", "other_function")
-    elif kind is not None or source.flag("use-rope-scaling"):
-        numbers = {
-            "factor": source.number("rope-scaling-factor"),
-            "low_freq_factor": source.number("low-freq-factor") or 1.0,
-            "high_freq_factor": source.number("high-freq-factor") or 4.0,
-            "original_sequence": source.integer("original-max-position-embeddings") or 8192,
-        }
-        source.set("model.rope_scaling", numbers, "use-rope-scaling", "rope-scaling-type")
 
 
 def _vocabulary(source: Translation) -> None:
@@ -163,12 +116,15 @@ def _router(source: Translation) -> None:
     source.copy(source.real, "moe-router-topk-scaling-factor")
     groups, chosen = source.integer("moe-router-num-groups"), source.count("moe-router-group-topk")
     if groups is not None and groups > 1:
-        source.set("model.router.selection", "group_limited", "moe-router-num-groups")
+        # a group's score is the sum of its best (experts per token / groups per token) experts there
+        counted = 2 if chosen is None else (source.integer("moe-router-topk") or 0) // chosen
+        selection = {1: "group_limited_best", 2: "group_limited"}.get(counted)
+        of_logits = score == "softmax" and source.get("model.router.normalised", True)
+        if selection is None or of_logits:
+            source.lacks("moe-router-group-topk", "other_function")
+        source.set("model.router.selection", selection or "group_limited", "moe-router-num-groups")
         source.set("model.router.groups", groups, "moe-router-num-groups")
         source.set("model.router.groups_per_token", chosen, "moe-router-group-topk")
-        # a group's score is the sum of its best (experts per token / groups per token) experts there, of 2 here
-        if chosen is not None and (source.integer("moe-router-topk") or 0) // chosen != 2:
-            source.lacks("moe-router-group-topk", "other_function")
 
 
 def _balance(source: Translation) -> None:
