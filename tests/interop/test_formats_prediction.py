@@ -18,6 +18,7 @@ from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
 from pangu.data.mtp_targets import with_mtp_targets
 from pangu.evaluation.generation import Sampling, generate
+from pangu.interop.formats.megatron_latent import inexpressible_latent
 from pangu.interop.formats.stored import inexpressible
 from pangu.interop.loading import load_model
 from pangu.topology.layout import Layout
@@ -34,6 +35,11 @@ transformers = pytest.importorskip("transformers")
 Reference = Callable[[dict[str, Tensor], Tensor], Tensor]
 """Losses of the modules from the tensors of the files and ids [batch, sequence + 1]."""
 OPENPANGU: dict[str, Any] = {
+    "auto_map": {
+        "AutoConfig": "configuration_openpangu_moe.PanguUltraMoEConfig",
+        "AutoModel": "modeling_openpangu_moe.PanguUltraMoEModel",
+        "AutoModelForCausalLM": "modeling_openpangu_moe.PanguUltraMoEForCausalLM",
+    },
     **{"architectures": ["PanguUltraMoEForCausalLM"], "model_type": "pangu_ultra_moe", "attention_bias": False},
     **{"first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02},
     **{"intermediate_size": 56, "kv_lora_rank": 10, "max_position_embeddings": 24, "moe_intermediate_size": 20},
@@ -216,6 +222,8 @@ def test_the_norms_of_latent_vectors_have_one_term_in_files_of_transformers() ->
     for eps, expected in ((1e-6, []), (None, [1e-5]), (1e-4, [1e-4])):
         problems = inexpressible(replace(model, latent=replace(model.latent, norm_eps=eps)), "pangu_ultra_moe")
         assert [(each.key, each.value) for each in problems] == [("model.latent.norm_eps", one) for one in expected]
+    assert [each.key for each in inexpressible_latent(model)] == ["model.latent.norm_eps"]
+    assert not inexpressible_latent(replace(model, norm_eps=1e-6))
 
 
 @pytest.mark.parametrize(

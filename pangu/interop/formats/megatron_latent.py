@@ -146,7 +146,10 @@ def inexpressible_latent(model: ModelConfig) -> list[Problem]:
     """Return a problem for each key that Megatron-Core does not have with latent attention."""
     if model.latent is None:
         return []
-    problems, scaling = [], model.rope_scaling
+    problems, scaling, eps = [], model.rope_scaling, model.latent.norm_eps
+    if eps not in (None, model.norm_eps):
+        rule = f"Megatron-Core has one epsilon for all norms, model.norm_eps = {model.norm_eps}"
+        problems.append(Problem("model.latent.norm_eps", eps, rule))
     if scaling is not None and not isinstance(scaling, YarnScaling):
         problems.append(Problem("model.rope_scaling", scaling, "Megatron-Core's latent attention has YaRN alone"))
     elif scaling is not None and not scaling.truncate:
