@@ -87,6 +87,8 @@ def _scaling(model: ModelConfig) -> Iterator[Problem]:
     if isinstance(scaling, YarnScaling) and scaling.beta_fast < scaling.beta_slow:
         rule = f"must be at least model.rope_scaling.beta_slow = {scaling.beta_slow:g}"
         yield Problem("model.rope_scaling.beta_fast", scaling.beta_fast, rule, "use e.g. 32 with 1")
+    if isinstance(scaling, YarnScaling) and model.rotary_base <= 1:
+        yield Problem("model.rope_base", model.rope_base, "must be above 1 with YaRN, whose slow pairs are the last")
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim and model.latent is None:
         rule = "only applies with model.latent, which is null"
         yield Problem("model.rope_scaling.mscale_all_dim", scaling.mscale_all_dim, rule, "use 0")

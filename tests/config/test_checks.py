@@ -98,6 +98,9 @@ CONTRADICTIONS = {
             "precision=bf16 precision.matmul=fp8": "model.latent.kv_rank = 6",
         }.items()
     },
+    "model.positions=rope model.rope_base=1 model.rope_scaling={name:yarn,factor:2,original_sequence:8}": (
+        "model.rope_base = 1.0: must be above 1 with YaRN"
+    ),
     "model.positions=rope model.rope_scaling={name:yarn,factor:2,original_sequence:8,mscale_all_dim:1}": (
         "model.rope_scaling.mscale_all_dim = 1.0: only applies with model.latent, which is null; use 0"
     ),
