@@ -15,7 +15,7 @@ from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
-from pangu.config.optimizer import MuonConfig
+from pangu.config.optimizer import MuonConfig, qk_clip_of
 from pangu.config.position_checks import latent_problems, position_problems
 from pangu.config.recipe_checks import RECIPE_RULES
 from pangu.config.schema import RunConfig
@@ -150,6 +150,18 @@ def _moments(config: RunConfig) -> Iterator[Problem]:
 def _ratios(config: RunConfig) -> Iterator[Problem]:
     if config.metrics.trust_ratios and config.optimizer.name != "lamb":
         yield Problem("metrics.trust_ratios", True, "only LAMB has trust ratios", "use false, or set optimizer=lamb")
+
+
+def _qk_clip(config: RunConfig) -> Iterator[Problem]:
+    threshold = qk_clip_of(config.optimizer)
+    if threshold is None:
+        return
+    if config.model.qk_norm:
+        rule = "has no effect with model.qk_norm = true, which sets the size of queries and keys"
+        yield Problem("optimizer.qk_clip", threshold, rule, "use null, or set model.qk_norm=false")
+    if config.compile is True:
+        rule = "needs the logits of each layer, which compiled layers do not note, and compile = true"
+        yield Problem("optimizer.qk_clip", threshold, rule, "use null, or set compile=false")
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
@@ -318,6 +330,7 @@ _RULES: tuple[Rule, ...] = (
     _formats,
     _moments,
     _ratios,
+    _qk_clip,
     *RECIPE_RULES,
     _packing,
     _vocabulary,

@@ -139,9 +139,18 @@ class MuonConfig:
     """Storage format of momentum and moments. fp32: that of the master weights (fp64 in fp64). bf16: half the bytes."""
     clip: Positive | None
     """Largest global gradient norm (clipping); null: no clipping."""
+    # younger than the first run folders
+    qk_clip: Positive | None = None
+    """Threshold of QK-clip (Kimi K2, 2025: 100): after an update, the queries and keys of a head whose attention logits
+    exceeded it in the step are scaled so that the largest would be this. null: no clipping."""
 
 
 OptimizerConfig = AdamConfig | LambConfig | MuonConfig
+
+
+def qk_clip_of(config: OptimizerConfig) -> float | None:
+    """Return the threshold of QK-clip, or None without it."""
+    return config.qk_clip if isinstance(config, MuonConfig) else None
 
 
 @dataclass(frozen=True)

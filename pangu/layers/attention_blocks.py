@@ -119,7 +119,8 @@ def with_sinks(log_sum: Tensor, sinks: Tensor | None) -> Tensor:
     return log_sum if sinks is None else torch.logaddexp(log_sum, sinks.to(log_sum.dtype)[:, None])
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def grouped(x: Tensor, heads: int) -> Tensor:
+    """Return [batch, heads, queries of all heads that share a key head, size]."""
     return x.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -141,7 +142,7 @@ class ExplicitBlocks:
             shares = (logits - log_sum.clamp(min=torch.finfo(log_sum.dtype).min).unsqueeze(-1)).exp()
             shares = drops.rows(rows)(shares.to(part.query.dtype), block.key)
             heads = part.value.shape[1]
-            outputs.append((_grouped(shares, heads) @ part.value).view(*shares.shape[:-1], -1))
+            outputs.append((grouped(shares, heads) @ part.value).view(*shares.shape[:-1], -1))
             log_sums.append(log_sum)
         return Attended(torch.cat(outputs, 2), torch.cat(log_sums, 2))
 
@@ -155,19 +156,19 @@ class ExplicitBlocks:
         for rows, tile in self._tiles(part, block):
             logits = self._logits(part, rows, tile, scores)
             shares = (logits - whole.log_sum[:, :, rows, None]).exp()
-            drop, grouped = drops.rows(rows), _grouped(grad[:, :, rows], heads)
-            dropped = _grouped(drop(shares.to(dtype), block.key), heads)
-            into.of.value.add_(dropped.transpose(-2, -1) @ grouped)
-            grad_shares = drop((grouped @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
+            drop, grad_rows = drops.rows(rows), grouped(grad[:, :, rows], heads)
+            dropped = grouped(drop(shares.to(dtype), block.key), heads)
+            into.of.value.add_(dropped.transpose(-2, -1) @ grad_rows)
+            grad_shares = drop((grad_rows @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
             grad_logits = shares.mul_(grad_shares.to(self.wide) - means[:, :, rows])
             if into.bias is not None:
                 self._add_bias(grad_logits, tile, into.bias)
             if scores.above is not None:
                 grad_logits = scores.above[:, :, rows].add_(grad_logits)
-            grad_scores = _grouped(grad_logits.to(dtype), heads)
+            grad_scores = grouped(grad_logits.to(dtype), heads)
             grad_queries = (grad_scores @ part.key).view(*shares.shape[:-1], -1)
             into.of.query[:, :, rows].add_(grad_queries, alpha=scale)
-            queries = _grouped(part.query[:, :, rows], heads)
+            queries = grouped(part.query[:, :, rows], heads)
             into.of.key.add_(grad_scores.transpose(-2, -1) @ queries, alpha=scale)
 
     def _tiles(self, part: QKV, block: Tile) -> Iterator[tuple[slice, Tile]]:
@@ -180,7 +181,7 @@ class ExplicitBlocks:
     def _logits(self, part: QKV, rows: slice, tile: Tile, scores: Scores, passes_on: bool = False) -> Tensor:
         """Return logits [batch, heads, queries, keys], -inf where masked; `passes_on`: also to the layer above."""
         heads = part.key.shape[1]
-        logits = _grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
+        logits = grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
         logits = logits.view(*part.query.shape[:2], tile.queries, tile.keys) * (1.0 / math.sqrt(part.query.shape[-1]))
         if scores.below is not None:
             logits = logits + scores.below[:, :, rows]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pangu.layers.expert_balance import ExpertBalance
     from pangu.layers.fp8 import Fp8Scales
     from pangu.layers.fp8_blocks import BlockProducts
+    from pangu.layers.largest_logits import LargestLogits
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -40,6 +41,8 @@ class Builder:
     """Store for the gradients of the matrices of layers; None: autograd's."""
     scales: Fp8Scales | BlockProducts | None = None
     balance: ExpertBalance | None = None
+    logits: LargestLogits | None = None
+    """Largest attention logits, which QK-clip reads; None: not needed."""
     experts: ExpertRegion | None = None
     norm: str = "torch"
     """Kernel of norms, a value of `kernels.norm`."""

@@ -126,23 +126,30 @@ class BlockAttention:
         return output, scores
 
     def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Tile]]:
-        """Yield this rank's queries with the keys of `source` (None: of all ranks) that they see, and their block."""
-        if self.region is None:
-            every = slice(0, self.length)
-            yield every, every, Tile(0, self.length, 0, self.length)
-            return
-        chunk = self.length // (2 * self.region.size)
-        for number, place in enumerate(self.region.chunks):
-            queries, start = slice(number * chunk, (number + 1) * chunk), place * chunk
-            oldest = 0 if self.window is None else max(0, start - self.window + 1)
-            if source is None:
-                keys = slice(oldest, start + chunk)
-                yield queries, keys, Tile(start, chunk, keys.start, keys.stop - keys.start)
-                continue
-            their = replace(self.region, rank=source).chunks
-            for half, other in reversed(list(enumerate(their))):
-                if other <= place and (other + 1) * chunk > oldest:
-                    yield queries, slice(half * chunk, (half + 1) * chunk), Tile(start, chunk, other * chunk, chunk)
+        """Yield the blocks of a source; see `visits`."""
+        return visits(self.region, self.length, self.window, source)
+
+
+def visits(
+    region: ContextRegion | None, length: int, window: int | None, source: int | None
+) -> Iterator[tuple[slice, slice, Tile]]:
+    """Yield this rank's queries with the keys of `source` (None: of all ranks) that they see, and their block."""
+    if region is None:
+        every = slice(0, length)
+        yield every, every, Tile(0, length, 0, length)
+        return
+    chunk = length // (2 * region.size)
+    for number, place in enumerate(region.chunks):
+        queries, start = slice(number * chunk, (number + 1) * chunk), place * chunk
+        oldest = 0 if window is None else max(0, start - window + 1)
+        if source is None:
+            keys = slice(oldest, start + chunk)
+            yield queries, keys, Tile(start, chunk, keys.start, keys.stop - keys.start)
+            continue
+        their = replace(region, rank=source).chunks
+        for half, other in reversed(list(enumerate(their))):
+            if other <= place and (other + 1) * chunk > oldest:
+                yield queries, slice(half * chunk, (half + 1) * chunk), Tile(start, chunk, other * chunk, chunk)
 
 
 def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
@@ -173,8 +180,8 @@ class _OwnKeys:
         return self.pair
 
 
-def _exchange(key: Tensor, value: Tensor, region: ContextRegion | None) -> GatheredKeys | PassedKeys | _OwnKeys:
-    pair = torch.stack((key, value))
+def exchanged(pair: Tensor, region: ContextRegion | None) -> GatheredKeys | PassedKeys | _OwnKeys:
+    """Return the exchange of this rank's keys and values [2, batch, heads, sequence / ranks, head size]."""
     if region is None:
         return _OwnKeys(pair)
     return (PassedKeys if region.kind == "ring" else GatheredKeys)(pair, region)
@@ -207,7 +214,7 @@ class _Attend(Function):
             scores = query.new_zeros(*query.shape[:3], attention.length)
         attended: dict[int, Attended] = {}
         states = []
-        for source, pair in _exchange(key, value, attention.region):
+        for source, pair in exchanged(torch.stack((key, value)), attention.region):
             for queries, keys, block in attention.visits(source):
                 passed = Scores(_columns(below, queries, block), _columns(scores, queries, block))
                 part = _part(query, pair, queries, keys)
@@ -232,7 +239,7 @@ class _Attend(Function):
         grad_query = torch.zeros_like(query, dtype=wide)
         grad_bias = torch.zeros_like(attention.bias) if ctx.needs_input_grad[3] else None
         grad_scores = grads[1].clone() if attention.residual_scores else None
-        exchange = _exchange(key, value, attention.region)
+        exchange = exchanged(torch.stack((key, value)), attention.region)
         for source, pair in exchange:
             grad_pair = torch.zeros_like(pair, dtype=wide)
             for queries, keys, block in attention.visits(source):

@@ -59,6 +59,11 @@ def is_discarded(x: Tensor) -> bool:
     return address(x) in _thread.discarded
 
 
+def is_repeating() -> bool:
+    """Return whether a recompute repeats what is computed now."""
+    return _thread.num_left < math.inf
+
+
 def will_repeat() -> bool:
     """Return whether the backward pass repeats what is computed now, or does so already."""
     return _thread.depth > 0

@@ -10,7 +10,10 @@ from typing import Any, TypedDict
 
 from pangu.common.files import open_regular, parse_json
 
-_OPTIONAL = ("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_")
+_OPTIONAL = (
+    *("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_"),
+    "max_attention_logit",
+)
 """Prefixes of the fields that are omitted from a line when they are None."""
 
 
@@ -44,6 +47,8 @@ class StepRecord:
     """Loss scale of the step; None unless the format is fp16."""
     mtp_loss: float | None = None
     """Mean loss of the modules of multi-token prediction, without `loss.mtp_weight`; None without such modules."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of all heads, without position bias; None unless `optimizer.qk_clip` is set."""
     continued_from: int | None = None
     """Step of the checkpoint that the run was resumed from, or went back to, before this step."""
     failed_saves: int | None = None

@@ -24,6 +24,7 @@ _GROUPS = {
     "train": (
         "loss",
         "mtp_loss",
+        "max_attention_logit",
         "lr",
         "grad_norm",
         "tokens",

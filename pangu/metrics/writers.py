@@ -75,6 +75,8 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
     ]
     if record.mtp_loss is not None:
         parts.append((f"mtp loss {record.mtp_loss:.4f}", ""))
+    if record.max_attention_logit is not None:
+        parts.append((f"max logit {record.max_attention_logit:.1f}", ""))
     if record.loss_scale is not None:
         parts.append((f"scale {record.loss_scale:g}", ""))
     if record.padding is not None:

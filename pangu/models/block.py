@@ -18,7 +18,8 @@ from pangu.layers.attention import AttentionCore, KVCache, merge_heads, split_he
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.experts import MixtureOfExperts
-from pangu.layers.kernels import QKV, Kernel
+from pangu.layers.kernels import QKV, Kernel, MaskAndBias
+from pangu.layers.largest_logits import note_logits
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed, will_repeat
 from pangu.models.latent_attention import LatentAttention
@@ -66,6 +67,8 @@ class ForwardContext:
     """Number of cached tokens before these."""
     routes: Routes | None = None
     """Decisions of expert routers, which a recompute reuses; None: no experts."""
+    terms: tuple[MaskAndBias, ...] = ()
+    """Masks of both kernels, where the largest logits are noted."""
 
 
 class HiddenStates(NamedTuple):
@@ -133,6 +136,7 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(build, "output")
         recompute = "attention" in options.recompute_parts and build.context is None
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
+        self.logits = None if build.logits is None else build.logits.of_layer(number, build)
 
     def forward(self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
         """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
@@ -150,6 +154,8 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.append(self, context.first, key, value)
         kernel = context.kernels[self.has_window]
+        if self.logits is not None:
+            note_logits(self.logits, query, key, context.terms, self.has_window)
         attended, scores = self.core(QKV(query, key, value), kernel, context.keys, below, self.sinks)
         return HiddenStates(self.output(merge_heads(attended)), scores)
 

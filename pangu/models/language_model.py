@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
             recompute = "attention" in options.recompute_parts
             self._context_kernel = context_kernel(config, options.kernel, recompute, build.context)
         self.recomputed_layers, self.offload = options.recompute, options.offload
-        self._balance = build.balance
+        self._balance, self._notes_logits = build.balance, build.logits is not None
 
     def forward(
         self,
@@ -241,11 +241,12 @@ class LanguageModel(nn.Module):
             self.hooks.after("position_bias", positions)
         sparse = None if config.sparse is None else self._pattern(config.sparse, length, device)
         lasts = documents is None and not first and config.positions != "relative"
-        make, kernels = self._lasting_kernel if lasts else self._new_kernel, list[Kernel]()
+        make, kernels, terms = self._lasting_kernel if lasts else self._new_kernel, list[Kernel](), list[MaskAndBias]()
         # all parts of a model make the kernels of both kinds, so that memory does not depend on where the model is cut
         for windowed in self._windows:
             mask = AttentionMask(documents, config.window if windowed else None, batch.bounds, sparse)
-            kernels.append(make(MaskAndBias(mask, bias, length, dtype, device, first), batch.part is not None))
+            terms.append(MaskAndBias(mask, bias, length, dtype, device, first))
+            kernels.append(make(terms[-1], batch.part is not None))
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions, batch.part) if keys is not None and drops else None
         if config.positions == "rope":
@@ -256,8 +257,8 @@ class LanguageModel(nn.Module):
         routes = None
         if config.experts is not None:
             routes = Routes(None if batch.padding is None else batch.padding.t())
-        both = kernels[0], kernels[-1]
-        return ForwardContext(both, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
+        both, masks = (kernels[0], kernels[-1]), (terms[0], terms[-1]) if self._notes_logits else ()
+        return ForwardContext(both, positions, keys, SavedTensors(offload), rotary, cache, first, routes, masks)
 
     def _new_kernel(self, terms: MaskAndBias, shares: bool) -> Kernel:
         if shares:

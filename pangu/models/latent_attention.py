@@ -13,6 +13,7 @@ from pangu.config.model import ModelConfig
 from pangu.layers.attention import AttentionCore, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.kernels import QKV, Reference
+from pangu.layers.largest_logits import note_logits
 from pangu.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, make_norm
 from pangu.layers.rotary import attention_scale
 
@@ -49,6 +50,7 @@ class LatentAttention(nn.Module):
         self.scale = attention_scale(config.rope_scaling)
         recompute = "attention" in options.recompute_parts and build.context is None
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
+        self.logits = None if build.logits is None else build.logits.of_layer(number, build)
 
     def forward(
         self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None
@@ -89,6 +91,8 @@ class LatentAttention(nn.Module):
         parts = self.key_value(latent).split_with_sizes(self.key_value.widths, -1)
         key, value = map(split_heads, parts, (self.latent.nope_head_dim, self.latent.value_head_dim))
         key = torch.cat([key, key_rope.expand(-1, key.shape[1], -1, -1)], -1)
+        if self.logits is not None:
+            note_logits(self.logits, query, key, context.terms, self.has_window)
         # the explicit kernel alone takes values of another size than keys
         kernel = context.kernels[self.has_window]
         narrow = 0 if isinstance(kernel, Reference) else self.head_size - value.shape[-1]

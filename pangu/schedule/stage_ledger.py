@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from pangu.config.context import context_kind
-from pangu.config.optimizer import UPDATED_AT_ONCE
+from pangu.config.optimizer import UPDATED_AT_ONCE, qk_clip_of
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 from pangu.models.size import hidden_state_shapes
@@ -198,6 +198,8 @@ class StageProgram:
             world.append(3 * 4 * sum(in_fp8(name, shape) for name, shape in shapes))
         if config.model.experts is not None:
             world.append(8 * len(config.model.expert_layers) * (config.model.experts + 3))
+        if qk_clip_of(config.optimizer) is not None:
+            world.append(width * config.model.num_blocks * config.model.heads)
         sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]
         sent.append(Collective("all_reduce", "replicas", 8 * (1 + config.model.mtp_layers)))  # numbers of targets
         if config.optimizer.name == "lamb":  # squared norms of directions, weights and updates

@@ -25,6 +25,7 @@ from pangu.common.files import write_atomically
 from pangu.config.attention import ABILITIES
 from pangu.config.layout_checks import shares_latent
 from pangu.config.model import ModelConfig
+from pangu.config.optimizer import qk_clip_of
 from pangu.config.schema import RunConfig
 from pangu.layers import apex
 from pangu.layers.builder import DTYPES
@@ -83,7 +84,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     """
     compute, device = config.precision.compute, mesh.device
     kernels, compiles = kernels_of(config, device), ["false"]
-    if config.compile and config.parallel.context == 1 and not shares_latent(config):
+    noted = qk_clip_of(config.optimizer) is not None
+    if config.compile and config.parallel.context == 1 and not (shares_latent(config) or noted):
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
     own = {"attention": kernels, "products": precisions(config.precision.fp32_matmul, compute, device)}

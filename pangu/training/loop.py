@@ -248,6 +248,7 @@ class Loop:
             slow_ranks=stragglers,
             experts=result.experts,
             mtp_loss=result.mtp_loss,
+            max_attention_logit=result.max_attention_logit,
         )
 
     def _place(self, step: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.states import state_of
-from pangu.collectives.reduce import all_reduce
+from pangu.collectives.reduce import all_reduce, largest
 from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
@@ -24,6 +24,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp8 import Fp8Scales
 from pangu.layers.fp8_blocks import BLOCKS
 from pangu.layers.kernel_choice import kernels_of
+from pangu.layers.largest_logits import LargestLogits
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.compiled import CompiledBlocks
 from pangu.models.groups import group_options
@@ -34,6 +35,7 @@ from pangu.optim.lamb import Lamb
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate, weight_decay
 from pangu.optim.moments import MOMENTS
+from pangu.optim.qk_clip import QkClip
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
@@ -67,6 +69,8 @@ class StepResult:
     """Load statistics of the experts, if there are any."""
     mtp_loss: float | None = None
     """Mean over the modules of multi-token prediction of their mean losses, without their factor."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of all heads, with QK-clip."""
 
     @property
     def skipped(self) -> bool:
@@ -79,8 +83,8 @@ class PendingResult:
     """Result of a step, in flight to the host."""
 
     numbers: Tensor
-    """Loss, norm, loss scale, loss of multi-token prediction, number of ranks that raised each flag, and expert
-    statistics: fp64, in host memory, valid after `end`."""
+    """Loss, norm, loss scale, loss of multi-token prediction, number of ranks that raised each flag, expert statistics
+    and the largest attention logit: fp64, in host memory, valid after `end`."""
     lr: float
     norms: Norms
     end: Moment
@@ -122,7 +126,9 @@ class Trainer:
         if config.precision.matmul == "fp8":
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         scales = BLOCKS.get(config.precision.matmul, self.scales)
+        self.logits = LargestLogits.of_run(config, mesh.device)
         build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=scales, norm=chosen["norm"])
+        build = replace(build, logits=self.logits)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, _ = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
@@ -140,14 +146,12 @@ class Trainer:
         if isinstance(config.optimizer, MuonConfig):
             whole = WholeMatrices(self.parameters.stage, mesh, config.precision.compute, config.optimizer).over
         groups = group_options(config.parameter_groups, [placement.name for placement, _ in trained])
-        kernels = chosen["optimizer"]
-        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, groups, kernels, whole)
+        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, groups, chosen["optimizer"], whole)
+        self.clip = QkClip.of_run(config, self.parameters.rectangles(), self.optimizer)
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         dtype = DTYPES[config.precision.compute]
         self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)
-        self.check = None
-        if config.train.check_step:
-            self.check = StepCheck(self)
+        self.check = StepCheck(self) if config.train.check_step else None
 
     @property
     def shards(self) -> list[Shard]:
@@ -209,6 +213,8 @@ class Trainer:
         self.parameters.gradients.start_step()
         if self.balance is not None:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
+        if self.logits is not None:
+            self.logits.values.fill_(-math.inf)
         self.doing = "forward and backward"
         self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
         loss_of = partial(self.model.loss_of, scale=scale)
@@ -265,6 +271,9 @@ class Trainer:
         numbers = torch.cat([torch.stack([sums[1] * self._per_token, norm, old_scale]), sums[2:]])
         if self.balance is not None:
             numbers = torch.cat([numbers, self.balance.finish_step(self.mesh.group("world"), overflow)])
+        if self.logits is not None and self.clip is not None:
+            self.clip.decide(largest(self.logits.values, self.mesh.group("world")), overflow)
+            numbers = torch.cat([numbers, self.logits.values.amax().double().view(1)])
         # the host reads them while the next step computes
         on_host = host_memory(len(numbers), numbers.dtype, numbers.device).copy_(numbers, non_blocking=True)
         made = (self.config.train.steps, self.step - self.skipped)
@@ -287,11 +296,12 @@ class Trainer:
         """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""
         pending.end.wait()
         loss, norm, scale, *flags = pending.numbers.tolist()
-        experts = None
+        experts, logit = None, flags.pop() if self.logits is not None else None
         if self.balance is not None:
             flags, experts = self.balance.split(flags)
         mtp_loss = flags.pop(0) if self._has_mtp else None
-        result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)), experts=experts, mtp_loss=mtp_loss)
+        raised = tuple(map(bool, flags))
+        result = StepResult(loss, norm, pending.lr, scale, raised, [], experts, mtp_loss, logit)
         if not result.skipped:
             return result
         self.skipped += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,12 @@ class ShardedParameters:
     def trained_shards(self) -> list[Shard]:
         """Shards of this rank's trained tensors."""
         return [shard for flat in self.trained for shard in flat.shards]
+
+    def rectangles(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield views of the trained main parameters: name of the tensor, rectangle, and its first row or element."""
+        for shard in self.trained_shards:
+            for values, first in shard.rectangles(shard.main):
+                yield shard.placement.name, values, first[0]
 
     def counts(self, shard: Shard) -> bool:
         """Return whether this rank's copy of a shard is the one that counts in norms and is saved."""

@@ -68,6 +68,15 @@ CONTRADICTIONS = {
     "optimizer=muon metrics.trust_ratios=true": (
         "metrics.trust_ratios = true: only LAMB has trust ratios; use false, or set optimizer=lamb"
     ),
+    "optimizer=muon optimizer.qk_clip=100 model.qk_norm=true": (
+        "optimizer.qk_clip = 100.0: has no effect with model.qk_norm = true, which sets the size of queries and keys; "
+        "use null, or set model.qk_norm=false"
+    ),
+    "optimizer=muon optimizer.qk_clip=100 compile=true": (
+        "optimizer.qk_clip = 100.0: needs the logits of each layer, which compiled layers do not note, and "
+        "compile = true; use null, or set compile=false"
+    ),
+    "optimizer=muon optimizer.qk_clip=0": "optimizer.qk_clip = 0.0: must be above 0",
     "optimizer=lamb optimizer.moments=bf16": (
         "optimizer.betas[1] = 0.999: bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has "
         "no effect; use 0.99, or set optimizer.moments=fp32"

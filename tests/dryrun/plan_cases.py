@@ -23,6 +23,7 @@ LEFT_OUT = (
         "clamped_swiglu",
         "muon",
         "muon_heads",
+        "muon_clip",
     ),  # test_plans has plans of these
 )
 FACTORS = {

@@ -45,6 +45,12 @@ def test_plans_with_groups_of_parameters(number: int, drawn_cases: list[Case], p
     assert_planned(chosen_of(case)[0], process, name_of(case))
 
 
+@pytest.mark.parametrize("number", range(3, SHORT, 7))
+def test_plans_with_qk_clip(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
+    case = {**drawn_cases[number], "optimizer": "muon_clip", "qk_norm": "false"}
+    assert_planned(chosen_of(case)[0], process, name_of(case))
+
+
 @pytest.mark.parametrize("layout", ["parallel.bucket_mib=1000", "train.frozen=[layers.*,embedding.*]"])
 def test_no_more_reductions_are_in_flight_the_more_micro_batches_there_are(layout: str, process: SharedWorker) -> None:
     """One reduction in a micro-batch: from the third one on as many begin as end."""

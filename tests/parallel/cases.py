@@ -80,6 +80,7 @@ OPTIMIZERS = {
     "lamb": "optimizer=lamb",
     "muon": "optimizer=muon",
     "muon_heads": "optimizer=muon optimizer.split_heads=true",
+    "muon_clip": "optimizer=muon optimizer.qk_clip=0.02",
 }
 GROUPS = {
     "none": "",
@@ -254,6 +255,7 @@ RULES = (
     among("rotation", "linear", "yarn", then="positions", needs=("rope",)),
     *(among("latent", "full", "direct", then=key, needs=(value,)) for key, value in LATENT_NEEDS.items()),
     among("latent", "full", "direct", then="rotation", needs=("plain", "yarn")),
+    among("optimizer", "muon_clip", then="qk_norm", needs=("false",)),
     among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
     among("balance_sequences", "2", then="balance", needs=("sequence",)),

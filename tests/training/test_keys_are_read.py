@@ -170,6 +170,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "validation.every=1",
             "model.mtp_layers=1",
             "optimizer=muon",
+            "optimizer.qk_clip=100",
             "lr_schedule=wsd",
             "weight_decay_schedule={start:0,shape:linear}",
             "parameter_groups=[{names:[embedding.*],lr_multiplier:2,weight_decay_multiplier:0}]",
