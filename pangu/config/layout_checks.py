@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pangu.common.errors import Problem, shown
@@ -13,6 +14,7 @@ from pangu.config.expert_layout import group_problems, least_data, spread_proble
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, either, multiples_near
 from pangu.config.schema import RunConfig
+from pangu.config.stages import in_stage
 
 FP8_MULTIPLES = {"fp8": 16, "fp8_blockwise": 128, "mxfp8": 32}
 """Divisor of all matmul dimensions of a rank by `precision.matmul`."""
@@ -31,7 +33,14 @@ def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """Return all problems of a layout on a number of processes."""
     rules = (_tensor, _compiled, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
-    return problems or findings(_batch, config, world) + findings(_experts, config, world)
+    problems = problems or findings(_batch, config, world) + findings(_experts, config, world)
+    for number in range(len(config.batch.stages)):
+        if problems:
+            break
+        of_stage = in_stage(config, number)
+        of_stage = replace(of_stage, batch=replace(of_stage.batch, stages=()))
+        problems = [replace(one, key=f"batch.stages[{number}]: {one.key}") for one in layout_problems(of_stage, world)]
+    return problems
 
 
 def data_size(config: RunConfig, world: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from pangu.common.errors import Problem
 from pangu.config.schema import RunConfig
+from pangu.config.stages import stage_problems
 
 
 def _loss_scale(config: RunConfig) -> Iterator[Problem]:
@@ -51,4 +52,4 @@ def _decay(config: RunConfig) -> Iterator[Problem]:
         yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, fix)
 
 
-RECIPE_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (_loss_scale, _least_rate, _decay)
+RECIPE_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (_loss_scale, _least_rate, _decay, stage_problems)

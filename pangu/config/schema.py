@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pangu.config.batch import BatchConfig
 from pangu.config.bounds import Bounds, Count, ExitStatus, Filename, Length, Natural, NotNegative, Positive
 from pangu.config.data import DataConfig
 from pangu.config.model import ModelConfig
@@ -98,16 +99,6 @@ def usual_bucket_mib(zero: int, replicas: int) -> float:
     """Return the default bucket size in MiB: a million elements per replica, as in Megatron-LM."""
     least = 0.0 if zero else 25.0
     return least if zero >= 2 else max(least, 4.0 * replicas)
-
-
-@dataclass(frozen=True)
-class BatchConfig:
-    """Sequences per step. Gradient accumulation = global_size / (micro_size x data-parallel size)."""
-
-    global_size: Length
-    """Sequences per optimizer step, over all replicas."""
-    micro_size: Length
-    """Sequences per micro-batch of one replica."""
 
 
 @dataclass(frozen=True)

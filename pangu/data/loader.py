@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from pangu.config.data import PackingConfig
-from pangu.data.batch import Batch, batch_of
+from pangu.data.batch import Batch, Sample, batch_of
 from pangu.data.stream import Stream
 from pangu.topology.copy_stream import CopyStream
+
+
+class LoaderStage(NamedTuple):
+    """Size of the global batches of some steps."""
+
+    global_size: int
+    parts: int = 1
+    """Equal sequences into which each sample of the stream is cut; divides `global_size`."""
 
 
 class _Loaded(NamedTuple):
@@ -51,10 +61,17 @@ class Loader:
         rank: int,
         size: int,
         device: torch.device | None = None,
+        stage_at: Callable[[int], LoaderStage] | None = None,
     ) -> None:
-        """Create a loader that copies micro-batches to `device`; None: they stay in host memory."""
+        """Create a loader that copies micro-batches to `device`; None: they stay in host memory.
+
+        `stage_at` returns the size of the batch of each step; None: always `global_size`.
+        """
         self._stream, self._packing = stream, packing
-        self._sizes = (global_size, micro_size, rank, size)
+        self._sizes = (micro_size, rank, size)
+        self._stage_at = stage_at or (lambda _: LoaderStage(global_size))
+        self._last: tuple[int, Sample] | None = None
+        """Sample that was read last, whose other parts may follow."""
         self._device = device or torch.device("cpu")
         self._copies = CopyStream(self._device)
         # A new thread would use the first device
@@ -66,19 +83,20 @@ class Loader:
         """Position from which the stream resumes after the micro-batches returned last; see `Stream.position`."""
         self.padding: float | None = None
         """Padding share of the tokens of that global batch, on the first rank, if documents are packed."""
-        self._ahead: tuple[int, Future[_Loaded]] | None = None
+        self._ahead: tuple[tuple[int, LoaderStage], Future[_Loaded]] | None = None
 
-    def micro_batches(self, consumed: int) -> list[Batch]:
-        """Return the micro-batches of the step after `consumed` samples. Raises what reading them raised."""
+    def micro_batches(self, consumed: int, step: int = 0) -> list[Batch]:
+        """Return the micro-batches of step `step`, after `consumed` samples. Raises what reading them raised."""
         began = time.perf_counter()
-        if self._ahead is None or self._ahead[0] != consumed:
+        stage = self._stage_at(step)
+        if self._ahead is None or self._ahead[0] != (consumed, stage):
             self._abandon()
-            self._read(consumed)
+            self._read(consumed, stage)
         assert self._ahead is not None
         batches, arrival, self.position, self.padding = self._ahead[1].result()
         self._copies.wait(arrival)
         self.waited_s = time.perf_counter() - began
-        self._read(consumed + self._sizes[0])
+        self._read(consumed + stage.global_size // stage.parts, self._stage_at(step + 1))
         return batches
 
     def close(self) -> None:
@@ -93,20 +111,32 @@ class Loader:
         if reading is not None and not reading.cancel() and reading.exception() is None:
             self._copies.wait(reading.result().arrival)
 
-    def _read(self, consumed: int) -> None:
-        self._ahead = (consumed, self._thread.submit(self._load, consumed))
+    def _read(self, consumed: int, stage: LoaderStage) -> None:
+        self._ahead = ((consumed, stage), self._thread.submit(self._load, consumed, stage))
 
-    def _load(self, consumed: int) -> _Loaded:
+    def _load(self, consumed: int, stage: LoaderStage) -> _Loaded:
         batches = [
-            batch_of([self._stream[index] for index in indices], indices, self._packing)
-            for indices in step_samples(consumed, *self._sizes)
+            batch_of([self._sequence(index, stage.parts) for index in indices], indices, self._packing)
+            for indices in step_samples(consumed * stage.parts, stage.global_size, *self._sizes)
         ]
         moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]
-        padding = self._padding(consumed, batches[0].tokens.shape[1])
+        padding = self._padding(consumed, stage.global_size, batches[0].tokens.shape[1])
         return _Loaded(moved, self._copies.record(), self._stream.position, padding)
 
-    def _padding(self, consumed: int, sequence: int) -> float | None:
-        size, _, rank, _ = self._sizes
+    def _sequence(self, index: int, parts: int) -> Sample:
+        """Return sequence `index`, of samples that are cut into `parts`; neighbors share the token at the cut."""
+        if parts == 1:
+            return self._stream[index]
+        number, part = divmod(index, parts)
+        if self._last is None or self._last[0] != number:
+            self._last = number, self._stream[number]
+        tokens = self._last[1]
+        assert isinstance(tokens, np.ndarray)
+        length = (len(tokens) - 1) // parts
+        return tokens[part * length : (part + 1) * length + 1]
+
+    def _padding(self, consumed: int, size: int, sequence: int) -> float | None:
+        _, rank, _ = self._sizes
         if self._packing.method == "concat" or rank:
             return None
         return sum(map(self._stream.padding, range(consumed, consumed + size))) / (size * sequence)

@@ -217,7 +217,7 @@ def _values_of(config: RunConfig) -> str:
             **{"data": data, "zero": zero, "zero_group": None, "bucket_mib": None, "overlap": True},
             **{"layouts": (), "auto": False, "timeout_s": 600.0},
         },
-        "batch": {"micro_size": micro, "global_size": 2 * data * micro},
+        "batch": {"micro_size": micro, "global_size": 2 * data * micro, "stages": ()},
         "memory": {
             "recompute": "selective" if config.memory.recompute == "selective" else _RECOMPUTED,
             "offload": offload,

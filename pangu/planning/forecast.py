@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from pangu.common.errors import UserError
 from pangu.config.cluster import cluster_in
 from pangu.config.schema import RunConfig
+from pangu.config.stages import in_stage
 from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
@@ -40,6 +41,10 @@ class Forecast:
     """Stage with the highest peak memory."""
     room_gib: float
     """Memory of a device in GiB."""
+    stages_s: tuple[float, ...] = ()
+    """Step times of `batch.stages`; `time` is that of the final stage, which needs the most memory."""
+    begins: int = 0
+    """Steps before the final stage."""
     _seconds: list[float] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
 
@@ -56,7 +61,18 @@ class Forecast:
         cluster, plan = space.cluster, plan_of(config, layout, stages)
         ledger = space.program.describe(plan)
         stage, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda one: one[1].total)
-        return cls(cluster.name, step_time(ledger, plan, cluster), memory, stage, cluster.memory.gib)
+        time, earlier = step_time(ledger, plan, cluster), list[float]()
+        spaces = {config.model.sequence: space}
+        for number in range(len(config.batch.stages)):
+            one = in_stage(config, number)
+            if (sequence := one.model.sequence) not in spaces:
+                own = replace(one, batch=replace(one.batch, stages=()))
+                spaces[sequence] = space_of(own, cluster, {"expert": layout.expert}, note_progress)
+            micro_batches = one.batch.global_size // (one.batch.micro_size * layout.data)
+            shorter = plan._replace(micro_batches=micro_batches)
+            earlier.append(step_time(spaces[sequence].program.describe(shorter), shorter, cluster).total)
+        begins = config.batch.stages[-1].until if config.batch.stages else 0
+        return cls(cluster.name, time, memory, stage, cluster.memory.gib, tuple(earlier), begins)
 
     def line(self) -> str:
         """Return the forecast as a log line."""
@@ -66,6 +82,14 @@ class Forecast:
             f"{'expected':<12} on {self.cluster}: step time {self.time.total:.3g} s ({terms}), memory "
             f"{self.memory.total:.3g} of {self.room_gib:g} GiB{waits * (self.time.host > 0)}"
         )
+
+    def stages_line(self, config: RunConfig) -> str:
+        """Return the step times of all stages and the time of their steps as a log line."""
+        ends = [*(stage.until for stage in config.batch.stages), config.train.steps]
+        times = [*self.stages_s, self.time.total]
+        total = sum(seconds * max(0, end - begin) for seconds, begin, end in zip(times, [0, *ends], ends, strict=False))
+        listed = ", ".join(f"{seconds:.3g}" for seconds in times)
+        return f"{'expected':<12} step times of the stages {listed} s, all steps {total:.3g} s"
 
     def require_room(
         self, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
@@ -99,6 +123,8 @@ class Forecast:
 
     def write(self, record: StepRecord) -> None:
         """Record a step; after `COMPARED_AFTER` steps, compare the measurements with the forecast."""
+        if record.step <= self.begins:
+            return
         self._seconds.append(record.step_time_s)
         if len(self._seconds) == COMPARED_AFTER:
             taken = median(self._seconds[WARM_UP:])
@@ -116,7 +142,8 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast and measurements for summary.json."""
         expected = {"cluster": self.cluster, "step_time_s": self.time.total, "memory_gib": self.memory.total}
-        return {**expected, "terms_s": vars(self.time), **self._measured}
+        stages = {"stages_step_time_s": list(self.stages_s)} if self.stages_s else {}
+        return {**expected, **stages, "terms_s": vars(self.time), **self._measured}
 
 
 def forecast_run(
@@ -129,6 +156,8 @@ def forecast_run(
         log.info("%-12s no forecast: %s", "expected", error)
         return None
     log.info(forecast.line())
+    if forecast.stages_s:
+        log.info(forecast.stages_line(config))
     if not config.dry_run:
         forecast.require_room(config, layout, stages, note_progress)
     return forecast

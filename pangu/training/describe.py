@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pangu.config.schema import RunConfig
+from pangu.config.stages import num_samples, stages_in_words
 from pangu.layers.sparse import in_words
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
@@ -19,6 +20,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     model, batch = config.model, config.batch
     matmul = config.precision.matmul
     parameters, tokens = f"{num_parameters(model):,} parameters", batch.global_size * model.sequence
+    all_tokens = num_samples(config, config.train.steps) * model.sequence
     if model.experts is not None:
         parameters += f", {num_parameters(model, active=True):,} of them active for a token"
     accumulation = batch.global_size // (batch.micro_size * layout.data)
@@ -43,9 +45,10 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         ),
         (
             "run",
-            f"{config.train.steps:,} steps = {config.train.steps * tokens:,} tokens, "
-            f"{config.train.steps * tokens * training_flops_per_token(model):.3g} model FLOPs",
+            f"{config.train.steps:,} steps = {all_tokens:,} tokens, "
+            f"{all_tokens * training_flops_per_token(model):.3g} model FLOPs",
         ),
+        *([("stages", "; ".join(stages_in_words(config)))] if batch.stages else []),
         (
             "numbers",
             f"{config.precision.compute}{f', matmuls of layers in {matmul}' * (matmul != 'compute')}, "

@@ -29,6 +29,7 @@ from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.profile import PROFILED, Profile, find_stragglers
 from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
+from pangu.training.stages import BatchStages
 from pangu.training.step import PendingResult, StepResult, Trainer
 from pangu.training.validation import in_training, trust_ratios
 
@@ -57,6 +58,7 @@ class Loop:
         self.config = config
         self.trainer = trainer
         self.sources = sources
+        self.stages = BatchStages(config)
         self.validation = validation
         self.benchmarks = benchmarks
         self.signals = signals
@@ -99,7 +101,7 @@ class Loop:
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         data, batch = config.data, config.batch
         sizes = (batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data)
-        loader = Loader(self.sources.train, data.packing, *sizes, mesh.device)
+        loader = Loader(self.sources.train, data.packing, *sizes, mesh.device, self.stages.loads)
         with self.signals, loader, ExitStack() as stack:
             stack.callback(self._close_writers)
             self._open_writers()
@@ -125,17 +127,19 @@ class Loop:
         if self._step_began is None:
             self._step_began, self._interlude_s = Moment(trainer.mesh.device), 0.0
         recorder = trainer.mesh.recorder
+        self.stages.enter(trainer)
         with recorder.span("loading"):
-            batches = loader.micro_batches(self.samples)
+            batches = loader.micro_batches(self.samples, trainer.step)
             self._position = loader.position
         with recorder.span("update"):
             stragglers = self._forward_backward(batches)
         if self._pending is not None and not self._look(saver, at_once=False):
             return  # these gradients are those of a state that is gone
+        stage = self.stages.loads(trainer.step)
         with recorder.span("update"):
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
         self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
-        self.samples += self.config.batch.global_size
+        self.samples += stage.global_size // stage.parts
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
         if any(self._asked) or trainer.step == config.train.steps or any(map(self._due, every)):
@@ -217,6 +221,7 @@ class Loop:
         """Validate and evaluate if due, and return the record of the step."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         validation: dict[str, Any] = {}
+        made = self.stages.at(trainer.step - 1)
         evaluation, ratios = None, None
         if self.validation is not None and self._due(config.validation.every):
             with self._interlude("validating"):
@@ -233,9 +238,9 @@ class Loop:
             lr=result.lr,
             grad_norm=result.grad_norm,
             **speed(
-                config.batch.global_size * config.model.sequence,
+                made.batch.global_size * made.model.sequence,
                 seconds,
-                training_flops_per_token(config.model),
+                training_flops_per_token(made.model),
                 mesh.layout.world,
                 peak_tflops(device_name(mesh.device), config.precision.compute),
             ),

@@ -188,6 +188,14 @@ class Trainer:
         if isinstance(self.optimizer, Lamb):
             self.optimizer.share_steps()
 
+    def enter_stage(self, config: RunConfig) -> None:
+        """Prepare for steps with the batch and sequence length of a stage of the configuration."""
+        self.config = config
+        # the layers stay where they are, however their costs change
+        self.stages = replace(self.stages, schedule=plan_stages(config, self.mesh.layout).schedule)
+        if self.check is not None:
+            self.check.follow(self.stages.schedule)
+
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Run one step and wait for its result."""
         self.forward_backward(micro_batches)

@@ -11,6 +11,7 @@ from pangu.common.errors import LocalError
 from pangu.models.language_model import ModuleHooks
 from pangu.schedule.actions import MESSAGES, Action, Kind
 from pangu.schedule.expand import UPDATE, StepOp, expand
+from pangu.schedule.schedule import Schedule
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation
 from pangu.zero.unshard import passing
@@ -30,7 +31,7 @@ class StepCheck(ModuleHooks):
         """Watch a trainer's steps from now on."""
         mesh, schedule, parameters = trainer.mesh, trainer.stages.schedule, trainer.parameters
         self._stage = parameters.stage
-        self._actions = schedule.actions[mesh.at.pipeline]
+        self._mesh, self._actions = mesh, schedule.actions[mesh.at.pipeline]
         self._one_by_one = trainer.config.optimizer.name == "adam"
         self._name = mesh.name
         self._expected: Iterator[StepOp] | None = None
@@ -44,6 +45,10 @@ class StepCheck(ModuleHooks):
         parameters.unsharder.note = parameters.gradients.note = self._note_flat
         trainer.runner.note = self._begin_action
         trainer.optimizer.register_step_pre_hook(lambda *_: self._note_update())
+
+    def follow(self, schedule: Schedule) -> None:
+        """Expect the operations of another schedule from the next step on."""
+        self._actions = schedule.actions[self._mesh.at.pipeline]
 
     def begin(self) -> None:
         """Start to compare a step."""

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pangu.config.data import PackingConfig
 from pangu.data import loader as loader_module
-from pangu.data.loader import Loader, step_samples
+from pangu.data.loader import Loader, LoaderStage, step_samples
 from pangu.data.stream import Stream
 from pangu.topology.copy_stream import CopyStream
 
@@ -177,3 +178,35 @@ def test_the_position_is_that_after_the_step() -> None:
             assert loader._ahead is not None
             loader._ahead[1].result()
             assert loader.position == {"samples": 4 * step + 4}
+
+
+class Counting(Stream):
+    """Sample i holds the tokens 8 i to 8 i + 8, the last of which begins sample i + 1; notes what is read."""
+
+    num_samples = None
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        self.read.append(index)
+        return np.arange(8 * index, 8 * index + 9)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stages_read_every_token_once_and_in_order(size: int) -> None:
+    """Four sequences of 2 tokens, then four of 4, then two and four of 8, whatever the number of ranks."""
+    stages = [LoaderStage(4, 4), LoaderStage(4, 2), LoaderStage(2), LoaderStage(4)]
+    tokens: dict[tuple[int, int], list[int]] = {}
+    for rank in range(size):
+        stream, consumed = Counting(), 0
+        with Loader(stream, PACKING, 4, 1, rank, size, stage_at=lambda step: stages[min(step, 3)]) as loader:
+            for step, stage in enumerate(stages):
+                for batch in loader.micro_batches(consumed, step):
+                    assert torch.equal(batch.labels, batch.tokens + 1)
+                    tokens[step, batch.samples[0]] = batch.tokens[0].tolist()
+                consumed += stage.global_size // stage.parts
+        assert consumed == 9
+        assert stream.read.count(0) == 1  # not once per sequence
+    ordered = [token for place in sorted(tokens) for token in tokens[place]]
+    assert ordered == list(range(8 * 9))

@@ -20,8 +20,9 @@ from pangu.config.optimizer import MuonConfig, ParameterGroup, WeightDecaySchedu
 from pangu.config.schema import RunConfig
 from pangu.interop.translation.checked import hydra_value
 from pangu.interop.translation.launch_script import read_command, read_flags
+from pangu.interop.translation.megatron_recipe import schedule
 from pangu.interop.translation.report import tables
-from pangu.interop.translation.table import load_table
+from pangu.interop.translation.table import Translation, load_table
 from pangu.models.size import num_parameters
 from pangu.optim.lr_schedule import learning_rate
 from tests.configs import composed, config
@@ -85,9 +86,33 @@ def test_the_model_has_as_many_weights_as_published(name: str) -> None:
     assert "unknown, and left out" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("start", "increment", "samples", "size", "total"),
+    [(16, 16, 5_859_375, 1536, 300_000_000), (192, 16, 9_765_625, 2048, 220_000_000), (8, 8, 100, 64, 90)],
+)
+def test_a_ramp_of_batches_is_megatrons(start: int, increment: int, samples: int, size: int, total: int) -> None:
+    """Compared with Megatron's rule, step by step: START + INCREMENT x floor(consumed / (SAMPLES / increments))."""
+    source = Translation(
+        load_table("megatron"),
+        {"rampup-batch-size": [start, increment, samples], "global-batch-size": size, "train-samples": total},
+    )
+    schedule(source)
+    stages = [(stage["until"], stage["global_size"]) for stage in source.get("batch.stages")]
+    consumed = steps = 0
+    while consumed <= samples and consumed <= total:
+        current = start + increment * int(consumed / (samples / ((size - start) // increment)))
+        current = size if consumed > samples else current
+        assert current == next((batch for until, batch in stages if steps < until), size)
+        consumed, steps = consumed + current, steps + 1
+    assert source.get("train.steps") == pytest.approx(steps + max(0, total - consumed) // size, abs=1)
+
+
 def test_gpt3() -> None:
     done = translate("megatron", LAUNCHES / "gpt3_175b.sh", "DATA_PATH=/data/web")
-    assert overrides(done) == shlex.split(
+    (ramp,) = (word for word in overrides(done) if word.startswith("batch.stages="))
+    assert ramp.startswith("batch.stages=[{until:3855,global_size:16},{until:5783,global_size:32},")
+    assert ramp.count("until") == 95
+    assert [word for word in overrides(done) if word != ramp] == shlex.split(
         "model=gpt2_124m precision=fp16 optimizer=adam lr_schedule=cosine data=indexed_gpt2 model.layers=96 "
         "model.hidden=12288 model.heads=96 model.sequence=2048 model.init_std=0.006 parallel.tensor=8 "
         "parallel.pipeline=16 parallel.data=8 batch.global_size=1536 batch.micro_size=1 "
@@ -97,7 +122,7 @@ def test_gpt3() -> None:
         "train.steps=500000 'train.output=???' validation.every=0 checkpoint.every=10000 metrics.every=100 "
         "metrics.tensorboard=true"
     )
-    assert "--rampup-batch-size [16, 16, 5859375]: the batch size is constant here" in section(done, "no counterpart")
+    assert "warm-up and decay count updates" in section(done, "different in effect")
     assert "--split 949,50,1: held-out text is in separate files" in section(done, "no counterpart")
     assert section(done, "to be given") == "#   train.output: --save is $2\n"
     assert section(done, "not given there").count("$") == 2  # --load, --tensorboard-dir
@@ -111,7 +136,7 @@ def test_bloom() -> None:
     assert "data.train: prefixes of indexed files" in section(done, "to be given")
     assert (translated.model.positions, translated.model.vocab) == ("alibi", 250880)
     assert (translated.memory.recompute, translated.precision.compute) == ("full", "bf16")
-    assert (translated.train.steps, translated.lr_schedule.decay_steps) == (220_000_000 // 2048, 97656)
+    assert (translated.train.steps, translated.lr_schedule.decay_steps) == (115_311, 105_546)
     assert (translated.train.stop_after, translated.train.output) == ("5990m", "/checkpoints/bloom")
     assert translated.model.embedding_norm
     assert "data.tokenizer: --tokenizer-name-or-path is $TOKENIZER" in section(done, "to be given")

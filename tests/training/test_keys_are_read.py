@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.config import data, model, optimizer, rope, schema, sparse
+from pangu.config import batch, data, model, optimizer, rope, schema, sparse
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
 from pangu.data.stdlib import StdlibPaths
@@ -105,7 +105,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def classes() -> set[type]:
     """Every class of the configuration."""
-    values = [value for module in (schema, model, rope, sparse, data, optimizer) for value in vars(module).values()]
+    values = [
+        value for module in (batch, schema, model, rope, sparse, data, optimizer) for value in vars(module).values()
+    ]
     return {value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)}
 
 
@@ -172,6 +174,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "optimizer=muon",
             "optimizer.qk_clip=100",
             "lr_schedule=wsd",
+            "batch.stages=[{until:1,sequence:8,global_size:2}]",
             "weight_decay_schedule={start:0,shape:linear}",
             "parameter_groups=[{names:[embedding.*],lr_multiplier:2,weight_decay_multiplier:0}]",
             *quiet,

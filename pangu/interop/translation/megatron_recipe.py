@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isclose
 
 from pangu.interop.translation.table import Translation
@@ -53,8 +54,9 @@ def schedule(source: Translation) -> None:
         size = micro * replicas
         source.open.pop("batch.global_size", None)
         source.set("batch.global_size", size, "micro-batch-size")
+    stages = [] if size is None else _batch_stages(source, size)
     if steps is None and samples is not None and size is not None:
-        steps = samples // size
+        steps = int(_steps_of(samples, size, stages))
     if steps is None:
         source.needs("train.steps", "neither --train-iters nor --train-samples is given")
     else:
@@ -64,7 +66,7 @@ def schedule(source: Translation) -> None:
 
     def in_steps(name: str) -> int | None:
         count = source.integer(name)
-        return None if count is None or size is None else round(count / size)
+        return None if count is None or size is None else round(_steps_of(count, size, stages))
 
     end = source.integer("lr-decay-iters") or in_steps("lr-decay-samples") or steps
     fraction = source.number("lr-warmup-fraction")
@@ -84,6 +86,41 @@ def schedule(source: Translation) -> None:
         source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
         source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
     _weight_decay(source)
+
+
+def _batch_stages(source: Translation, size: int) -> list[tuple[int, int]]:
+    """Translate the ramp-up of batches, and return the step that ends each of its stages, with the batch size."""
+    name, stages = "rampup-batch-size", list[tuple[int, int]]()
+    if not source.said([name]):
+        return stages
+    words = source.words(name)
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(words) != 3 or len(numbers) != 3 or not 0 < numbers[0] <= size or (size - numbers[0]) % max(1, numbers[1]):
+        raise source.wrong(name, f"must be START INCREMENT SAMPLES, with increments from START to {size}")
+    start, increment, samples = numbers
+    count = (size - start) // max(1, increment)
+    steps = consumed = 0
+    for number in range(count):
+        # the batch grows at the first step after this share of the samples
+        current, least = start + number * increment, -(-(number + 1) * samples // count)
+        if (made := max(0, -(-(least - consumed) // current))) > 0:
+            steps, consumed = steps + made, consumed + made * current
+            stages.append((steps, current))
+    if stages:
+        values = [{"until": until, "global_size": current} for until, current in stages]
+        source.set("batch.stages", values, name)
+        source.differs("ramp_by_updates")
+    return stages
+
+
+def _steps_of(samples: int, size: int, stages: Sequence[tuple[int, int]]) -> float:
+    """Return the number of steps, with a fraction, that take a number of samples in stages, then in batches of size."""
+    begin = consumed = 0
+    for until, current in stages:
+        if consumed + (until - begin) * current >= samples:
+            return begin + (samples - consumed) / current
+        begin, consumed = until, consumed + (until - begin) * current
+    return begin + (samples - consumed) / size
 
 
 def _weight_decay(source: Translation) -> None:

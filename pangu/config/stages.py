@@ -1,0 +1,73 @@
+"""Configurations of the stages in which batch and sequence length grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pangu.common.errors import Problem
+from pangu.config.data import InstructionsData
+from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.schema import RunConfig
+
+
+def stage_at(config: RunConfig, step: int) -> int:
+    """Return the number of the stage of step `step` (from 0); the final one follows those of `batch.stages`."""
+    return sum(step >= stage.until for stage in config.batch.stages)
+
+
+def in_stage(config: RunConfig, number: int) -> RunConfig:
+    """Return a configuration with batch and sequence length of stage `number` in place of the final ones."""
+    if number >= len(config.batch.stages):
+        return config
+    stage = config.batch.stages[number]
+    size, sequence = stage.global_size or config.batch.global_size, stage.sequence or config.model.sequence
+    batch, model = replace(config.batch, global_size=size), replace(config.model, sequence=sequence)
+    return replace(config, batch=batch, model=model)
+
+
+def stages_in_words(config: RunConfig) -> list[str]:
+    """Return one text per stage, e.g. `steps 1 to 100: 16 sequences of 512 tokens`."""
+    ends = [*(stage.until for stage in config.batch.stages), config.train.steps]
+    starts = [0, *ends]
+    stages = [in_stage(config, number) for number in range(len(ends))]
+    return [
+        f"steps {start + 1:,} to {end:,}: {one.batch.global_size:,} sequences of {one.model.sequence:,} tokens"
+        for start, end, one in zip(starts, ends, stages, strict=False)
+    ]
+
+
+def num_samples(config: RunConfig, steps: int) -> int:
+    """Return how many samples of `model.sequence` tokens the first `steps` steps take."""
+    samples = begin = 0
+    for number, end in enumerate([*(stage.until for stage in config.batch.stages), steps]):
+        one = in_stage(config, number)
+        count = max(0, min(end, steps) - begin)
+        samples += count * one.batch.global_size * one.model.sequence // config.model.sequence
+        begin = max(begin, end)
+    return samples
+
+
+def stage_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the contradictions of stages with the final batch and among themselves, each with the stage's key."""
+    size, longest, before = config.batch.global_size, config.model.sequence, 0
+    for number, stage in enumerate(config.batch.stages):
+        key = f"batch.stages[{number}]"
+        if stage.until <= before:
+            rule = f"must be above {before}, where the stage before ends"
+            yield Problem(f"{key}.until", stage.until, rule, "list stages in order")
+        before = stage.until
+        if stage.global_size is not None and stage.global_size > size:
+            rule = f"must not exceed batch.global_size = {size}, which memory and plans are made for"
+            yield Problem(f"{key}.global_size", stage.global_size, rule, "raise batch.global_size, or lower it")
+        sequence = stage.sequence or longest
+        if longest % sequence:
+            rule = f"must divide model.sequence = {longest}, whose samples are cut"
+            yield Problem(f"{key}.sequence", sequence, rule, any_of(divisors_near(longest, sequence)))
+        elif (stage.global_size or size) % (parts := longest // sequence):
+            rule = f"must be a multiple of model.sequence / sequence = {parts}, so that a step takes whole samples"
+            given = stage.global_size or size
+            yield Problem(f"{key}.global_size", given, rule, any_of(multiples_near(parts, given)))
+        if sequence < longest and (config.data.packing.method != "concat" or isinstance(config.data, InstructionsData)):
+            rule = "would cut packed documents"
+            yield Problem(f"{key}.sequence", sequence, rule, "use null, or data.packing.method=concat")
