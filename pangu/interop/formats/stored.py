@@ -313,6 +313,6 @@ def inexpressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> li
     ]
     eps = entry.get("defaults", {}).get("latent.norm_eps")
     if model.latent is not None and eps not in (None, latent_eps := model.latent.norm_eps or model.norm_eps):
-        problems.append(Problem("model.latent.norm_eps", latent_eps, f"is always {eps} in {label}"))
+        problems.append(Problem("model.latent.norm_eps", latent_eps, f"is always {eps} in {label}", f"use {eps}"))
     rule = f"must be given in {label}"
     return problems + [Problem(f"model.{key}", None, rule) for key in entry.get("given", ()) if not getattr(model, key)]
