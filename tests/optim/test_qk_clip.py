@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -101,6 +102,31 @@ def test_logits_above_the_threshold_become_the_threshold(model: str) -> None:
     assert 0 < int((factors < 1).sum()) < len(factors)
     torch.testing.assert_close(after, (groups * factors).flatten(), rtol=1e-12, atol=0)
     assert {name.split(".")[-2] for name in moved(values, first)} == {"query", "key"}
+
+
+@pytest.mark.parametrize("model", ["heads", "groups", "latent"])
+def test_the_update_is_followed_by_equal_factors_of_queries_and_keys(model: str) -> None:
+    """√γ of each head, and γ of the 8 of 24 rows of a latent query that rotate; other weights are plain Muon's."""
+    words = (*MODELS[model], "optimizer.lr=0.01")
+    plain, step = clipping(1e9, *words)
+    largest = step()
+    groups = largest.view(3, 2 if model == "groups" else 4, -1).amax(-1)
+    threshold = float(groups[0].median())
+    clipped, step = clipping(threshold, *words)
+    step()
+    gamma = (threshold / groups).clamp(max=1)
+    updated = {one.placement.name: one.main for one in plain.parameters.trained_shards}
+    for shard in clipped.parameters.trained_shards:
+        name, factors = shard.placement.name, torch.ones(shard.placement.shape[0], dtype=torch.float64)
+        if kind := re.fullmatch(r"layers\.(\d)\.attention\.(query|key)\.\w+", name):
+            of_layer = gamma[int(kind[1])]
+            of_heads = of_layer.repeat_interleave(4 // len(of_layer)) if kind[2] == "query" else of_layer
+            by_head = factors.view(len(of_heads), -1)
+            by_head.copy_(of_heads.sqrt()[:, None].expand_as(by_head))
+            if (model, kind[2]) == ("latent", "query"):
+                by_head[:, 16:] = of_heads[:, None]
+        expected = updated[name].view(len(factors), -1) * factors[:, None]
+        torch.testing.assert_close(shard.main, expected.flatten(), rtol=1e-12, atol=1e-15, msg=name)
 
 
 def test_a_skipped_step_clips_nothing() -> None:
