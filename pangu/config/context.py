@@ -15,7 +15,7 @@ def context_kind(config: RunConfig) -> str:
     parallel, model = config.parallel, config.model
     if parallel.context_kind != "auto":
         return parallel.context_kind
-    heads, kv_heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
+    heads, kv_heads = (max(1, n // parallel.tensor) for n in (model.heads, model.kv_heads or model.heads))
     if heads % parallel.context:
         return "gather"
     whole = model.attention != "auto" and not ABILITIES[model.attention].blocks

@@ -63,9 +63,7 @@ def _tensor(config: RunConfig) -> Iterator[Problem]:
 
 def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, experts: bool = True) -> Iterator[Problem]:
     """Yield why `tensor` devices cannot split a model's matrices, and with `sequence` the activations between them."""
-    # a number that divides the key heads divides the query heads too
-    key = "heads" if model.kv_heads is None else "kv_heads"
-    cut = {f"model.{key} = ": getattr(model, key)}
+    cut = {"model.heads = ": model.heads}
     if len(model.expert_layers) < model.num_blocks:
         cut["the feed-forward width "] = model.ffn_size
     if experts and model.experts is not None:
@@ -73,23 +71,28 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, exp
     if sequence:
         cut["model.sequence = "] = model.sequence
     wrong = [f"{name}{size}" for name, size in cut.items() if size % tensor]
-    if wrong:
-        near = divisors_near(math.gcd(*cut.values()), tensor)
+    if wrong or not model.splits_heads(tensor):
+        near = divisors_near(math.gcd(*cut.values()), tensor, model.splits_heads)
         if sequence and len(near) > 1 and near[0] == 1:
             del near[0]  # a single device has no sequence to share
         fix = "use 1 with parallel.sequence=false" if sequence and near == [1] else any_of(near)
-        yield Problem("parallel.tensor", tensor, f"must divide {' and '.join(wrong)}", fix)
+        pieces = f"model.kv_heads = {model.kv_heads}, or be a multiple of it that cuts model.head_dim evenly"
+        rule = f"must divide {' and '.join(wrong)}" if wrong else f"must divide {pieces}"
+        yield Problem("parallel.tensor", tensor, rule, fix)
 
 
-def shares_latent(config: RunConfig) -> bool:
-    """Return whether tensor-parallel ranks exchange the shared key of latent attention, which no compiler traces."""
-    return config.model.latent is not None and config.parallel.tensor > 1
+def shares_keys(config: RunConfig) -> bool:
+    """Return whether tensor-parallel ranks exchange keys that they share, which no compiler traces."""
+    model, tensor = config.model, config.parallel.tensor
+    return tensor > 1 if model.latent is not None else model.ranks_per_key_head(tensor) > 1
 
 
 def _compiled(config: RunConfig) -> Iterator[Problem]:
-    if config.compile is True and shares_latent(config):
-        rule = "is not supported with model.latent and parallel.tensor > 1"
-        yield Problem("compile", True, rule, "set compile=false or compile=auto")
+    if config.compile is True and shares_keys(config):
+        keys = "model.latent and parallel.tensor > 1"
+        if config.model.latent is None:
+            keys = f"parallel.tensor = {config.parallel.tensor} above model.kv_heads = {config.model.kv_heads}"
+        yield Problem("compile", True, f"is not supported with {keys}", "set compile=false or compile=auto")
 
 
 def _shared_sequence(config: RunConfig) -> Iterator[Problem]:

@@ -363,6 +363,15 @@ class ModelConfig:
         """Width of all key heads together, and of all value heads together."""
         return self.head_size * (self.kv_heads if self.kv_heads is not None else self.heads)
 
+    def ranks_per_key_head(self, tensor: int) -> int:
+        """Return how many neighboring ones of `tensor` ranks have queries of the same key head."""
+        return max(1, tensor // (self.kv_heads if self.kv_heads is not None else self.heads))
+
+    def splits_heads(self, tensor: int) -> bool:
+        """Return whether `tensor` ranks can split the heads: whole key heads each, or equal pieces of one."""
+        kv_heads, pieces = self.kv_heads if self.kv_heads is not None else self.heads, self.ranks_per_key_head(tensor)
+        return self.heads % tensor == 0 and kv_heads * pieces % tensor == 0 and self.head_size % pieces == 0
+
 
 def is_among(layer: int, pattern: LayerPattern) -> bool:
     """Return whether a pattern has a layer."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 
-def divisors_near(number: int, near: int) -> list[int]:
-    """Return the three divisors of `number` that are nearest to `near`, in increasing order."""
+def divisors_near(number: int, near: int, works: Callable[[int], bool] = lambda divisor: True) -> list[int]:
+    """Return the three divisors of `number` that work and are nearest to `near`, in increasing order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
-    return sorted(divisors[:3])
+    return sorted([*filter(works, divisors)][:3])
 
 
 def multiples_near(factor: int, near: int) -> list[int]:

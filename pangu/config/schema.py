@@ -30,7 +30,7 @@ class ParallelConfig:
     """Layout of the model over devices."""
 
     tensor: Length
-    """Tensor-parallel size: number of devices that split each matrix."""
+    """Tensor-parallel size: number of devices that split each matrix; divides `model.kv_heads` or is a multiple."""
     pipeline: Annotated[int, Bounds(least=1, most=256)]
     """Pipeline-parallel size: number of stages that the layers are divided into."""
     virtual_stages: Length

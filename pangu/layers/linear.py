@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pangu.collectives.regions import TensorRegion, enter, leave
+from pangu.collectives.regions import TensorRegion, enter, join_pieces, leave
 from pangu.layers.apex import NORMS
 from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
@@ -75,6 +75,13 @@ class ColumnParallelLinear(ParallelLinear):
         if self.in_graph is not None and torch.compiler.is_compiling():
             return self.in_graph(self, x)
         return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
+
+    def projections(self, x: Tensor, ranks_per_key_head: int) -> tuple[Tensor, ...]:
+        """Return the outputs of each projection, of which the last two are keys and values, of whole heads."""
+        outputs = self(x).split_with_sizes(self.widths, -1)
+        if ranks_per_key_head == 1:
+            return outputs
+        return *outputs[:-2], *join_pieces(torch.stack(outputs[-2:]), ranks_per_key_head, self.region)
 
 
 class ReplicatedLinear(ColumnParallelLinear):

@@ -133,6 +133,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm, of_heads=True)
             self.key_norm = make_norm(build, "key_norm", config.norm_eps, config.norm, of_heads=True)
+        self.ranks_per_key_head = config.ranks_per_key_head(build.region.size)
         self.output = RowParallelLinear(build, "output")
         recompute = "attention" in options.recompute_parts and build.context is None
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
@@ -142,10 +143,9 @@ class Attention(nn.Module):
         """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
         # `below`: scores of the layer below; `queries`: position vectors [sequence, batch, hidden], for the query layer
         if queries is None:
-            layer = self.qkv
-            projected = layer(x).split_with_sizes(layer.widths, -1)
+            projected = self.qkv.projections(x, self.ranks_per_key_head)
         else:
-            projected = (self.query(queries), *self.key_value(x).split_with_sizes(self.key_value.widths, -1))
+            projected = (self.query(queries), *self.key_value.projections(x, self.ranks_per_key_head))
         query, key, value = map(partial(split_heads, size=self.head_size), projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -76,11 +76,25 @@ def test_devices_that_do_not_fit_the_layout() -> None:
     )
 
 
-def test_tensor_parallel_ranks_must_divide_the_key_heads() -> None:
-    text = problems("model.kv_heads=2", "parallel.tensor=4", world=4)
+def test_tensor_parallel_ranks_divide_the_key_heads_or_are_divided_by_them() -> None:
+    for tensor in (1, 2, 4):
+        assert check(config("model.kv_heads=2", f"parallel.tensor={tensor}"), tensor) == 1
+    twelve = ("model.heads=12", "model.hidden=96", "model.kv_heads=4", "model.ffn=384")
+    text = problems(*twelve, "parallel.tensor=6", world=6)
     assert text.startswith("1 problem")
-    assert "parallel.tensor = 4: must divide model.kv_heads = 2; nearest valid values: 1, 2" in text
-    assert check(config("model.kv_heads=2", "parallel.tensor=2"), 2) == 1
+    rule = "must divide model.kv_heads = 4, or be a multiple of it that cuts model.head_dim evenly"
+    assert f"parallel.tensor = 6: {rule}; nearest valid values: 1, 2, 4" in text
+    assert check(config(*twelve, "parallel.tensor=4"), 4) == 1
+    # three ranks would share a head of 8 elements
+    text = problems(*twelve, "parallel.tensor=12", world=12)
+    assert f"parallel.tensor = 12: {rule}; nearest valid values: 1, 2, 4" in text
+
+
+def test_ranks_that_share_a_key_head_compile_no_layer() -> None:
+    words = ("model.kv_heads=2", "parallel.tensor=4")
+    rule = "compile = true: is not supported with parallel.tensor = 4 above model.kv_heads = 2; set compile=false or"
+    assert rule in problems(*words, "compile=true", world=4)
+    assert check(config(*words, "compile=auto"), 4) == 1
 
 
 def test_ranks_that_share_latent_attention_compile_no_layer() -> None:

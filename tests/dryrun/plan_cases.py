@@ -34,6 +34,7 @@ FACTORS = {
     "loss_chunk": ("null", "auto", "40", "1000"),
     "micro_batches": ("1", "2", "3", "4", "9"),
     "head_dim": ("null", "24"),
+    "kv_heads": ("null", "4"),  # test_plans has plans of ranks that share a key head
     "vocab": ("101", "2304"),  # a table that is far smaller than a layer, and one that is as large
     "precision": ("bf16", "fp32", "fp16"),
     "reduce": ("fp32", "bf16"),

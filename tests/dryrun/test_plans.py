@@ -140,6 +140,19 @@ def test_layers_with_a_window_and_without_rope_are_kinds_of_their_own(words: str
     assert_planned(values(f"{size} {words}"), process)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.kv_heads=2 parallel.sequence=true memory.recompute=full parallel.pipeline=2 precision=bf16",
+        "model.kv_heads=1 model.qk_norm=true memory.recompute=selective parallel.data=2 parallel.zero=3",
+    ],
+)
+def test_exchanges_of_pieces_of_a_key_head_are_planned(words: str, process: SharedWorker) -> None:
+    size = "model.layers=6 model.hidden=192 model.heads=12 model.sequence=128 batch.global_size=12 parallel.tensor=4"
+    assert_planned(values(f"{size} {words}"), process)
+    assert "all_to_all" in process.report(values(f"{size} {words}"), 0)["collectives"]["tensor"]
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

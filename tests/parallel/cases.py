@@ -137,7 +137,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "qk_norm": ("false", "true"),
     "head_dim": ("null", "6"),
     "tied_head": ("true", "false"),
-    "kv_heads": ("null", "4"),
+    "kv_heads": ("null", "4", "2"),  # of 2, each on two of four ranks
     "positions": ("learned", "rope", "alibi", "relative"),
     "latent": tuple(LATENT),
     "window": ("null", "5"),
@@ -256,7 +256,7 @@ RULES = (
     *(among("latent", "full", "direct", then=key, needs=(value,)) for key, value in LATENT_NEEDS.items()),
     among("latent", "full", "direct", then="rotation", needs=("plain", "yarn")),
     among("optimizer", "muon_clip", then="qk_norm", needs=("false",)),
-    among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
+    among("kv_heads", "4", "2", then="tensor", needs=("1", "2", "4")),
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
     among("balance_sequences", "2", then="balance", needs=("sequence",)),
     among("expert", "4", then="tensor", needs=("1", "2", "4")),
