@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +77,45 @@ def our_logits(run: Path, ids: Tensor, dtype: torch.dtype | None = None) -> Tens
         return whole_logits(our_model(run, dtype), ids, places).transpose(0, 1)
 
 
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Let transformers compute all in fp64: its norms, tables of rope, softmax and routers ask for fp32 by name."""
+    before = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def require_equal_in_double(theirs: torch.nn.Module, run: Path, ids: Tensor) -> None:
+    """Logits equal to 1e-10 in fp64, of the same weights."""
+    with in_double(), torch.no_grad():
+        exact = type(theirs)(theirs.config).eval()
+        exact.load_state_dict(theirs.state_dict())
+        # torch multiplies groups of matrices in fp32 at most
+        exact.config._experts_implementation = "eager"
+        expected = exact(ids).logits
+    assert expected.dtype == torch.float64
+    # BLOOM's gelu has eight digits of the square root of 2 / pi
+    bound = 1e-8 if theirs.config.model_type == "bloom" else 1e-10
+    torch.testing.assert_close(our_logits(run, ids, torch.float64), expected, atol=bound, rtol=0)
+
+
 def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence: int) -> None:
-    """Logits equal to 1e-5 here, and bit for bit after the way back; 1e-5 if it leaves as another type."""
+    """Logits equal to 1e-5 here, to 1e-10 in fp64, and bit for bit after the way back; 1e-5 if it leaves as another
+    type."""
     ids = tokens(vocab, sequence)
     theirs.eval().save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
         expected = theirs(ids).logits
     run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
     torch.testing.assert_close(our_logits(run, ids), expected, atol=1e-5, rtol=0)
+    require_equal_in_double(theirs, run, ids)
     back = convert("pangu", "huggingface", run, tmp_path / "back")
     kind = type(theirs) if isinstance(theirs, PanguForCausalLM) else transformers.AutoModelForCausalLM
     loaded, info = kind.from_pretrained(back, output_loading_info=True)
@@ -421,7 +454,8 @@ def random_vectors(kind: Any, config: object) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn(parameter.shape)
+                # of ten binary digits, so that nothing is rounded where 1 is added to them
+                parameter.copy_((1024 * (parameter + 0.3 * torch.randn(parameter.shape))).round() / 1024)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer += 0.3 * torch.randn(buffer.shape)
