@@ -350,7 +350,15 @@ LLAMA_70B |= {"vocab_size": 128256, "multiple_of": 256, "ffn_dim_multiplier": 1.
 MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 MOE |= {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144}
 MOE |= {"num_attention_heads": 32, "num_key_value_heads": 4, "architectures": ["Qwen3MoeForCausalLM"], "offset": 0}
+DEEPSEEK = {"type": "DeepseekV3Config", "num_layers": 61, "hidden_size": 7168, "num_heads": 128, "n_kv_heads": 128}
+DEEPSEEK |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK |= {"qk_nope_head_dim": 128, "vocab_size": 129280, "intermediate_size": 18432, "rms_norm_eps": 1e-6}
+DEEPSEEK |= {"extend_method": "None", "theta": 1e4, "seq_length": 4096, "offset": [0, 0, 0, 1], "mtp_depth": 1}
+DEEPSEEK |= {"mtp_loss_factor": 0.3, "expert_num": 256, "num_experts_chosen": 8, "moe_intermediate_size": 2048}
+DEEPSEEK |= {"shared_expert_num": 1, "first_k_dense_replace": 3, "norm_topk_prob": True, "use_gating_sigmoid": True}
+DEEPSEEK |= {"routed_scaling_factor": 2.5, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.001}
 SIZES = {
+    "DeepSeek-V3": (DEEPSEEK, 671_026_404_352),
     "Qwen3-32B": (QWEN3, 32_762_123_264),
     "Qwen3-30B-A3B": ({**QWEN3, **MOE}, 30_532_122_624),
     "Llama 3.1 70B": (LLAMA_70B, 70_553_706_496),
@@ -373,15 +381,20 @@ def mindformers(path: Path, model: dict[str, object], **parts: object) -> Path:
 @pytest.mark.parametrize("name", SIZES)
 def test_a_model_of_mindformers_has_its_published_size(tmp_path: Path, name: str) -> None:
     model, parameters = SIZES[name]
-    done = translate("mindformers", mindformers(tmp_path / "run.yaml", model))
+    parts = {"arch": {"type": "DeepseekV3ForCausalLM"}} if name == "DeepSeek-V3" else {}
+    done = translate("mindformers", mindformers(tmp_path / "run.yaml", model, **parts))
     config = built(done, "data.train=[/d]")
-    assert num_parameters(config.model) == parameters
+    assert num_parameters(replace(config.model, mtp_layers=0)) == parameters
     assert config.model.qk_norm == name.startswith("Qwen3")
-    assert config.parallel.layers == ((15, 15, 17, 17) if name == "Qwen3-32B" else None)
+    layers = {"Qwen3-32B": (15, 15, 17, 17), "DeepSeek-V3": (15, 15, 15, 16)}
+    assert config.parallel.layers == layers.get(name)
+    assert (config.model.mtp_layers, config.loss.mtp_weight) == ((1, 0.3) if name == "DeepSeek-V3" else (0, 0.1))
 
 
 OTHER_MODELS = {
-    "DeepSeek-V3": ({**LLAMA_70B, "type": "DeepseekV3Config", "kv_lora_rank": 512}, {}, "kv_lora_rank 512: changes"),
+    "latent attention of a Llama": ({**LLAMA_70B, "kv_lora_rank": 512}, {}, "kv_lora_rank 512: changes"),
+    "another class": (LLAMA_70B, {"arch": {"type": "DeepseekV3ForCausalLM"}}, "arch.type DeepseekV3ForCausalLM"),
+    "YaRN by default": ({**DEEPSEEK, "extend_method": None}, {}, "type DeepseekV3Config: changes"),
     "Baichuan 13B": (LLAMA_70B, {"arch": {"type": "Baichuan13BForCausalLM"}}, "arch.type Baichuan13BForCausalLM"),
     "BERT": ({**LLAMA_70B, "type": "BertConfig"}, {}, "model.model_config.type BertConfig: the models that are known"),
     "YaRN": ({**LLAMA_70B, "extend_method": "YARN"}, {}, "extend_method YARN: changes what the model computes"),

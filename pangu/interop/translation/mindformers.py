@@ -14,6 +14,16 @@ _KIND, _UNTIE = f"{_MODEL}type", f"{_MODEL}untie_embeddings_and_output_weights"
 _GPTS = ("pangualpha", "gpt2")
 _ARCHITECTURES = (None, "LlamaForCausalLM", "GPT2LMHeadModel", "PanguAlphaHeadModel")
 """Classes that compute what their configuration says; others, such as Baichuan's, share LlamaConfig and differ."""
+_DEEPSEEK = ("DeepseekV3ForCausalLM",)
+"""Class of models with latent attention."""
+_LATENT = {
+    "kv_rank": "kv_lora_rank",
+    "q_rank": "q_lora_rank",
+    "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim",
+    "value_head_dim": "v_head_dim",
+}
+"""Fields of latent attention, by those of `LatentConfig`."""
 _LIKE_LLAMA = {
     "hidden_act": ("swiglu", "fusedswiglu", "silu", "LlamaSiLU"),
     "normalization": ("RMSNorm", "FusedRMSNorm"),
@@ -32,14 +42,15 @@ def translate(source: Translation) -> None:
 
 def _model(source: Translation) -> None:
     kind = _kind(source)
-    known = (*_GPTS, "llama", "qwen2", "qwen3", "qwen3_moe")
+    known = (*_GPTS, "llama", "qwen2", "qwen3", "qwen3_moe", "deepseekv3")
     if kind not in known:
         source.lacks(_KIND if source.said([_KIND]) else f"{_MODEL}model_type", "other_model")
-    if source.text("model.arch.type") not in _ARCHITECTURES:
+    if source.text("model.arch.type") not in (*_ARCHITECTURES, *_DEEPSEEK[kind != "deepseekv3" :]):
         source.lacks("model.arch.type", "other_model")
     source.set("model", "pangu_2_6b" if kind == "pangualpha" else "gpt2_124m", _KIND, f"{_MODEL}model_type")
     if kind not in _GPTS:
         _llama(source, kind)
+        _latent(source, kind)
     elif source.said([f"{_MODEL}hidden_act"]):
         source.choose(f"{_MODEL}hidden_act")
     if source.flag(f"{_MODEL}post_layernorm_residual"):
@@ -52,7 +63,7 @@ def _kind(source: Translation) -> str:
     if text is None:
         text = (source.words(f"{_MODEL}architectures") or [""])[0].removesuffix("ForCausalLM")
     name = text.removesuffix("Config").lower()
-    return {"qwen3moe": "qwen3_moe"}.get(name, name)
+    return {"qwen3moe": "qwen3_moe", "deepseek_v3": "deepseekv3"}.get(name, name)
 
 
 def _llama(source: Translation, kind: str) -> None:
@@ -82,6 +93,30 @@ def _llama(source: Translation, kind: str) -> None:
         source.lacks(extension, "extension")
 
 
+def _latent(source: Translation, kind: str) -> None:
+    """Set latent attention of a DeepSeek-V3, and its multi-token prediction."""
+    names = {key: f"{_MODEL}{name}" for key, name in _LATENT.items()}
+    prediction = (f"{_MODEL}mtp_depth", f"{_MODEL}mtp_loss_factor")
+    if kind != "deepseekv3":
+        for name in (*names.values(), *prediction):
+            if source.value(name):
+                source.lacks(name, "extension")
+        return
+    sizes = {key: source.count(name) for key, name in names.items()}
+    if missing := [names[key] for key, size in sizes.items() if size is None and key != "q_rank"]:
+        source.needs("model.latent", f"{', '.join(missing)} is not given")
+    else:
+        source.set("model.latent", sizes, *names.values())
+    for key in ("head_dim", "qk_norm"):
+        source.overrides.pop(f"model.{key}", None)
+    if source.value(f"{_MODEL}extend_method") is None:
+        # its default is YaRN
+        source.lacks(_KIND, "extension")
+    if source.integer(prediction[0]):
+        source.copy(source.integer, prediction[0])
+        source.copy(source.real, prediction[1])
+
+
 def _layers(source: Translation) -> None:
     hidden, gated = source.integer(f"{_MODEL}hidden_size"), _kind(source) not in _GPTS
     names = tuple(f"{_MODEL}{name}" for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim_multiplier"))
@@ -95,7 +130,8 @@ def _layers(source: Translation) -> None:
         width = ratio * hidden
     if width is not None:
         source.set("model.ffn", width, *names)
-    source.copy(source.integer, f"{_MODEL}n_kv_heads")
+    if _kind(source) != "deepseekv3":
+        source.copy(source.integer, f"{_MODEL}n_kv_heads")
 
 
 _SHARED = "moe_config.moe_shared_expert_intermediate_size"
