@@ -27,14 +27,16 @@ def in_stage(config: RunConfig, number: int) -> RunConfig:
 
 
 def stages_in_words(config: RunConfig) -> list[str]:
-    """Return one text per stage, e.g. `steps 1 to 100: 16 sequences of 512 tokens`."""
-    ends = [*(stage.until for stage in config.batch.stages), config.train.steps]
-    starts = [0, *ends]
-    stages = [in_stage(config, number) for number in range(len(ends))]
-    return [
-        f"steps {start + 1:,} to {end:,}: {one.batch.global_size:,} sequences of {one.model.sequence:,} tokens"
-        for start, end, one in zip(starts, ends, stages, strict=False)
-    ]
+    """Return one text per stage that the run reaches, e.g. `steps 1 to 100: 16 sequences of 512 tokens`."""
+    texts, begin, steps = list[str](), 0, config.train.steps
+    for number, until in enumerate([*(stage.until for stage in config.batch.stages), steps]):
+        if begin >= steps:
+            break
+        one, end = in_stage(config, number), min(until, steps)
+        span = f"steps {begin + 1:,} to {end:,}" if end > begin + 1 else f"step {end:,}"
+        texts.append(f"{span}: {one.batch.global_size:,} sequences of {one.model.sequence:,} tokens")
+        begin = end
+    return texts
 
 
 def num_samples(config: RunConfig, steps: int) -> int:

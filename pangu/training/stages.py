@@ -35,5 +35,5 @@ class BatchStages:
         if number != self._entered:
             self._entered = number
             trainer.enter_stage(self.at(trainer.step))
-            words = stages_in_words(self._config)
-            log.info("%-12s %d of %d, %s", "stage", number + 1, len(words), words[number])
+            words = stages_in_words(self._config)[number]
+            log.info("%-12s %d of %d, %s", "stage", number + 1, len(self._config.batch.stages) + 1, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import read_tensor
-from pangu.common.errors import ConfigError
+from pangu.common.errors import ConfigError, UserError
 from pangu.config.checks import check
 from pangu.config.stages import num_samples
 from pangu.pipeline.layouts import choose_layout
@@ -44,12 +45,23 @@ def test_a_run_that_is_interrupted_at_every_border_gives_the_same_bits(tmp_path:
 def test_the_log_and_the_plan_of_a_run_name_the_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, 4, *WORDS)
     log = capsys.readouterr().err
-    assert (
-        "stages       steps 1 to 2: 4 sequences of 8 tokens; steps 3 to 3: 4 sequences of 32 tokens; steps 4 to" in log
-    )
+    assert "stages       steps 1 to 2: 4 sequences of 8 tokens; step 3: 4 sequences of 32 tokens; step 4: 8" in log
     assert "\nstage        1 of 4, steps 1 to 2: 4 sequences of 8 tokens\n" in log
-    assert "\nstage        3 of 4, steps 4 to 5: 8 sequences of 16 tokens\n" in log
+    assert "\nstage        3 of 4, step 4: 8 sequences of 16 tokens\n" in log
     assert "stage        4 of 4" not in log
+
+
+def test_a_rollback_returns_to_the_stage_of_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The spike of step 3 is in stage 2, and the run goes back to a checkpoint of stage 1."""
+    faults = ("faults.action=rollback", "faults.spike=0.01", "faults.spike_window=2", "faults.max_rollbacks=1")
+    words = ("faults.skip_after=0", "optimizer.lr=10", "lr_schedule.warmup_steps=3", "lr_schedule.decay_steps=9")
+    stages = "batch.stages=[{until:2,global_size:4,sequence:8},{until:5,sequence:16}]"
+    with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached"):
+        train(tmp_path, 6, *WORDS[:3], *faults, *words, stages)
+    log = capsys.readouterr().err
+    numbers = re.findall(r"^stage +(\d) of 3|^(rolled back)", log, re.MULTILINE)
+    assert ["".join(one) for one in numbers] == ["1", "2", "rolled back", "1", "2"]
+    assert "continuing after step 1 with sample 6" in log
 
 
 def test_samples_of_a_number_of_steps() -> None:
