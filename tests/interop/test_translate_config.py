@@ -233,6 +233,18 @@ def test_muon_of_megatron() -> None:
     assert "--muon-no-split-qkv: queries, keys and values" in refused.stdout
 
 
+def test_qk_clip_of_megatron() -> None:
+    """100, or the threshold that is given; unequal shares of queries and keys have no counterpart, nor has AdamW."""
+    words = shlex.split(f"{MEGATRON} --optimizer muon --muon-extra-scale-factor 0.2 --qk-clip")
+    for more, threshold in ((), 100.0), (("--qk-clip-threshold", "30", "--qk-clip-alpha", "0.5"), 30.0):
+        optimizer = built(translate("megatron", *words, *more)).optimizer
+        assert isinstance(optimizer, MuonConfig)
+        assert optimizer.qk_clip == threshold
+    assert "--qk-clip-alpha 0.3: QK-clip scales" in translate("megatron", *words, "--qk-clip-alpha", "0.3").stdout
+    adam = translate("megatron", *shlex.split(f"{MEGATRON} --qk-clip"))
+    assert "--qk-clip: optimizer.qk_clip is a key of Muon" in adam.stdout
+
+
 def test_deepspeed() -> None:
     done = translate("deepspeed", LAUNCHES / "deepspeed.json")
     translated = built(done, "data=synthetic", "validation.every=0")

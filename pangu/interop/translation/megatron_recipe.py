@@ -17,6 +17,8 @@ def optimizer(source: Translation) -> None:
     source.set("optimizer.clip", source.number("clip-grad") or None, "clip-grad")
     if source.get("optimizer") == "muon":
         _muon(source)
+    elif source.flag("qk-clip"):
+        source.lacks("qk-clip", "qk_optimizer")
     _decoupled(source)
 
 
@@ -42,6 +44,8 @@ def _muon(source: Translation) -> None:
         source.lacks(names[1], "muon_scale")
     else:
         source.set("optimizer.adjust_lr", rule, *names)
+    if source.flag("qk-clip"):
+        source.set("optimizer.qk_clip", source.number("qk-clip-threshold"), "qk-clip", "qk-clip-threshold")
     source.differs("muon_whole")
 
 
