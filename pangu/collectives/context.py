@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from pangu.collectives.conjugate import conjugate
 from pangu.collectives.exchange import exchange_rows, start_exchange
 from pangu.collectives.reduce import Handle, start_all_gather, start_reduce_scatter
-from pangu.config.context import context_kind
+from pangu.config.context import context_kind, ulysses_size
 from pangu.config.schema import RunConfig
 from pangu.topology.context import ContextRank, by_rank, in_order
 from pangu.topology.mesh import Mesh
@@ -26,11 +26,25 @@ class ContextRegion(ContextRank):
     group: AxisGroup | None = None
     kind: str = "gather"
     """Attention algorithm, a value of `parallel.context_kind` other than `auto`."""
+    ulysses: int = 1
+    """Number of neighboring ranks that exchange heads; the ranks at the same place of each block form a ring."""
+    stride: int = 1
+    """Distance between ranks in `group`."""
 
     @classmethod
     def of(cls, mesh: Mesh, config: RunConfig) -> ContextRegion:
         """Return the region of a mesh, with the algorithm that the configuration chooses."""
-        return cls(mesh.at.context, mesh.layout.context, mesh.group("context"), context_kind(config))
+        at, size, group = mesh.at.context, mesh.layout.context, mesh.group("context")
+        return cls(at, size, group, context_kind(config), ulysses_size(config))
+
+    @property
+    def blocks(self) -> tuple[ContextRegion, ContextRegion]:
+        """Return the region of this rank's block, which exchanges heads, and the region of the blocks' ring."""
+        # four ranks in blocks of two, with chunks    0 7   1 6 | 2 5   3 4
+        # after an exchange of heads, as two ranks    0 1 6 7   | 2 3 4 5
+        (ring, place), size = divmod(self.rank, self.ulysses), self.ulysses
+        block = replace(self, rank=place, size=size, kind="ulysses")
+        return block, replace(self, rank=ring, size=self.size // size, ulysses=1, stride=size)
 
     def totals(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return integer counts [2, ...] of this rank summed over all chunks [...] and before its own ones [2, ...]."""
@@ -88,7 +102,7 @@ class PassedKeys:
             following = None
             if self._step + 1 < size:
                 following = torch.empty_like(now)
-                handle = _start_shift(following, now, 1, self.region.group)
+                handle = _start_shift(following, now, self.region.stride, self.region.group)
             yield (rank - self._step) % size, now
             if following is not None:
                 handle.wait()
@@ -101,7 +115,7 @@ class PassedKeys:
             return
         sent = gradient.to(self.part.dtype)
         received = torch.empty_like(sent)
-        handle = _start_shift(received, sent, -self._step, self.region.group)
+        handle = _start_shift(received, sent, -self._step * self.region.stride, self.region.group)
         self._add()
         self._arriving = received, handle
 

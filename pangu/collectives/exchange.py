@@ -44,10 +44,16 @@ class ExpertRegion(ExpertRank):
 
 
 def exchange_rows(rows: Tensor, group: AxisGroup | None) -> Tensor:
-    """Send row i of `rows` [ranks, ...] to rank i, and return the rows that the ranks sent here."""
+    """Send row i of `rows` [ranks, ...] to the i-th of as many neighboring ranks, and return the rows they sent here.
+
+    With two rows in a group of four, ranks 0 and 1 exchange, and so do 2 and 3.
+    """
     received = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    one_each = [1] * len(rows)
-    start_exchange(received, rows, one_each, one_each, group).wait()
+    ranks, each = len(rows), [1] * len(rows)
+    if group is not None and ranks < group.size:
+        here = dist.get_rank(group.process_group) // ranks
+        each = [int(rank // ranks == here) for rank in range(group.size)]
+    start_exchange(received, rows, each, each, group).wait()
     return received
 
 

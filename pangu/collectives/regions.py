@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pangu.collectives.conjugate import conjugate
-from pangu.collectives.exchange import start_exchange
+from pangu.collectives.exchange import exchange_rows
 from pangu.collectives.reduce import Handle, start_all_gather, start_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
@@ -94,20 +94,12 @@ def join_pieces(x: Tensor, ranks: int, region: TensorRegion) -> Tensor:
 
 
 def _join_pieces(x: Tensor, where: tuple[int, TensorRegion]) -> Tensor:
-    return _among_neighbors(x.expand(where[0], *x.shape), where[1]).movedim(0, -2).flatten(-2)
+    # an all-gather would send every head to all ranks
+    return exchange_rows(x.expand(where[0], *x.shape), where[1].group).movedim(0, -2).flatten(-2)
 
 
 def _sum_pieces(x: Tensor, where: tuple[int, TensorRegion]) -> Tensor:
-    return _among_neighbors(x.unflatten(-1, (where[0], -1)).movedim(-2, 0), where[1]).sum(0)
-
-
-def _among_neighbors(rows: Tensor, region: TensorRegion) -> Tensor:
-    """Send row i of `rows` to the i-th of as many neighboring ranks, and return the rows that they sent here."""
-    # two heads on four ranks: 0 and 1 exchange, and so do 2 and 3; an all-gather would send both heads to all
-    ranks, received = len(rows), torch.empty_like(rows, memory_format=torch.contiguous_format)
-    each = [rows[0].numel() * (rank // ranks == region.rank // ranks) for rank in range(region.size)]
-    start_exchange(received.view(-1), rows.reshape(-1), each, each, region.group).wait()
-    return received
+    return exchange_rows(x.unflatten(-1, (where[0], -1)).movedim(-2, 0), where[1].group).sum(0)
 
 
 def gather_last(x: Tensor, region: TensorRegion) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pangu.common.errors import Problem
 from pangu.config.attention import ABILITIES
+from pangu.config.nearest import any_of
 from pangu.config.schema import RunConfig
 
 
@@ -20,6 +21,12 @@ def context_kind(config: RunConfig) -> str:
         return "gather"
     whole = model.attention != "auto" and not ABILITIES[model.attention].blocks
     return "ulysses" if whole or _exchanged(heads, kv_heads, parallel.context) < 6 * kv_heads else "gather"
+
+
+def ulysses_size(config: RunConfig) -> int:
+    """Return the number of neighboring ranks that exchange heads."""
+    in_ring = config.parallel.context_ulysses
+    return config.parallel.context if context_kind(config) == "ulysses" else in_ring
 
 
 def _exchanged(heads: int, kv_heads: int, ranks: int) -> float:
@@ -46,6 +53,18 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
     if kind == "ulysses" and heads % ranks:
         rule = f"parallel.context = {ranks} must divide the heads of a tensor-parallel rank, which number {heads}"
         yield Problem("parallel.context_kind", "ulysses", rule, "use gather or ring")
+    ulysses = parallel.context_ulysses
+    if ulysses > 1:
+        sizes = [n for n in range(1, ranks) if ranks % n == 0 == heads % n]
+        rule = (
+            f"must divide parallel.context = {ranks}, be less, and divide the {heads} heads of a tensor-parallel rank"
+        )
+        if kind != "ring":
+            rule = f"needs parallel.context_kind = ring, not {parallel.context_kind}"
+            yield Problem("parallel.context_ulysses", ulysses, rule, "use 1, or set parallel.context_kind=ring")
+        elif ulysses not in sizes:
+            near = sorted(sorted(sizes, key=lambda n: abs(n - ulysses))[:3])
+            yield Problem("parallel.context_ulysses", ulysses, rule, any_of(near))
     if kind != "ulysses" and model.attention != "auto":
         yield from _kernel(model.attention, kind, model.window)
     if config.compile is True:

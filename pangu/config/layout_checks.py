@@ -113,6 +113,9 @@ def _context(config: RunConfig) -> Iterator[Problem]:
     elif parallel.context_kind != "auto":
         rule, fix = "has no effect with parallel.context = 1", "use auto, or a larger parallel.context"
         yield Problem("parallel.context_kind", parallel.context_kind, rule, fix)
+    if parallel.context == 1 < parallel.context_ulysses:
+        rule = "has no effect with parallel.context = 1"
+        yield Problem("parallel.context_ulysses", parallel.context_ulysses, rule, "use 1, or a larger parallel.context")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Problem]:

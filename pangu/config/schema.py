@@ -89,6 +89,10 @@ class ParallelConfig:
     host never waits to learn how many there are. It costs memory and bytes where that is more than an even share; where
     it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
 
+    context_ulysses: Length = 1
+    """Neighboring devices within `context` that exchange heads (`ulysses`) where `context_kind=ring`: blocks of this
+    many devices form the ring (USP, arXiv 2405.07719). Divides `context` and the heads of a tensor-parallel device."""
+
     def bucket_bytes(self, zero: int, replicas: int) -> float:
         """Return `bucket_mib` in bytes, with null resolved for a ZeRO stage and a number of replicas."""
         mib = usual_bucket_mib(zero, replicas) if self.bucket_mib is None else self.bucket_mib

@@ -42,11 +42,12 @@ def context_kernel(
     """Return a factory of kernels for split sequences, based on the kernel of this name."""
     # `recompute`: recompute what it saves besides queries, keys and values, without communication
     drops = config.attention_dropout > 0
-    if region.kind == "ulysses":
-        kernel = sequence_kernel(name, config.attention_sinks, drops)
-        return partial(HeadExchange, kernel=kernel, region=region, recompute=recompute)
-    scores = config.residual_scores
-    return partial(BlockAttention, name=name, region=region, drops=drops, residual_scores=scores)
+    block, ring = region.blocks
+    kernel = sequence_kernel(name, config.attention_sinks, drops)
+    if ring.size > 1:
+        scores, recompute = config.residual_scores, False
+        kernel = partial(BlockAttention, name=name, region=ring, drops=drops, residual_scores=scores)
+    return kernel if block.size == 1 else partial(HeadExchange, kernel=kernel, region=region, recompute=recompute)
 
 
 def sequence_kernel(name: str, sinks: bool, drops: bool) -> Callable[[MaskAndBias], Kernel]:
@@ -64,12 +65,16 @@ def _of_heads(dropout: Dropout, region: ContextRegion) -> Dropout:
 
 
 class HeadExchange:
-    """Kernel in which every rank attends with all tokens of some heads (Ulysses; Jacobs et al. 2023)."""
+    """Kernel in which every rank attends with some heads to all tokens of its block (Ulysses; Jacobs et al. 2023).
+
+    If there are several blocks, the kernel below exchanges keys and values in a ring of them (Fang & Zhao 2024).
+    """
 
     def __init__(
         self, terms: MaskAndBias, kernel: Callable[[MaskAndBias], Kernel], region: ContextRegion, recompute: bool
     ) -> None:
         """Prepare the kernel for this rank's heads."""
+        region, self.ring = region.blocks
         self.region, self.recompute = region, recompute
         if terms.bias is not None:
             slopes = terms.bias.slopes
@@ -88,7 +93,8 @@ class HeadExchange:
         parts = [part.unflatten(1, (ranks, -1)) for part in heads]
         whole = to_heads(torch.cat(parts, 2), self.region)
         if keys is not None and keys.rows is not None:
-            keys = keys.on(keys.rows.new_empty(whole.shape[0], whole.shape[2]))
+            part = self.ring if self.ring.size > 1 else None
+            keys = keys.on(keys.rows.new_empty(whole.shape[0], whole.shape[2]), part)
         of_rank = QKV(*whole.split([part.shape[2] for part in parts], 1))
         sinks = None if sinks is None else sinks.chunk(self.region.size)[self.region.rank]
         output, scores = checkpointed(self.kernel, of_rank, of_all, keys, below, sinks, on=self.recompute)

@@ -202,7 +202,7 @@ class LanguageModel(nn.Module):
         (rows, length), part, context = batch.tokens.shape, batch.part, self.context
         documents = batch.documents
         seen = length * (1 if part is None else part.size) if documents is None else documents.shape[1]
-        shared = context.size if context is not None and part is not None and context.kind == "ulysses" else 1
+        shared = context.ulysses if context is not None and part is not None else 1
         return hidden_state_shapes(self.config, region, rows, length, seen, shared)
 
     def balance_on(self, device: torch.device) -> ExpertBalance | None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from pangu.config.context import context_kind
+from pangu.config.context import ulysses_size
 from pangu.config.optimizer import UPDATED_AT_ONCE, qk_clip_of
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
@@ -290,6 +290,5 @@ def message_bytes(config: RunConfig) -> tuple[int, ...]:
     """Return the bytes of the tensors that a chunk sends to the next one for a micro-batch."""
     parallel, model = config.parallel, config.model
     rank, length = TensorRank(0, parallel.tensor, parallel.sequence), model.sequence // parallel.context
-    shared = parallel.context if parallel.context > 1 and context_kind(config) == "ulysses" else 1
-    shapes = hidden_state_shapes(model, rank, config.batch.micro_size, length, model.sequence, shared)
+    shapes = hidden_state_shapes(model, rank, config.batch.micro_size, length, model.sequence, ulysses_size(config))
     return tuple(BYTES[config.precision.compute] * math.prod(shape) for shape in shapes)

@@ -45,6 +45,14 @@ CONTRADICTIONS = {
         "model.attention = flash: does not support a window with parallel.context_kind = ring; set "
         "parallel.context_kind=gather"
     ),
+    "parallel.context_ulysses=2": "parallel.context_ulysses = 2: has no effect with parallel.context = 1; use 1, or a",
+    "parallel.context=4 parallel.context_ulysses=2": (
+        "parallel.context_ulysses = 2: needs parallel.context_kind = ring, not auto; use 1, or set"
+    ),
+    "parallel.context=4 parallel.context_kind=ring parallel.context_ulysses=4": (
+        "parallel.context_ulysses = 4: must divide parallel.context = 4, be less, and divide the 8 heads of a "
+        "tensor-parallel rank; nearest valid values: 1, 2"
+    ),
     "parallel.context=2 compile=true": "compile = true: is not supported with parallel.context > 1; set",
     "parallel.context=2 parallel.zero=1 parallel.zero_group=3 parallel.data=2": (
         "must divide the data-parallel size 2 x parallel.context = 4; nearest valid values: 1, 2, 4"

@@ -24,6 +24,7 @@ LEFT_OUT = (
         "muon",
         "muon_heads",
         "muon_clip",
+        "context_ulysses",
     ),  # test_plans has plans of these
 )
 FACTORS = {

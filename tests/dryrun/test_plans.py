@@ -153,6 +153,22 @@ def test_exchanges_of_pieces_of_a_key_head_are_planned(words: str, process: Shar
     assert "all_to_all" in process.report(values(f"{size} {words}"), 0)["collectives"]["tensor"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.residual_scores=true parallel.pipeline=2 precision=bf16 memory.recompute=full",
+        "model.kv_heads=2 parallel.tensor=2 parallel.sequence=true parallel.zero=3",
+    ],
+)
+def test_rings_of_blocks_that_exchange_heads_are_planned(words: str, process: SharedWorker) -> None:
+    size = "model.layers=6 model.hidden=192 model.heads=12 model.sequence=128 batch.global_size=12"
+    layout = "parallel.context=4 parallel.context_kind=ring parallel.context_ulysses=2"
+    assert_planned(values(f"{size} {layout} {words}"), process)
+    assert {"all_to_all", "send"} <= process.report(values(f"{size} {layout} {words}"), 0)["collectives"][
+        "context"
+    ].keys()
+
+
 def test_a_tied_head_may_be_measured_after_the_embedding(
     process: SharedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -64,10 +64,15 @@ def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor
 
 
 def of_rank(rank: int, ranks: int, kind: str, length: int, key_heads: int, setting: dict[str, Any]) -> list[Tensor]:
-    """What a rank finds for its part: output, and gradients of queries, keys and values."""
+    """What a rank finds for its part: output, and gradients of queries, keys and values. `kind`: maybe with the number
+    of ranks in a block of a ring."""
+    kind, ulysses = [*kind.split(), "1"][:2]
     region = ContextRegion.of(
         Mesh.connect(Layout(context=ranks), CPU),
-        tiny(f"parallel.context={ranks}", f"parallel.context_kind={kind}", "model.sequence=64"),
+        tiny(
+            *(f"parallel.context={ranks}", f"parallel.context_kind={kind}", "model.sequence=64"),
+            f"parallel.context_ulysses={ulysses}",
+        ),
     )
     given, grad = inputs(length, key_heads, setting.get("dtype", torch.float64))
     parts = [region.cut(part, 2).requires_grad_() for part in given]
@@ -134,6 +139,15 @@ def test_fused_blocks_equal_the_whole(kind: str, setting: dict[str, Any]) -> Non
     for ranks, key_heads in ((2, 2), (4, 1)):
         found = together(Ranks().run(ranks, of_rank, kind, 32, key_heads, setting))
         for mine, theirs in zip(found, alone(32, key_heads, setting), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "ulysses", "key_heads"), [(4, 2, 1), (4, 2, 4), (6, 2, 2), (8, 4, 2)])
+def test_blocks_of_ranks_that_exchange_heads_form_a_ring(ranks: int, ulysses: int, key_heads: int) -> None:
+    """1e-12: sums in another order."""
+    for setting in ({"kernel": "sdpa", "documents": True, "window": 9}, {"alibi": True}):
+        found = together(Ranks().run(ranks, of_rank, f"ring {ulysses}", 48, key_heads, setting))
+        for mine, theirs in zip(found, alone(48, key_heads, setting), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
 
 
