@@ -370,6 +370,18 @@ MOE_DATA = (
 )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
+        "--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 4",
+    ],
+)
+def test_heads_and_rings_together_of_megatron(words: str) -> None:
+    parallel = built(translate("megatron", *GPT, "--context-parallel-size", "8", *words.split())).parallel
+    assert (parallel.context, parallel.context_kind, parallel.context_ulysses) == (8, "ring", 4)
+
+
 def test_conversations_and_dense_models_to_begin_with_of_megatron() -> None:
     words = "--sft --tokenizer-type SFTTokenizer --tokenizer-model /m --sft-tokenizer-prompt-format nemotron-nano-v2"
     words += " --num-experts 4 --moe-use-upcycling --context-parallel-size 2 --cp-comm-type allgather"

@@ -196,6 +196,14 @@ def _layout(source: Translation) -> None:
     if context > 1:
         name = "context-parallel-algo" if source.said(["context-parallel-algo"]) else "cp-comm-type"
         source.choose(name)
+        # sizes of the two levels, of which the first exchanges heads; MindSpeed's option names it alone
+        for option in ("hierarchical-context-parallel-sizes", "ulysses-degree-in-cp"):
+            if source.value(name) in ("a2a+p2p", "hybrid_cp_algo") and (words := source.words(option)):
+                size = int(found[0]) if (found := re.match(r"\d{1,6}", words[0])) else 0
+                if size < 1 or context % size or size == context:
+                    source.lacks(option, "value")
+                else:
+                    source.set("parallel.context_ulysses", size, option)
     if sizes := [int(size) for word in source.words("num-layer-list") for size in re.findall(r"\d{1,4}", word)]:
         source.set("parallel.layers", sizes, "num-layer-list")
     if source.said(["zero-stage"]):
