@@ -70,7 +70,7 @@ def expect(llama: bool, model: ModelConfig) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("tensor", "pipeline", "virtual"), [(2, 1, 1), (1, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize(("tensor", "pipeline", "virtual"), [(2, 1, 1), (1, 4, 1), (2, 2, 2), (4, 1, 1)])
 def test_files_of_ranks_and_stages(
     llama: bool, tensor: int, pipeline: int, virtual: int, tmp_path: Path, given: ModelConfig
 ) -> None:
@@ -82,6 +82,19 @@ def test_files_of_ranks_and_stages(
     model, found = read(tmp_path, given)
     expect(llama, model)
     require_equal(found, expected)
+
+
+def test_files_of_ranks_that_share_key_heads_are_written(tmp_path: Path) -> None:
+    """Four ranks, two key heads: each has half of a group of queries, key and value, whose rows lie together."""
+    whole = foreign.whole_tensors(foreign.weights(True), True)
+    foreign.write_ranks(tmp_path / "in", whole, True, 1, 1, 1)
+    out = convert("megatron", "megatron", tmp_path / "in", tmp_path / "out", "--tensor", "4")
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    for rank in range(4):
+        file = out / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        found = torch.load(file, weights_only=False)["model"][name]
+        assert torch.equal(found, foreign.cut(name, whole[name], rank, 4, llama=True))
+    require_equal(logical(convert("megatron", "pangu", out, tmp_path / "back")), foreign.weights(True))
 
 
 def test_stages_that_are_missing_or_overlap(tmp_path: Path, given: ModelConfig) -> None:

@@ -462,6 +462,17 @@ def test_settings_that_are_not_known_are_named() -> None:
     assert "--use-magic: is unknown, and may change the model\n  --spell [lumos, 7]: is unknown" in refused.stderr
 
 
+def test_more_tensor_parallel_ranks_than_query_groups() -> None:
+    """Megatron splits a group over ranks too, if there are as many for each."""
+    words = ("--group-query-attention", "--num-query-groups", "3", "--tensor-model-parallel-size")
+    found = built(translate("megatron", *GPT, *words, "6"))
+    assert (found.model.kv_heads, found.parallel.tensor) == (3, 6)
+    refused = translate("megatron", *GPT, *words, "4")
+    assert refused.returncode == 2
+    rule = "(--tensor-model-parallel-size) = 4: must divide model.kv_heads = 3, or be a multiple of it"
+    assert rule in refused.stderr
+
+
 def test_what_our_checks_refuse_names_the_setting() -> None:
     done = translate("megatron", *GPT, "--num-attention-heads", "11", "--tensor-model-parallel-size", "5")
     assert done.returncode == 2

@@ -64,6 +64,7 @@ FACTORS = {
     "positions": ("learned", "rope", "relative"),
     "tied_head": ("true", "false"),
     "biases": ("true", "false"),
+    "kv_heads": ("null", "1"),  # that tensor-parallel ranks share
     "experts": tuple(EXPERTS),
 }
 RULES = tuple(
@@ -142,7 +143,7 @@ def micro_size(layout: Layout) -> str:
 
 def words_of(case: Case, when: str) -> tuple[str, ...]:
     frozen = case["freezes"] == "always" or (case["freezes"] == "after" and when == "after")
-    model = ("kind", "norm", "activation", "positions", "tied_head", "biases")
+    model = ("kind", "norm", "activation", "positions", "tied_head", "biases", "kv_heads")
     return (
         *MODEL,
         micro_size(layout_of(case, when)),

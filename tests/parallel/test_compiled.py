@@ -96,8 +96,9 @@ def test_a_layout_with_compiled_layers_is_one_process(ranks: Ranks, way: str) ->
 
 
 def has_compiled_layers(case: Case) -> bool:
-    """Whether a layer is neither refused (context parallelism, a shared key) nor left as it is (experts)."""
-    refused = case["context"] != "1" or (case["latent"] != "null" and case["tensor"] != "1")
+    """Whether a layer is neither refused (context parallelism, shared keys) nor left as it is (experts)."""
+    shares = (case["tensor"] != "1" and case["latent"] != "null") or (case["kv_heads"], case["tensor"]) == ("2", "4")
+    refused = case["context"] != "1" or shares
     return not refused and (case["experts"] == "null" or case["expert_layers"] != "all")
 
 

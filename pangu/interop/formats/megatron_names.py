@@ -36,9 +36,12 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     if problems := [*problems, *inexpressible_latent(model), *inexpressible_router(model)]:
         raise ConfigError(problems)
     widths = {model.expert_size if model.has_experts(layer) else model.ffn_size for layer in range(model.layers)}
-    if any(width % tensor for width in {heads, *widths}):
+    # Megatron-Core splits the rows of queries, keys and values evenly, also over more ranks than key heads
+    shared = 1 if pangu else model.ranks_per_key_head(tensor)
+    if any(size % tensor for size in {model.heads, heads * shared, 2 * model.kv_size, *widths}):
         raise UserError(
-            f"tensor-parallel size {tensor}: must divide the {heads} (key) heads and the "
+            f"tensor-parallel size {tensor}: must divide the {heads} (key) heads"
+            f"{f', or be a multiple that divides the {model.heads} heads,' * (heads < model.heads)} and the "
             f"feed-forward width {' and '.join(map(str, sorted(widths)))}"
         )
     if pangu:
