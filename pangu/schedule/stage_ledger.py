@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, cast
 
 from pangu.config.context import ulysses_size
@@ -210,12 +210,16 @@ class StageProgram:
 
     def _exchanged(self) -> Iterator[Collective]:
         """Yield the exchanges of Muon's matrices, there and back."""
+        computing = False  # while the first shards of a round arrive, the one before is computed
         for experts, one in ((experts, one) for experts, rounds in self._rounds.items() for one in rounds):
             for name, *both in one.exchanges():
-                nbytes = max(map(sum, both)) * self._formats.weights
+                nbytes, hidden = max(map(sum, both)) * self._formats.weights, float(computing and name == "shard")
                 for sent in both:
                     kind: Any = "send" if sum(map(bool, sent)) == 1 else "all_to_all"
-                    yield Collective(kind, cast(Axis, "expert_" * (experts and name == "shard") + name), nbytes)
+                    axis = cast(Axis, "expert_" * (experts and name == "shard") + name)
+                    yield Collective(kind, axis, nbytes, hidden=hidden)
+                    hidden = 0.0
+            computing = bool(one.at_home)
 
     def _updated(self) -> tuple[Work, float, int]:
         """Return the work of the optimizer step, the bytes it reads and writes on the host, and its working memory."""
@@ -228,7 +232,8 @@ class StageProgram:
         rounds = [one for of_kind in self._rounds.values() for one in of_kind]
         alias, wide = formats.weights == formats.sums, min(sum(numels) - sum(one_by_one), UPDATED_AT_ONCE)
         widened = wide * formats.sums * (formats.moments < formats.sums)
-        working = max([working, widened, *(working_bytes(one, formats.weights, alias) for one in rounds)])
+        pairs = zip_longest(rounds, rounds[1:])
+        working = max([working, widened, *(working_bytes(*pair, formats.weights, alias) for pair in pairs if pair[0])])
         shapes = sum((one.shapes for one in rounds), Counter())
         matmuls = tuple(each for shape, count in shapes.items() for each in _iterations(self._config, shape, count))
         copied = sum(copied_bytes(flat, formats) for flat, *_ in self._trained)

@@ -168,8 +168,11 @@ def _round_numbers(matrices: Sequence[Matrix], at_once: int) -> list[int]:
     return numbers
 
 
-def working_bytes(one: Round, itemsize: int, alias: bool) -> int:
-    """Return the transient bytes of a round, with `itemsize` per element; `alias`: as wide as the gradients."""
+def working_bytes(one: Round, following: Round | None, itemsize: int, alias: bool) -> int:
+    """Return the transient bytes of a round, with `itemsize` per element; `alias`: as wide as the gradients.
+
+    Meanwhile the matrices of the `following` round are on their way.
+    """
     local, cut = (sum(m.placement.local_numel for m in those) for those in (one.gathered, one.cuts))
     joined = sum(m.placement.numel for m in one.at_home if m.is_cut)
     sent, iterating = sum(map(sum, one.pieces[0])), 0
@@ -178,6 +181,9 @@ def working_bytes(one: Round, itemsize: int, alias: bool) -> int:
         iterating = max(iterating, min(count, matrices_at_once(shape)) * min(shape) * (2 * max(shape) + min(shape)))
     kept = local if one.shards > 1 or not alias else 0
     most = kept + (max(2 * joined + cut, joined + iterating) if one.cuts else iterating)
-    if one.shards > 1:
-        most = max(most, 2 * local, kept + local + sent)
-    return most * itemsize
+    if one.shards == 1:
+        return most * itemsize
+    most = max(most, kept + local + sent)
+    if following is not None:
+        most += sum(map(sum, following.pieces[0])) + sum(m.placement.local_numel for m in following.gathered)
+    return max(most, 2 * local) * itemsize

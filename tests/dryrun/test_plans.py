@@ -39,6 +39,21 @@ def test_plans_with_muon(number: int, drawn_cases: list[Case], process: SharedWo
     assert_planned(chosen_of(case)[0], process, name_of(case))
 
 
+@pytest.mark.parametrize("axes", ["parallel.data=2 parallel.zero=1", "parallel.data=4 parallel.zero=1"])
+def test_matrices_arrive_while_others_are_orthogonalized(axes: str, process: SharedWorker) -> None:
+    """A rank orthogonalizes four rounds of such large matrices; all but the first arrive behind the round before."""
+    whole = values(f"optimizer=muon precision=bf16 model.hidden=4096 model.layers=3 model.heads=32 {axes}")
+    assert_planned(whole, process)
+    chosen = choose_layout(whole, 1)
+    program, plan = Program(chosen.config), plan_of(*chosen)
+    program.prepare([plan])
+    (stage,) = program.describe(plan).stages
+    exchanged = [(one, times) for one, times in stage.sent.items() if one.kind == "all_to_all"]
+    hidden = sum(times * one.calls * one.bytes * one.hidden for one, times in exchanged)
+    found = process.report(whole, 0)["collectives"]["shard"]["all_to_all"]
+    assert 0.25 * found["bytes"] < hidden == found["hidden_bytes"]
+
+
 @pytest.mark.parametrize("number", range(2, SHORT, 8))
 def test_plans_with_groups_of_parameters(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
     case = {**drawn_cases[number], "groups": "some"}
