@@ -129,14 +129,26 @@ DEEPSEEKS = {
         "--multi-head-latent-attention --qk-rope-head-dim 64 --qk-nope-head-dim 128 --q-lora-rank 1536 "
         "--num-layers 64 --noop-layers 47,62,63 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
         "--padded-vocab-size 129280 --first-k-dense-replace 3 --moe-layer-freq 1 --n-shared-experts 1 "
-        "--num-experts 256 --moe-router-topk 8 --moe-intermediate-size 2048 --moe-router-load-balancing-type none "
-        "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5 --norm-topk-prob "
+        "--num-experts 256 --moe-router-topk 8 --moe-intermediate-size 2048 --moe-router-load-balancing-type noaux_tc "
+        "--n-group 8 --topk-group 4 --routed-scaling-factor 2.5 --norm-topk-prob --seq-aux "
+        "--spec mindspeed_llm.tasks.models.spec.deepseek_spec layer_spec "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --num-nextn-predict-layers 1 "
         "--share-mtp-embedding-and-output-weight --recompute-mtp-layer --rope-scaling-beta-fast 32 "
         "--rope-scaling-beta-slow 1 --rope-scaling-factor 40 --rope-scaling-mscale 1.0 "
         "--rope-scaling-mscale-all-dim 1.0 --rope-scaling-original-max-position-embeddings 4096 "
         "--rope-scaling-type yarn",
         671_026_404_352,
+    ),
+    "DeepSeek-V2-Lite in MindSpeed's names": (
+        "--multi-head-latent-attention --qk-rope-head-dim 64 --qk-nope-head-dim 128 --num-layers 27 "
+        "--hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --padded-vocab-size 102400 "
+        "--num-experts 64 --first-k-dense-replace 1 --moe-layer-freq 1 --n-shared-experts 2 --moe-router-topk 6 "
+        "--moe-intermediate-size 1408 --moe-router-load-balancing-type pai_megatron_aux_loss --topk-group 1 "
+        "--moe-aux-loss-coeff 0.01 --routed-scaling-factor 1.0 --seq-aux --rope-scaling-beta-fast 32 "
+        "--rope-scaling-beta-slow 1 --rope-scaling-factor 40 --rope-scaling-mscale 0.707 "
+        "--rope-scaling-mscale-all-dim 0.707 --rope-scaling-original-max-position-embeddings 4096 "
+        "--rope-scaling-type yarn --spec mindspeed_llm.tasks.models.spec.deepseek_spec layer_spec",
+        15_706_484_224,
     ),
     # Megatron-LM
     "DeepSeek-V2-Lite": (
@@ -160,7 +172,9 @@ def test_latent_attention_keeps_its_published_size(tmp_path: Path, name: str) ->
     assert isinstance(model.rope_scaling, YarnScaling)
     assert (model.rope_scaling.factor, model.rope_scaling.attention_factor) == (40, 1)
     assert model.latent is not None
-    if name == "DeepSeek-V3":
+    if name != "DeepSeek-V3":
+        assert (model.router.normalised, model.router.balance) == (False, "sequence")
+    else:
         ours = composed_config("+config=deepseek_v3_671b").model
         trained = {
             "sequence",

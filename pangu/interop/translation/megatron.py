@@ -12,8 +12,9 @@ from pangu.interop.translation.megatron_attention import attention
 from pangu.interop.translation.megatron_recipe import optimizer, schedule
 from pangu.interop.translation.table import Translation
 
-_SPECS = ("qwen3_spec", "bailing_spec", "gpt_layer_specs")
+_SPECS = ("qwen3_spec", "bailing_spec", "deepseek_spec", "gpt_layer_specs")
 """Modules whose layers are those that the other options describe."""
+_BALANCING, _PAI = "moe-router-load-balancing-type", "pai_megatron_aux_loss"
 
 
 def translate(source: Translation) -> None:
@@ -111,7 +112,9 @@ def _experts(source: Translation) -> None:
 def _router(source: Translation) -> None:
     score = source.value("moe-router-score-function")
     source.choose("moe-router-score-function")
-    if source.flag("moe-router-pre-softmax") and not source.flag("norm-topk-prob") and score == "softmax":
+    # MindSpeed-LLM's PAI routing takes the softmax first, too
+    first = source.flag("moe-router-pre-softmax") or source.value(_BALANCING) == _PAI
+    if first and not source.flag("norm-topk-prob") and score == "softmax":
         source.set("model.router.normalised", False, "moe-router-pre-softmax")
     source.copy(source.real, "moe-router-topk-scaling-factor")
     groups, chosen = source.integer("moe-router-num-groups"), source.count("moe-router-group-topk")
@@ -128,12 +131,12 @@ def _router(source: Translation) -> None:
 
 
 def _balance(source: Translation) -> None:
-    name, factor = "moe-router-load-balancing-type", source.number("moe-aux-loss-coeff")
+    name, factor = _BALANCING, source.number("moe-aux-loss-coeff")
     kind = source.value(name)
     if kind not in (*source.table.values[name], "none"):
         source.lacks(name, "other_function")
         return
-    without = kind in ("none", "softmax_topk") or not factor
+    without = kind in ("none", "softmax_topk", "noaux_tc") or not factor
     if source.flag("moe-router-enable-expert-bias"):
         if not without:
             source.lacks(name, "value")
@@ -147,7 +150,7 @@ def _balance(source: Translation) -> None:
         if kind == "global_aux_loss":
             source.differs("balance_global")
         micro = source.count("micro-batch-size") or 1
-        if kind == "aux_loss" and not source.flag("seq-aux") and micro > 1:
+        if kind in ("aux_loss", _PAI) and not source.flag("seq-aux") and micro > 1:
             source.set("model.router.balance_sequences", micro, "micro-batch-size")
 
 
