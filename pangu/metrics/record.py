@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -77,7 +77,7 @@ class StepRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, without those that are optional (`_OPTIONAL`) and None."""
         return {
-            name: value for name, value in asdict(self).items() if value is not None or not name.startswith(_OPTIONAL)
+            name: value for name, value in vars(self).items() if value is not None or not name.startswith(_OPTIONAL)
         }
 
 

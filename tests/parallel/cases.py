@@ -180,10 +180,11 @@ def zero_group(case: Mapping[str, str]) -> int:
 
 def devices(case: Mapping[str, str]) -> int:
     """Processes of a case, as far as it is decided; at least as many as what is decided asks for."""
-    context = case.get("context", "1" if case.get("context_kind", "auto") == "auto" else "2")
-    least = max(1 + (case.get("zero") in SHARDED), 2 * zero_group(case))
+    least = "1" if case.get("context_kind", "auto") == "auto" else "2"
+    context = case.get("context", "4" if case.get("context_ulysses") == "2" else least)
+    fewest = max(1 + (case.get("zero") in SHARDED), 2 * zero_group(case))
     whole = 1 if case.get("expert_tensor") == "null" else int(case.get("tensor", 4))
-    replicas = max(least, int(case.get("data", 1)) * int(context), int(case.get("expert", 1)) // whole)
+    replicas = max(fewest, int(case.get("data", 1)) * int(context), int(case.get("expert", 1)) // whole)
     return int(case.get("tensor", 1)) * int(case.get("pipeline", 1)) * replicas
 
 

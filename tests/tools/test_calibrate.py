@@ -70,8 +70,8 @@ def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path)
         (("--output", "/tmp"), "must be a file NAME.yaml, for cluster=NAME"),
         (("--output", "configs/cluster/.yaml"), "must be a file NAME.yaml, for cluster=NAME"),
         (("--output", "configs/cluster/a100.yaml"), "exists and was not written by this tool"),
-        (("--output", "mine.yaml", "--like", "abacus"), "no such file; use one of a100, ascend910, gb200,"),
-        (("--output", "mine.yaml", "--like", "ascend910_2048"), "no such file; use one of a100, ascend910, gb200,"),
+        (("--output", "mine.yaml", "--like", "abacus"), "no such file; use one of a100, a100_40gb, ascend910,"),
+        (("--output", "mine.yaml", "--like", "ascend910_2048"), "no such file; use one of a100, a100_40gb, ascend910,"),
     ],
 )
 def test_wrong_arguments_end_in_one_message_before_anything_is_measured(
