@@ -65,7 +65,7 @@ def launched(words: Sequence[str]) -> list[str]:
 
 def completions(line: str) -> Iterator[str]:
     """Yield the words that can take the place of the last one of a line."""
-    _, *words, last = line.split(" ")
+    *words, last = line.split(" ")[1:] or [""]
     command = next((word for word in words if word in PROGRAMS and word != "launch"), "")
     candidates = {"": PROGRAMS, "train": _overrides(), "plan": _overrides()}.get(command, ())
     return (word for word in dict.fromkeys(candidates) if word.startswith(last))

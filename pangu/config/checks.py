@@ -174,18 +174,17 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
     if any(token >= vocab for token in packing.stop):
         yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "use [] for none")
     packed, is_stream = packing.method != "concat", isinstance(config.data, StreamData)
+    lacks_eod = packing.eod is None and not (packed and is_stream)  # a stream's tokenizer has one
     if packed and isinstance(config.data, SyntheticData):
         yield Problem("data.packing.method", packing.method, "data=synthetic has no documents", "use concat")
     elif isinstance(config.data, InstructionsData):
         if not packed:
             rule = "would split conversations"
             yield Problem("data.packing.method", "concat", rule, "use best_fit or single")
-    elif packed and is_stream:
-        pass  # its tokenizer has an id that ends documents
-    elif packed and packing.eod is None and not isinstance(packing.bos, int):
+    elif packed and lacks_eod and not isinstance(packing.bos, int):
         rule = f"data.packing.method = {packing.method} needs the id that ends a document"
         yield Problem("data.packing.eod", None, rule, "set an id, or data.packing.method=concat")
-    elif packing.eod is None and (packing.reset_mask or packing.reset_positions):
+    elif lacks_eod and (packing.reset_mask or packing.reset_positions):
         rule = "is required if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule, "set the id that ends a document, or use false for both")
     if packing.index is not None and (is_stream or not packed):

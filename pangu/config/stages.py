@@ -26,7 +26,7 @@ def in_stage(config: RunConfig, number: int) -> RunConfig:
     return replace(config, batch=batch, model=model)
 
 
-def stages_in_words(config: RunConfig) -> list[str]:
+def describe_stages(config: RunConfig) -> list[str]:
     """Return one text per stage that the run reaches, e.g. `steps 1 to 100: 16 sequences of 512 tokens`."""
     texts, begin, steps = list[str](), 0, config.train.steps
     for number, until in enumerate([*(stage.until for stage in config.batch.stages), steps]):

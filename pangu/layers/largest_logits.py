@@ -52,9 +52,17 @@ class LayerLogits:
     rank: int
     """Tensor-parallel rank."""
 
+    def note(self, query: Tensor, key: Tensor, terms: Sequence[MaskAndBias], windowed: bool) -> None:
+        """Raise the values to the logits of queries and keys [batch, heads, sequence / ranks, head size].
+
+        Only training does so, and a recompute does not repeat it.
+        """
+        if terms and torch.is_grad_enabled() and not is_repeating():
+            self.raise_to(query, key, terms[windowed])
+
     @torch.no_grad()
-    def note(self, query: Tensor, key: Tensor, terms: MaskAndBias) -> None:
-        """Raise the values to the logits of queries and keys [batch, heads, sequence / ranks, head size]."""
+    def raise_to(self, query: Tensor, key: Tensor, terms: MaskAndBias) -> None:
+        """Raise the values to the largest logits of one mask."""
         heads = query.shape[1]
         of_rank = self.values[self.rank * heads : (self.rank + 1) * heads]
         own = key[None] if self.region is None else key[None].contiguous()
@@ -62,12 +70,6 @@ class LayerLogits:
             for rows, columns, block in visits(self.region, terms.length, terms.mask.window, source):
                 for one in _largest(query[:, :, rows], keys[:, :, columns], block, terms):
                     torch.maximum(of_rank, one.to(of_rank.dtype), out=of_rank)
-
-
-def note_logits(layer: LayerLogits, query: Tensor, key: Tensor, terms: Sequence[MaskAndBias], windowed: bool) -> None:
-    """Note the logits of a layer in training, once: not again in a recompute."""
-    if terms and torch.is_grad_enabled() and not is_repeating():
-        layer.note(query, key, terms[windowed])
 
 
 def _largest(query: Tensor, key: Tensor, block: Tile, terms: MaskAndBias) -> Iterator[Tensor]:

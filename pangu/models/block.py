@@ -19,7 +19,6 @@ from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.experts import MixtureOfExperts
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
-from pangu.layers.largest_logits import note_logits
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed, will_repeat
 from pangu.models.latent_attention import LatentAttention
@@ -155,7 +154,7 @@ class Attention(nn.Module):
             key, value = context.cache.append(self, context.first, key, value)
         kernel = context.kernels[self.has_window]
         if self.logits is not None:
-            note_logits(self.logits, query, key, context.terms, self.has_window)
+            self.logits.note(query, key, context.terms, self.has_window)
         attended, scores = self.core(QKV(query, key, value), kernel, context.keys, below, self.sinks)
         return HiddenStates(self.output(merge_heads(attended)), scores)
 

@@ -13,7 +13,6 @@ from pangu.config.model import ModelConfig
 from pangu.layers.attention import AttentionCore, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.kernels import QKV, Reference
-from pangu.layers.largest_logits import note_logits
 from pangu.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, make_norm
 from pangu.layers.rotary import attention_scale
 
@@ -92,7 +91,7 @@ class LatentAttention(nn.Module):
         key, value = map(split_heads, parts, (self.latent.nope_head_dim, self.latent.value_head_dim))
         key = torch.cat([key, key_rope.expand(-1, key.shape[1], -1, -1)], -1)
         if self.logits is not None:
-            note_logits(self.logits, query, key, context.terms, self.has_window)
+            self.logits.note(query, key, context.terms, self.has_window)
         # the explicit kernel alone takes values of another size than keys
         kernel = context.kernels[self.has_window]
         narrow = 0 if isinstance(kernel, Reference) else self.head_size - value.shape[-1]

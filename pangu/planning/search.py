@@ -149,7 +149,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
         one = _candidate(space, plan) if fits else None
         if one is None:
             refused[TOO_LARGE] += 1
-            too_large = [min([(needed, plan.micro_size, plan), *too_large])]
+            too_large.append((needed, plan.micro_size, plan))
             others = list(smaller(space, plan))
             if not all(map(space.program.is_sketched, others)):  # sketch them together with the next ones, on all cores
                 ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
@@ -168,7 +168,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
             costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], field, values)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
-    smallest = None if confirmed or not too_large else _cost(space, too_large[0][-1])
+    smallest = None if confirmed or not too_large else _cost(space, min(too_large)[-1])
     return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed), smallest)
 
 

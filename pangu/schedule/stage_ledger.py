@@ -210,7 +210,7 @@ class StageProgram:
 
     def _exchanged(self) -> Iterator[Collective]:
         """Yield the exchanges of Muon's matrices, there and back."""
-        computing = False  # while the first shards of a round arrive, the one before is computed
+        computing = False  # the first exchange of a round overlaps the iterations of the one before
         for experts, one in ((experts, one) for experts, rounds in self._rounds.items() for one in rounds):
             for name, *both in one.exchanges():
                 nbytes, hidden = max(map(sum, both)) * self._formats.weights, float(computing and name == "shard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pangu.config.schema import RunConfig
-from pangu.config.stages import num_samples, stages_in_words
+from pangu.config.stages import describe_stages, num_samples
 from pangu.layers.sparse import in_words
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
@@ -48,7 +48,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
             f"{config.train.steps:,} steps = {all_tokens:,} tokens, "
             f"{all_tokens * training_flops_per_token(model):.3g} model FLOPs",
         ),
-        *([("stages", "; ".join(stages_in_words(config)))] if batch.stages else []),
+        *([("stages", "; ".join(describe_stages(config)))] if batch.stages else []),
         (
             "numbers",
             f"{config.precision.compute}{f', matmuls of layers in {matmul}' * (matmul != 'compute')}, "

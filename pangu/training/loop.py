@@ -101,7 +101,7 @@ class Loop:
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         data, batch = config.data, config.batch
         sizes = (batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data)
-        loader = Loader(self.sources.train, data.packing, *sizes, mesh.device, self.stages.loads)
+        loader = Loader(self.sources.train, data.packing, *sizes, mesh.device, self.stages.loader_stage_at)
         with self.signals, loader, ExitStack() as stack:
             stack.callback(self._close_writers)
             self._open_writers()
@@ -135,7 +135,7 @@ class Loop:
             stragglers = self._forward_backward(batches)
         if self._pending is not None and not self._look(saver, at_once=False):
             return  # these gradients are those of a state that is gone
-        stage = self.stages.loads(trainer.step)
+        stage = self.stages.loader_stage_at(trainer.step)
         with recorder.span("update"):
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
         self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
@@ -221,7 +221,7 @@ class Loop:
         """Validate and evaluate if due, and return the record of the step."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         validation: dict[str, Any] = {}
-        made = self.stages.at(trainer.step - 1)
+        stage_config = self.stages.config_at(trainer.step - 1)
         evaluation, ratios = None, None
         if self.validation is not None and self._due(config.validation.every):
             with self._interlude("validating"):
@@ -238,9 +238,9 @@ class Loop:
             lr=result.lr,
             grad_norm=result.grad_norm,
             **speed(
-                made.batch.global_size * made.model.sequence,
+                stage_config.batch.global_size * stage_config.model.sequence,
                 seconds,
-                training_flops_per_token(made.model),
+                training_flops_per_token(stage_config.model),
                 mesh.layout.world,
                 peak_tflops(device_name(mesh.device), config.precision.compute),
             ),

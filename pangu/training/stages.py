@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pangu.config.schema import RunConfig
-from pangu.config.stages import in_stage, stage_at, stages_in_words
+from pangu.config.stages import describe_stages, in_stage, stage_at
 from pangu.data.loader import LoaderStage
 from pangu.training.step import Trainer
 
@@ -20,13 +20,13 @@ class BatchStages:
         self._config = config
         self._entered = len(config.batch.stages)
 
-    def at(self, step: int) -> RunConfig:
+    def config_at(self, step: int) -> RunConfig:
         """Return the configuration of the stage of step `step` (from 0)."""
         return in_stage(self._config, stage_at(self._config, step))
 
-    def loads(self, step: int) -> LoaderStage:
-        """Return what the loader reads for a step."""
-        config = self.at(step)
+    def loader_stage_at(self, step: int) -> LoaderStage:
+        """Return the size of the global batch of a step."""
+        config = self.config_at(step)
         return LoaderStage(config.batch.global_size, self._config.model.sequence // config.model.sequence)
 
     def enter(self, trainer: Trainer) -> None:
@@ -34,6 +34,6 @@ class BatchStages:
         number = stage_at(self._config, trainer.step)
         if number != self._entered:
             self._entered = number
-            trainer.enter_stage(self.at(trainer.step))
-            words = stages_in_words(self._config)[number]
-            log.info("%-12s %d of %d, %s", "stage", number + 1, len(self._config.batch.stages) + 1, words)
+            trainer.enter_stage(self.config_at(trainer.step))
+            text = describe_stages(self._config)[number]
+            log.info("%-12s %d of %d, %s", "stage", number + 1, len(self._config.batch.stages) + 1, text)

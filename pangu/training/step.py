@@ -284,9 +284,9 @@ class Trainer:
             numbers = torch.cat([numbers, self.logits.values.amax().double().view(1)])
         # the host reads them while the next step computes
         on_host = host_memory(len(numbers), numbers.dtype, numbers.device).copy_(numbers, non_blocking=True)
-        made = (self.config.train.steps, self.step - self.skipped)
-        rate = learning_rate(self.config.lr_schedule, optimizer.lr, *made)
-        decay = weight_decay(self.config.weight_decay_schedule, optimizer.weight_decay, *made)
+        total, update = self.config.train.steps, self.step - self.skipped
+        rate = learning_rate(self.config.lr_schedule, optimizer.lr, total, update)
+        decay = weight_decay(self.config.weight_decay_schedule, optimizer.weight_decay, total, update)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate * group["lr_multiplier"], decay * group["decay_multiplier"]
         # a save copies the weights that are about to change
@@ -309,7 +309,9 @@ class Trainer:
             flags, experts = self.balance.split(flags)
         mtp_loss = flags.pop(0) if self._has_mtp else None
         raised = tuple(map(bool, flags))
-        result = StepResult(loss, norm, pending.lr, scale, raised, [], experts, mtp_loss, logit)
+        result = StepResult(
+            loss, norm, pending.lr, scale, raised, experts=experts, mtp_loss=mtp_loss, max_attention_logit=logit
+        )
         if not result.skipped:
             return result
         self.skipped += 1

@@ -171,7 +171,7 @@ def _round_numbers(matrices: Sequence[Matrix], at_once: int) -> list[int]:
 def working_bytes(one: Round, following: Round | None, itemsize: int, alias: bool) -> int:
     """Return the transient bytes of a round, with `itemsize` per element; `alias`: as wide as the gradients.
 
-    Meanwhile the matrices of the `following` round are on their way.
+    The first exchange of the `following` round is in flight meanwhile.
     """
     local, cut = (sum(m.placement.local_numel for m in those) for those in (one.gathered, one.cuts))
     joined = sum(m.placement.numel for m in one.at_home if m.is_cut)

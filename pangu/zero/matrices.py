@@ -40,13 +40,13 @@ class WholeMatrices:
         def replace_all(shards: list[Tensor]) -> None:
             held = dict(zip(names, shards, strict=True))
             following = iter(self._rounds)
-            under_way = [self._send(one, shard, held) for one, shard, _ in islice(following, 1)]
+            in_flight = [self._send(one, shard, held) for one, shard, _ in islice(following, 1)]
             for one, shard, tensor in self._rounds:
-                sent, arrive = under_way.pop()
+                sent, arrive = in_flight.pop()
                 slices = [_joined(parts) for parts in zip(*arrive(), strict=True)]
                 del arrive  # and what has arrived
-                # matrices of the next round arrive while these are orthogonalized
-                under_way += [self._send(other, group, held) for other, group, _ in islice(following, 1)]
+                # the exchange of the next round overlaps the iterations of this one
+                in_flight += [self._send(other, group, held) for other, group, _ in islice(following, 1)]
                 self._orthogonalize(one, tensor, slices)
                 self._return(one, shard, slices, sent)
                 del slices

@@ -4,6 +4,7 @@ which shares nothing with the converter."""
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 
@@ -47,6 +48,16 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+def require_same_export(found: Path, expected: Path) -> None:
+    """The same tensors and config.json of two folders of Hugging Face, but for the ids of a tokenizer."""
+    require_equal(*(load_file(folder / "model.safetensors") for folder in (found, expected)))
+    fields, others = (json.loads((folder / "config.json").read_text()) for folder in (found, expected))
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert {name: x for name, x in fields.items() if name not in ids} == {
+        name: x for name, x in others.items() if name not in ids
+    }
 
 
 def given(format_: str, folder: Path, tensors: dict[str, Tensor]) -> Path:

@@ -154,7 +154,7 @@ def test_a_recompute_and_an_evaluation_note_nothing(monkeypatch: pytest.MonkeyPa
         nonlocal noted
         noted += 1
 
-    monkeypatch.setattr(LayerLogits, "note", note)
+    monkeypatch.setattr(LayerLogits, "raise_to", note)
     trainer, batches = small_trainer(
         Layout(), *WORDS, "optimizer=muon", "optimizer.qk_clip=1", "memory.recompute=full", "memory.selective=[]"
     )

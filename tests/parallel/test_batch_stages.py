@@ -39,11 +39,11 @@ def run(rank: int, world: int, layout: Layout, *overrides: str) -> tuple[list[fl
     stages, at, batch, packing = BatchStages(config), trainer.mesh.at, config.batch, config.data.packing
     samples, figures = 0, []
     sizes: Any = (batch.global_size, batch.micro_size, at.data, layout.data)
-    with Loader(samples_of(packing), packing, *sizes, stage_at=stages.loads) as loader:
+    with Loader(samples_of(packing), packing, *sizes, stage_at=stages.loader_stage_at) as loader:
         for step in range(5):
             stages.enter(trainer)
             result = trainer.train_step(loader.micro_batches(samples, step))
-            samples += stages.loads(step).global_size // stages.loads(step).parts
+            samples += stages.loader_stage_at(step).global_size // stages.loader_stage_at(step).parts
             figures += [result.loss, result.grad_norm]
     assert samples == 2 + 6 + 12 + 24 + 24
     return figures, whole(trainer, of_gradients=False)

@@ -276,10 +276,10 @@ def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -
 
 def _latent(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """Read latent attention; without `q_lora_rank`, queries are made of the input."""
-    given = {key: config.get(name) for key, name in _LATENT.items() if config.get(name) is not None}
-    if missing := [_LATENT[key] for key in _LATENT if key not in given and key != "q_rank"]:
+    given = {key: config.get(name) for key, name in LATENT_FIELDS.items() if config.get(name) is not None}
+    if missing := [LATENT_FIELDS[key] for key in LATENT_FIELDS if key not in given and key != "q_rank"]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
-    numbers, problems = read_keys(LatentConfig, given, _LATENT)
+    numbers, problems = read_keys(LatentConfig, given, LATENT_FIELDS)
     refuse(path, problems)
     eps = kind_in(config, path).defaults["latent.norm_eps"]
     keys["latent"] = latent = LatentConfig(**numbers, norm_eps=None if eps == keys["norm_eps"] else eps)
@@ -311,7 +311,7 @@ def _pangu_experts(config: Mapping[str, Any], keys: dict[str, Any], path: Path) 
     keys |= {"shared_experts": width // each, "router.groups": keys["experts_per_token"]}
 
 
-_LATENT = {
+LATENT_FIELDS = {
     "kv_rank": "kv_lora_rank",
     "q_rank": "q_lora_rank",
     "nope_head_dim": "qk_nope_head_dim",
@@ -383,7 +383,7 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}
         fields["partial_rotary_factor"] = model.partial_rotary_factor
     if model.latent is not None:
-        fields |= {name: getattr(model.latent, key) for key, name in _LATENT.items()}
+        fields |= {name: getattr(model.latent, key) for key, name in LATENT_FIELDS.items()}
     if scaling := model.rope_scaling:
         factors = {
             _ORIGINAL.get(factor, factor): value for factor, value in asdict(scaling).items() if value is not None

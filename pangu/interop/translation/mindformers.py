@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 from pangu.interop.expert_layers import layer_pattern
+from pangu.interop.formats.huggingface_config import LATENT_FIELDS
 from pangu.interop.translation.table import LLAMA, Translation
 
 _MODEL = "model.model_config."
@@ -16,14 +17,6 @@ _ARCHITECTURES = (None, "LlamaForCausalLM", "GPT2LMHeadModel", "PanguAlphaHeadMo
 """Classes that compute what their configuration says; others, such as Baichuan's, share LlamaConfig and differ."""
 _DEEPSEEK = ("DeepseekV3ForCausalLM",)
 """Class of models with latent attention."""
-_LATENT = {
-    "kv_rank": "kv_lora_rank",
-    "q_rank": "q_lora_rank",
-    "nope_head_dim": "qk_nope_head_dim",
-    "rope_head_dim": "qk_rope_head_dim",
-    "value_head_dim": "v_head_dim",
-}
-"""Fields of latent attention, by those of `LatentConfig`."""
 _LIKE_LLAMA = {
     "hidden_act": ("swiglu", "fusedswiglu", "silu", "LlamaSiLU"),
     "normalization": ("RMSNorm", "FusedRMSNorm"),
@@ -95,7 +88,7 @@ def _llama(source: Translation, kind: str) -> None:
 
 def _latent(source: Translation, kind: str) -> None:
     """Set latent attention of a DeepSeek-V3, and its multi-token prediction."""
-    names = {key: f"{_MODEL}{name}" for key, name in _LATENT.items()}
+    names = {key: f"{_MODEL}{name}" for key, name in LATENT_FIELDS.items()}
     prediction = (f"{_MODEL}mtp_depth", f"{_MODEL}mtp_loss_factor")
     if kind != "deepseekv3":
         for name in (*names.values(), *prediction):
