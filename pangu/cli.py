@@ -31,6 +31,11 @@ PROGRAMS = {
     "calibrate": ("tools/calibrate", "measure this machine for plans"),
 }
 """Mapping from a command to its file, without suffix, and what it does."""
+FLAGS = {
+    *("-h", "--help", "-m", "--module", "--standalone"),
+    *(f"--{name.replace('-', mark)}" for name in ("no-python", "run-path", "virtual-local-rank") for mark in "-_"),
+}
+"""Options of torchrun that no value follows."""
 _HELP = """\
 {description}
 Usage: pangu COMMAND ...; `pangu COMMAND --help` explains one.
@@ -55,9 +60,13 @@ def help_text() -> str:
 
 
 def launched(words: Sequence[str]) -> list[str]:
-    """Return the words of a launcher with the program in place of the first command's name."""
-    place = next((place for place, word in enumerate(words) if word in PROGRAMS), None)
-    if place is None:
+    """Return the words of a launcher with the program in place of a command's name; a file stays what it is."""
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        word = words[place]
+        has_value = "=" not in word and word not in FLAGS and (word.startswith("--") or len(word) == 2)
+        place += 1 + has_value
+    if place >= len(words) or words[place] not in PROGRAMS:
         return list(words)
     program = ["-m", "pangu.pretrain"] if words[place] == "train" else [str(file_of(words[place]))]
     return [*words[:place], *program, *words[place + 1 :]]

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from pangu.cli import PROGRAMS, complete, file_of, launched, main
+from pangu.cli import FLAGS, PROGRAMS, complete, file_of, launched, main
 from tests.spawn import repository
 
 PRETRAIN = ["-m", "pangu.pretrain"]
@@ -47,10 +48,22 @@ def test_a_shell_completes_what_it_replaces(
         ),
         (["--nnodes", "2", "generate", "runs/x"], ["--nnodes", "2", str(file_of("generate")), "runs/x"]),
         (["--nproc-per-node=2", "./train", "x"], ["--nproc-per-node=2", "./train", "x"]),
+        (
+            ["--log-dir", "data", "-r3", "--standalone", "train"],
+            ["--log-dir", "data", "-r3", "--standalone", *PRETRAIN],
+        ),
+        (["--log-dir=data", "own.py", "train"], ["--log-dir=data", "own.py", "train"]),
+        (["--nnodes", "2"], ["--nnodes", "2"]),
     ],
 )
 def test_a_launcher_starts_commands_and_files(words: list[str], expected: list[str]) -> None:
+    """The first word that is no option of torchrun, nor the value of one, is the program."""
     assert launched(words) == expected
+
+
+def test_torchruns_options_without_a_value_are_known() -> None:
+    actions = get_args_parser()._actions
+    assert {name for action in actions if action.nargs == 0 for name in action.option_strings} <= FLAGS
 
 
 def test_usage_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
