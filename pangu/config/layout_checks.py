@@ -34,13 +34,15 @@ def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     rules = (_tensor, _compiled, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
     problems = problems or findings(_batch, config, world) + findings(_experts, config, world)
+    return problems or findings(_stages, config, world)
+
+
+def _stages(config: RunConfig, world: int) -> Iterator[Problem]:
     for number in range(len(config.batch.stages)):
-        if problems:
-            break
         of_stage = in_stage(config, number)
         of_stage = replace(of_stage, batch=replace(of_stage.batch, stages=()))
-        problems = [replace(one, key=f"batch.stages[{number}]: {one.key}") for one in layout_problems(of_stage, world)]
-    return problems
+        for one in layout_problems(of_stage, world):
+            yield replace(one, key=f"batch.stages[{number}]: {one.key}")
 
 
 def data_size(config: RunConfig, world: int) -> int:

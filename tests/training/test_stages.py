@@ -78,6 +78,9 @@ WRONG = {
     "sequence = 8, so that a step takes whole samples; nearest valid values: 8",
     "[{until:5,global_size:8},{until:9,global_size:6}]": "batch.stages[1]: batch.global_size = 6: must be a multiple "
     "of batch.micro_size x data-parallel size = 4 x 1 = 4",
+    "[{until:5,global_size:0}]": "batch.stages[0].global_size = 0: must be at least 1",
+    "[3]": "batch.stages[0] = 3: must be a group of keys",
+    "3": "batch.stages = 3: must be a list of groups of keys",
     "[{until:5,length:8}]": "batch.stages[0].length = 8: unknown key",
 }
 
