@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,8 +98,9 @@ class Entry(NamedTuple):
 
 def explain(name: str) -> str:
     """Return names, types and docstrings of a group of keys, of one key, or of `all`. Raises UserError if unknown."""
-    known = list(entries(RunConfig))
-    chosen = [one for one in known if name == "all" or one.name == name or one.name.startswith(f"{name}.")]
+    known, name = list(entries(RunConfig)), re.sub(r"\[\d+\]", "[]", name)
+    below = (f"{name}.", f"{name}[].")
+    chosen = [one for one in known if name == "all" or one.name == name or one.name.startswith(below)]
     if not chosen:
         near = close_names(name, [one.name for one in known])
         fix = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(hints_of(RunConfig))}"
@@ -128,6 +130,10 @@ def entries(kind: type, path: str = "") -> Iterator[Entry]:
         groups = [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
         if not groups:
             yield Entry(name, type_in_words(hint), text)
+            items = [get_args(option)[0] for option in options_of(hint) if get_origin(option) is tuple]
+            for item in items:
+                if isinstance(item, type) and dataclasses.is_dataclass(item):
+                    yield from entries(item, f"{name}[].")
         found: dict[str, dict[str, list[Entry]]] = {}
         for group in groups:
             assert isinstance(group, type)

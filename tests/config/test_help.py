@@ -36,12 +36,24 @@ def test_the_reference_has_a_row_for_every_key() -> None:
     """With its dotted name, type, default and meaning."""
     text = reference({"model.window": None, "optimizer.lr": 0.0003})
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert {row[0].strip("| `") for row in rows} == set(keys_of(RunConfig))
+    names = {row[0].strip("| `") for row in rows}
+    assert {name for name in names if "[]" not in name} == set(keys_of(RunConfig))
+    assert {"parameter_groups[].lr_multiplier", "batch.stages[].until"} <= names
     assert {len(row) for row in rows} == {4}
     assert all(row[1] and row[3].strip("| ") for row in rows)
     assert "| `model.window` | an integer or null; at least 1 and at most 2147483647 | `null` | Sliding" in text
     assert "| `optimizer.lr` | a number; above 0 | `0.0003` | " in text
     assert "| `optimizer.max_ratio` | a number or null; above 0 |  | With `optimizer.name = lamb`: Largest" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["parameter_groups", "parameter_groups[1]", "parameter_groups[].weight_decay_multiplier"]
+)
+def test_the_keys_of_a_list_are_explained(name: str) -> None:
+    text = explain(name)
+    assert "parameter_groups[].weight_decay_multiplier: a number; at least 0\n    Factor on the weight decay." in text
+    assert ("parameter_groups[].names: a list of strings" in text) == ("weight" not in name)
+    assert "train.steps" not in text
 
 
 def test_a_key_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
