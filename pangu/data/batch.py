@@ -90,6 +90,11 @@ Sample = NDArray[np.int64] | Row
 """Sample of a stream: [sequence + 1] tokens of concatenated documents, the last one only a label; or a `Row`."""
 
 
+def padding_of(sample: NDArray[Any] | Row) -> int:
+    """Return the number of padding tokens in a sample."""
+    return int(sample.padding.sum()) if isinstance(sample, Row) else 0
+
+
 def batch_of(samples: Sequence[Sample], indices: Sequence[int], packing: PackingConfig) -> Batch:
     """Return the micro-batch of samples of one stream, given their global indices."""
     rows = [sample for sample in samples if isinstance(sample, Row)]

@@ -21,7 +21,7 @@ class DocumentBlocks:
     """Endless samples of a source, packed by `best_fit` or `single`. Raises UserError as `PackedSource` does.
 
     The documents of a block are known before its first sample, and its samples are a function of them. So a position is
-    that of the block's first document and a number of samples.
+    that of the block's first document and a number of samples, with their length.
     """
 
     def __init__(self, recipe: StreamRecipe) -> None:
@@ -37,6 +37,8 @@ class DocumentBlocks:
         """Start reading at a position (None: the beginning). Raises KeyError, TypeError or ValueError if invalid."""
         self._block: dict[str, Any] | None = None if position is None else position["block"]
         self._taken = 0 if position is None else int(position["taken"])
+        own = self._recipe.sequence
+        self._sequence = own if position is None else int(position.get("sequence", own))  # of the samples taken
         self._documents.begin(self._block)
         self._samples: list[list[Piece]] | None = None
         self._held: NDArray[np.int32] | None = None  # first document of the next epoch
@@ -49,12 +51,16 @@ class DocumentBlocks:
     @property
     def position(self) -> dict[str, Any]:
         """JSON-compatible position to resume from."""
-        return {"block": self._block, "taken": self._taken}
+        return {"block": self._block, "taken": self._taken, "sequence": self._sequence}
 
     def take(self) -> Row:
         """Return the next sample."""
         if self._samples is None:
             self._samples = self._packed()
+            if self._sequence != self._recipe.sequence:
+                # the block was packed in other samples: continue after as many tokens
+                taken = -(-self._taken * self._sequence // self._recipe.sequence)
+                self._taken, self._sequence = min(taken, len(self._samples)), self._recipe.sequence
             if self._taken > len(self._samples):
                 raise self._documents.changed()
         while self._taken == len(self._samples):

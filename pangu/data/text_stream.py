@@ -21,7 +21,7 @@ import numpy as np
 from pangu.common.errors import UserError, reading, shown
 from pangu.config.data import StreamData
 from pangu.config.model import ModelConfig
-from pangu.data.batch import Row, Sample
+from pangu.data.batch import Row, Sample, padding_of
 from pangu.data.document_blocks import DocumentBlocks
 from pangu.data.encoding import encode, tokenizer_digest
 from pangu.data.finding import find_inputs, input_record, is_dataset, is_url
@@ -36,8 +36,13 @@ class TextStream(Stream):
 
     num_samples = None
 
-    def __init__(self, recipes: Sequence[StreamRecipe], weights: Sequence[float], facts: Mapping[str, Any]) -> None:
-        """Prepare the sources; JSON-compatible `facts` and seed and sequence length determine the samples."""
+    def __init__(
+        self, recipes: Sequence[StreamRecipe], weights: Sequence[float], facts: Mapping[str, Any], recent: int = 1
+    ) -> None:
+        """Prepare the sources; JSON-compatible `facts` and seed and sequence length determine the samples.
+
+        The padding of the last `recent` samples is remembered, for the global batch that a rank reads a part of.
+        """
         self._sources: list[PackedSource | DocumentBlocks] = [
             PackedSource(recipe) if recipe.data.packing.method == "concat" else DocumentBlocks(recipe)
             for recipe in recipes
@@ -45,6 +50,7 @@ class TextStream(Stream):
         self._blend, self._facts = Blend(weights), facts
         self._lock = Lock()
         self._known: tuple[int, list[Any]] = (0, [None] * len(recipes))  # sample number, position of each source there
+        self._paddings, self._recent = dict[int, int](), recent  # padding tokens of the last samples
         self._next: int | None = None  # number of the sources' next sample; None: they must restart from `_known`
 
     @property
@@ -75,8 +81,16 @@ class TextStream(Stream):
             number, self._next = self._next, None  # on failure, everything restarts
             for place in range(number, index + 1):
                 sample = self._sources[self._blend.locate(place)[0]].take()
+                self._paddings[place] = padding_of(sample)
+                self._paddings.pop(place - self._recent, None)
             self._next = index + 1
             return sample if isinstance(sample, Row) else sample.astype(np.int64)
+
+    def padding(self, index: int) -> int:
+        """Return the number of padding tokens in a sample; only the last `recent` ones are not read again."""
+        if index not in self._paddings:
+            self[index]
+        return self._paddings[index]
 
     def first(self, most: int, note_progress: Callable[[], None]) -> list[Sample]:
         """Return the first samples, at most `most`, before any text repeats; `note_progress` is called for each."""
@@ -124,6 +138,10 @@ class HeldOut(Stream):
     def __getitem__(self, index: int) -> Sample:
         """Return sample `index`."""
         return self._samples[index]
+
+    def padding(self, index: int) -> int:
+        """Return the number of padding tokens in a sample."""
+        return padding_of(self._samples[index])
 
 
 def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
@@ -185,7 +203,7 @@ def open_text(
         **({} if bos is None else {"packing.bos": bos}),  # likewise
         **({} if data.packing.method == "concat" else {"packing.method": data.packing.method}),  # likewise
     }
-    return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
+    return TextStream(recipes, weights, json.loads(json.dumps(facts)), global_size), recipes
 
 
 def open_held_out(

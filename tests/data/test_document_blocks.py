@@ -123,6 +123,50 @@ def test_every_layout_has_the_same_batches(tmp_path: Path) -> None:
     assert sorted(batches(4, 1)) == list(range(12, 24))
 
 
+def test_the_padding_of_a_batch_is_that_of_its_samples(tmp_path: Path) -> None:
+    """On the first of several ranks, which reads some of the samples, and after it has gone back."""
+    path = write(tmp_path / "a.jsonl")
+    data = packed(path, "single", validation=(str(path),))
+    sources, reread = opened(data, num_validation=9), opened(data).train
+    paddings = [int(sample.padding.sum()) for sample in map(reread.__getitem__, range(36)) if isinstance(sample, Row)]
+    with Loader(sources.train, data.packing, 12, 2, 0, 3) as loader:
+        for first in (0, 12, 24, 12):
+            loader.micro_batches(first)
+            assert loader.padding == sum(paddings[first : first + 12]) / (12 * SEQUENCE) > 0
+    assert sources.validation is not None
+    held_out = [sources.validation[index] for index in range(9)]
+    assert [sources.validation.padding(index) for index in range(9)] == [
+        int(sample.padding.sum()) for sample in held_out if isinstance(sample, Row)
+    ]
+
+
+@pytest.mark.parametrize("method", ["best_fit", "single"])
+@pytest.mark.parametrize("longer", [SEQUENCE // 2, 2 * SEQUENCE])
+def test_a_run_continues_a_block_with_samples_of_another_length(tmp_path: Path, method: str, longer: int) -> None:
+    """After as many tokens of the block, or with the next block if it has fewer samples; a save in between is exact."""
+    data = packed(write(tmp_path / "a.jsonl"), method)
+    stream = opened(data).train
+    for index in range(0, 60, 3):
+        stream[index]
+        position, following = json.loads(json.dumps(stream.position)), -(-(index + 1) * SEQUENCE // longer)
+        (block,) = position["sources"]
+        resumed = opened(data, longer).train
+        resumed.resume({**position, "samples": following})
+        assert resumed.position is not None
+        assert resumed.position["sources"] == position["sources"]
+        sample = pieces(resumed[following])
+        assert resumed.position["sources"][0]["sequence"] == longer
+        again = opened(data, longer).train
+        again.resume(json.loads(json.dumps(resumed.position)))
+        assert pieces(again[following + 1]) == pieces(resumed[following + 1])
+        first = opened(data, longer).train
+        first.resume({"facts": position["facts"], "samples": 0, "sources": [{"block": block["block"], "taken": 0}]})
+        whole = [pieces(first[0])]
+        while (first.position or {})["sources"][0]["block"] == block["block"]:
+            whole.append(pieces(first[len(whole)]))
+        assert sample == whole[min(-(-block["taken"] * SEQUENCE // longer), len(whole) - 1)]
+
+
 def test_held_out_documents_come_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     sources = opened(packed(path, validation=(str(path),)), num_validation=10**4)
