@@ -96,6 +96,7 @@ def saved(folder: Path) -> Any:
         ("qk_layernorm", False, "does not match the tensors; use true"),
         ("rotary_scaling_factor", 0.5, "must be at least 1"),
         ("mscale", -1.0, "must be at least 0"),
+        ("rotary_percent", 0.5, "is not supported with rope_type = rope; use 1.0"),
         ("moe_router_group_topk", 1, "is not supported with moe_router_topk = 4"),
         ("moe_router_num_groups", None, "needs moe_router_num_groups"),
         ("moe_shared_expert_intermediate_size", 20, "does not match the tensors; use 40"),

@@ -82,13 +82,12 @@ def _scaling(options: _Options) -> YarnScaling | None:
         problems += more
     refuse("args", problems)
     given: dict[str, Any] = {"name": "yarn", "factor": 40.0, "original_sequence": 4096} | fields
-    if given["factor"] == 1:
-        return None
+    scales_nothing = given["factor"] == 1
     if not yarn:
-        only: dict[str, Sequence[Any]] = {"mscale_all_dim": [0.0, None], "rotary_percent": [1.0, None]}
+        only: dict[str, Sequence[Any]] = {"rotary_percent": [1.0, None]}
+        only |= {} if scales_nothing else {"mscale_all_dim": [0.0, None]}
         refuse("args", disagreements(options, only, "is not supported with rope_type = rope; use {}"))
-        return None
-    return yarn_of(given, **scales)
+    return yarn_of(given, **scales) if yarn and not scales_nothing else None
 
 
 def yarn_of(fields: Mapping[str, Any], mscale: float, mscale_all_dim: float) -> YarnScaling:
