@@ -15,6 +15,7 @@ from pangu.collectives.agreement import name_silent_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import UserError
 from pangu.config.schema import RunConfig
+from pangu.config.stages import num_samples
 from pangu.data.batch import Batch
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources
@@ -310,7 +311,8 @@ class Loop:
             raise UserError(f"{message}; {blamed}; {fix}")
         log.warning("%s: rolling back; %s", message, blamed)
         with self._interlude("rolling back"):
-            step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
+            step, until = trainer.step, trainer.step + faults.skip_after
+            end = self.samples + num_samples(self.config, until) - num_samples(self.config, step)
             self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
         self._step_began = None
         place = saver.newest or "the beginning"

@@ -51,17 +51,23 @@ def test_the_log_and_the_plan_of_a_run_name_the_stages(tmp_path: Path, capsys: p
     assert "stage        4 of 4" not in log
 
 
-def test_a_rollback_returns_to_the_stage_of_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The spike of step 3 is in stage 2, and the run goes back to a checkpoint of stage 1."""
+@pytest.mark.parametrize(("skipped", "sample"), [(0, 6), (1, 10), (3, 22)])
+def test_a_rollback_returns_to_the_stage_of_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], skipped: int, sample: int
+) -> None:
+    """The spike of step 3 is in stage 2, and the run goes back to a checkpoint of stage 1.
+
+    Steps take 1, 1, 4, 4, 4 and 8 samples; the batches of the next `skipped` steps are left out, too.
+    """
     faults = ("faults.action=rollback", "faults.spike=0.01", "faults.spike_window=2", "faults.max_rollbacks=1")
-    words = ("faults.skip_after=0", "optimizer.lr=10", "lr_schedule.warmup_steps=3", "lr_schedule.decay_steps=9")
+    words = (f"faults.skip_after={skipped}", "optimizer.lr=10", "lr_schedule.warmup_steps=3", "lr_schedule.decay_steps=9")
     stages = "batch.stages=[{until:2,global_size:4,sequence:8},{until:5,sequence:16}]"
     with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached"):
         train(tmp_path, 6, *WORDS[:3], *faults, *words, stages)
     log = capsys.readouterr().err
     numbers = re.findall(r"^stage +(\d) of 3|^(rolled back)", log, re.MULTILINE)
     assert ["".join(one) for one in numbers] == ["1", "2", "rolled back", "1", "2"]
-    assert "continuing after step 1 with sample 6" in log
+    assert f"continuing after step 1 with sample {sample}" in log
 
 
 def test_samples_of_a_number_of_steps() -> None:
