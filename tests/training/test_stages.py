@@ -60,7 +60,12 @@ def test_a_rollback_returns_to_the_stage_of_its_checkpoint(
     Steps take 1, 1, 4, 4, 4 and 8 samples; the batches of the next `skipped` steps are left out, too.
     """
     faults = ("faults.action=rollback", "faults.spike=0.01", "faults.spike_window=2", "faults.max_rollbacks=1")
-    words = (f"faults.skip_after={skipped}", "optimizer.lr=10", "lr_schedule.warmup_steps=3", "lr_schedule.decay_steps=9")
+    words = (
+        f"faults.skip_after={skipped}",
+        "optimizer.lr=10",
+        "lr_schedule.warmup_steps=3",
+        "lr_schedule.decay_steps=9",
+    )
     stages = "batch.stages=[{until:2,global_size:4,sequence:8},{until:5,sequence:16}]"
     with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached"):
         train(tmp_path, 6, *WORDS[:3], *faults, *words, stages)
