@@ -1,0 +1,60 @@
+"""What the tutorials and guides show is what runs show."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pangu.metrics.record import StepRecord
+from pangu.metrics.writers import progress_line
+from pangu.prepare.stdlib import StdlibPaths
+from tests.end_to_end.commands import SMALL, metrics, pretrain
+from tests.end_to_end.pages import Command, chinese, commands
+from tests.spawn import repository
+
+FIRST = repository() / "docs/first-model.md"
+
+
+def by_output(page: Path) -> dict[str, list[str]]:
+    """The overrides of a page's runs, by the name of their run folder."""
+    found = {}
+    for words in commands(page):
+        command = Command.of(words)
+        if command is not None and command.trains:
+            given = dict(word.split("=", 1) for word in command.overrides)
+            found[given.get("train.output", "").rpartition("/")[2]] = command.overrides
+    return found
+
+
+@pytest.mark.parametrize("page", [FIRST, chinese(FIRST)], ids=lambda page: page.name)
+def test_every_field_of_a_line_of_progress_is_explained(page: Path) -> None:
+    numbers = {field.name: 1 for field in fields(StepRecord)}
+    record = StepRecord(**numbers | {"validation_sources": {}, "evaluation": {}})  # type: ignore[arg-type]
+    parts = str(progress_line(record, 10, 1.0)).split(" | ")
+    rows = set(re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
+    explained = {max((row for row in rows if row in part), key=len) for part in parts}
+    assert len(explained) == len(parts)  # "loss" alone does not explain "mtp loss"
+
+
+@pytest.mark.parametrize("name", ["diverges", "overflows", "flat"])
+def test_the_ill_runs_of_the_first_tutorial_are_ill(name: str, prepared: StdlibPaths, tmp_path: Path) -> None:
+    replaced = ("train.output", "data.folder", "train.steps")
+    words = [word for word in by_output(FIRST)[name] if not word.startswith(replaced)]
+    more = (f"data.folder={prepared.folder}", "train.steps=12", "sample.tokens=0", "validation.every=0")
+    done = pretrain(tmp_path, *words, *SMALL, *more)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = metrics(tmp_path)
+    guess = math.log(1024)
+    assert first["loss"] == pytest.approx(guess, abs=0.5)
+    if name == "overflows":
+        assert last["skipped"] >= 10
+        assert "gradients are not finite" in done.stderr
+    elif name == "diverges":
+        assert last["loss"] > 2 * guess
+        assert last["grad_norm"] > 2 * first["grad_norm"]
+    else:
+        assert last["loss"] == pytest.approx(first["loss"], abs=0.3)
