@@ -30,7 +30,7 @@ def draw_run(loop: Loop) -> None:
 def draw_profile(profile: Profile, folder: Path) -> None:
     """Write profile.png, pipeline_measured.svg and .png, and log how long stages were idle."""
     rows = profile.bars()
-    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 1.7 + 0.25 * len(rows)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     stops = [0.0] * len(rows)
     for part in PARTS:
@@ -39,7 +39,7 @@ def draw_profile(profile: Profile, folder: Path) -> None:
         stops = [stop + width for stop, width in zip(stops, widths, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="time (ms)", title=f"step {profile.step}")
-    figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize="small")
     write_figure(figure, folder / "profile.png")
     timeline = profile.timeline
     draw(timeline, folder / "pipeline_measured", "measured", measured=True)

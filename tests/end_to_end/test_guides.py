@@ -12,11 +12,17 @@ import pytest
 from pangu.metrics.record import StepRecord
 from pangu.metrics.writers import progress_line
 from pangu.prepare.stdlib import StdlibPaths
-from tests.end_to_end.commands import SMALL, metrics, pretrain
+from tests.end_to_end.commands import SMALL, called, metrics, pretrain
 from tests.end_to_end.pages import Command, chinese, commands
 from tests.spawn import repository
 
-FIRST = repository() / "docs/first-model.md"
+FIRST, MEMORY = (repository() / f"docs/{name}.md" for name in ("first-model", "out-of-memory"))
+
+
+def rows_of_memory(page: Path) -> list[tuple[str, str, str]]:
+    """Keys, GiB and seconds of the table of costs."""
+    pattern = r"^\| `(parallel[^`]+)` \| ([\d.]+) \| ([\d.]+) \|"
+    return re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def by_output(page: Path) -> dict[str, list[str]]:
@@ -58,3 +64,19 @@ def test_the_ill_runs_of_the_first_tutorial_are_ill(name: str, prepared: StdlibP
         assert last["grad_norm"] > 2 * first["grad_norm"]
     else:
         assert last["loss"] == pytest.approx(first["loss"], abs=0.3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", rows_of_memory(MEMORY), ids=lambda row: row[0])
+def test_figures_of_the_guide_to_memory_are_those_of_dry_runs(row: tuple[str, str, str]) -> None:
+    keys, gib, seconds = row
+    (recipe,) = commands(MEMORY)
+    done = called("pretrain", *recipe[2:], "batch.micro_size=1", *keys.split())
+    said = done.stdout + done.stderr
+    for figure, pattern in ((gib, r"needs ([\d.]+) GiB with context"), (seconds, r"step time ([\d.]+) s")):
+        assert f"{float(re.findall(pattern, said)[0]):.1f}" == figure
+
+
+def test_the_guide_to_memory_has_the_same_figures_in_both_languages() -> None:
+    assert rows_of_memory(chinese(MEMORY)) == rows_of_memory(MEMORY)
+    assert len(rows_of_memory(MEMORY)) == 13
