@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from pangu.config.context import ulysses_size
@@ -23,7 +23,7 @@ from pangu.schedule.ledger import Fold, Pass
 from pangu.schedule.schedule import Schedule
 from pangu.schedule.spans import Axis, Collective, Matmul, Trace, Work
 from pangu.topology.placement import TensorRank, in_fp8
-from pangu.zero.homes import matrix_rounds, working_bytes
+from pangu.zero.homes import exchanges, matrix_rounds, working_bytes
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES, Formats
 
@@ -210,16 +210,12 @@ class StageProgram:
 
     def _exchanged(self) -> Iterator[Collective]:
         """Yield the exchanges of Muon's matrices, there and back."""
-        computing = False  # the first exchange of a round overlaps the iterations of the one before
-        for experts, one in ((experts, one) for experts, rounds in self._rounds.items() for one in rounds):
-            for name, *both in one.exchanges():
-                nbytes, hidden = max(map(sum, both)) * self._formats.weights, float(computing and name == "shard")
-                for sent in both:
-                    kind: Any = "send" if sum(map(bool, sent)) == 1 else "all_to_all"
-                    axis = cast(Axis, "expert_" * (experts and name == "shard") + name)
-                    yield Collective(kind, axis, nbytes, hidden=hidden)
-                    hidden = 0.0
-            computing = bool(one.at_home)
+        experts = {id(one) for one in self._rounds.get(True, ())}
+        for one, name, sent, received, hidden in exchanges([*chain.from_iterable(self._rounds.values())]):
+            kind: Any = "send" if sum(map(bool, sent)) == 1 else "all_to_all"
+            axis = cast(Axis, "expert_" * (id(one) in experts and name == "shard") + name)
+            nbytes = max(sum(sent), sum(received)) * self._formats.weights
+            yield Collective(kind, axis, nbytes, hidden=float(hidden))
 
     def _updated(self) -> tuple[Work, float, int]:
         """Return the work of the optimizer step, the bytes it reads and writes on the host, and its working memory."""
@@ -232,8 +228,7 @@ class StageProgram:
         rounds = [one for of_kind in self._rounds.values() for one in of_kind]
         alias, wide = formats.weights == formats.sums, min(sum(numels) - sum(one_by_one), UPDATED_AT_ONCE)
         widened = wide * formats.sums * (formats.moments < formats.sums)
-        pairs = zip_longest(rounds, rounds[1:])
-        working = max([working, widened, *(working_bytes(*pair, formats.weights, alias) for pair in pairs if pair[0])])
+        working = max(working, widened, working_bytes(rounds, formats.weights, alias))
         shapes = sum((one.shapes for one in rounds), Counter())
         matmuls = tuple(each for shape, count in shapes.items() for each in _iterations(self._config, shape, count))
         copied = sum(copied_bytes(flat, formats) for flat, *_ in self._trained)

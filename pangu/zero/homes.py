@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 
 from pangu.config.optimizer import UPDATED_AT_ONCE, matrices_at_once
@@ -89,12 +90,6 @@ class Round:
         """Elements of each slice sent to each tensor-parallel rank, and of each slice received from it."""
         sent = [[m.placement.local_numel for m in self.cuts if m.tensor == r] for r in range(self.cut.size)]
         return sent, [sent[self.cut.rank]] * self.cut.size
-
-    def exchanges(self) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Yield the exchanges there: group (`shard`, `tensor`), elements sent to each rank and received from each."""
-        for group, (sent, received) in (("shard", self.pieces), ("tensor", self.slices)):
-            if (self.shards > 1) if group == "shard" else self.cuts:
-                yield group, [*map(sum, sent)], [*map(sum, received)]
 
 
 def _length(part: slice) -> int:
@@ -168,22 +163,106 @@ def _round_numbers(matrices: Sequence[Matrix], at_once: int) -> list[int]:
     return numbers
 
 
-def working_bytes(one: Round, following: Round | None, itemsize: int, alias: bool) -> int:
-    """Return the transient bytes of a round, with `itemsize` per element; `alias`: as wide as the gradients.
+class RoundStep(IntEnum):
+    """RoundStep of a round; each of four starts an exchange, which the following one waits for."""
 
-    The first exchange of the `following` round is in flight meanwhile.
+    SEND = 0
+    """Send shards to the homes."""
+    JOIN = 1
+    """Send slices to the tensor-parallel rank of the home."""
+    ARRIVE = 2
+    ITERATE = 3
+    """Orthogonalize."""
+    SPLIT = 4
+    """Send slices of the results back."""
+    RETURN = 5
+    """Send shards of the results back."""
+    FINISH = 6
+
+
+def steps_of(rounds: Sequence[Round]) -> list[tuple[int, RoundStep]]:
+    """Return the order of the steps of all rounds, each with the index of its round, alike on all ranks.
+
+    Exchanges are in flight while other rounds are orthogonalized. With both kinds, next to the iterations of round 2:
+
+        send          round 4        split back    round 1
+        join          round 3        return        round 0
     """
-    local, cut = (sum(m.placement.local_numel for m in those) for those in (one.gathered, one.cuts))
-    joined = sum(m.placement.numel for m in one.at_home if m.is_cut)
-    sent, iterating = sum(map(sum, one.pieces[0])), 0
-    for shape, count in one.shapes.items():
-        # a batch and its next iterate, and the product of the batch with itself
-        iterating = max(iterating, min(count, matrices_at_once(shape)) * min(shape) * (2 * max(shape) + min(shape)))
-    kept = local if one.shards > 1 or not alias else 0
-    most = kept + (max(2 * joined + cut, joined + iterating) if one.cuts else iterating)
-    if one.shards == 1:
-        return most * itemsize
-    most = max(most, kept + local + sent)
-    if following is not None:
-        most += sum(map(sum, following.pieces[0])) + sum(m.placement.local_numel for m in following.gathered)
-    return max(most, 2 * local) * itemsize
+    keys = []
+    for number, one in enumerate(rounds):
+        cut, apart = int(any(matrix.is_cut for matrix in one.matrices)), int(one.shards > 1)
+        early, late = (number - cut - apart, number - cut), (number + cut, number + cut + apart)
+        for step, tick in zip(RoundStep, (*early, number, number, number, *late), strict=True):
+            # start exchanges of later rounds before the iterations, and finish those of earlier ones after them
+            own = 2 * ((step >= RoundStep.ITERATE) + (step > RoundStep.ITERATE))
+            keys.append((tick, 1 if number > tick else 3 if number < tick else own, number, step))
+    return [(number, step) for _, _, number, step in sorted(keys)]
+
+
+def exchanges(rounds: Sequence[Round]) -> Iterator[tuple[Round, str, list[int], list[int], bool]]:
+    """Yield the exchanges of this rank.
+
+    Each with its round, group (`shard`, `tensor`), elements sent to each rank and received from each, and whether this
+    rank orthogonalizes matrices while it is in flight.
+    """
+    steps = steps_of(rounds)
+    place = {key: index for index, key in enumerate(steps)}
+    computing = [
+        index for (number, step), index in place.items() if step is RoundStep.ITERATE and rounds[number].at_home
+    ]
+    for number, step in steps:
+        one = rounds[number]
+        if step in (RoundStep.SEND, RoundStep.RETURN):
+            group, both, exists = "shard", one.pieces, one.shards > 1
+        else:
+            group, both, exists = "tensor", one.slices, step in (RoundStep.JOIN, RoundStep.SPLIT) and bool(one.cuts)
+        if exists:
+            sent, received = ([*map(sum, each)] for each in (both if step < RoundStep.ITERATE else both[::-1]))
+            span = range(place[number, step], place[number, RoundStep(step + 1)])
+            yield one, group, sent, received, any(index in span for index in computing)
+
+
+def working_bytes(rounds: Sequence[Round], itemsize: int, alias: bool) -> int:
+    """Return the peak transient bytes of all rounds, with `itemsize` per element; `alias`: as wide as the gradients."""
+    level = peak = 0
+
+    def hold(elements: int, passing: int = 0) -> None:
+        nonlocal level, peak
+        peak, level = max(peak, level + max(elements, passing)), level + elements
+
+    for number, step in steps_of(rounds):
+        one = rounds[number]
+        local, cut = (sum(m.placement.local_numel for m in those) for those in (one.gathered, one.cuts))
+        sent = sum(map(sum, one.pieces[0]))
+        joined = sum(m.placement.numel for m in one.at_home if m.is_cut)
+        apart, copied = one.shards > 1, one.shards > 1 or not alias
+        match step:
+            case RoundStep.SEND if apart:
+                hold(sent + local)
+            case RoundStep.JOIN:
+                hold(-sent * apart)  # the message is freed, and what arrived after it is joined to slices
+                hold(local * (copied and not apart), local * copied)
+                hold(cut + joined)
+                hold(-cut * copied)
+            case RoundStep.ARRIVE if one.cuts:
+                hold(-cut)
+                hold(0, joined)
+            case RoundStep.ITERATE:
+                hold(0, max((_iterating(shape, count) for shape, count in one.shapes.items()), default=0))
+            case RoundStep.SPLIT if one.cuts:
+                hold(joined + cut)
+                hold(-joined)
+            case RoundStep.RETURN:
+                hold(-joined)
+                if apart:
+                    hold(local + sent)
+                    hold(-local)
+            case RoundStep.FINISH:
+                hold(-(local + sent) if apart else 0)
+                hold(0 if apart else -cut - (local - cut) * copied)
+    return peak * itemsize
+
+
+def _iterating(shape: tuple[int, int], count: int) -> int:
+    """Return the elements of a batch of `count` matrices and its next iterate, and of its product with itself."""
+    return min(count, matrices_at_once(shape)) * min(shape) * (2 * max(shape) + min(shape))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from pangu.optim.newton_schulz import orthogonalize
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.topology.recorder import AxisGroup
-from pangu.zero.homes import Round, matrix_rounds
+from pangu.zero.homes import Round, RoundStep, matrix_rounds, steps_of
 from pangu.zero.stage_parameters import StageParameters
 
 
@@ -32,6 +32,7 @@ class WholeMatrices:
             for experts, rounds in matrix_rounds(stage, config.split_heads).items()
             for one in rounds
         ]
+        self._order = steps_of([one for one, *_ in self._rounds])
 
     def over(self, placements: Sequence[Placement]) -> Callable[[list[Tensor]], None]:
         """Return a function that replaces shards, which belong to these placements, by those of the results."""
@@ -39,57 +40,52 @@ class WholeMatrices:
 
         def replace_all(shards: list[Tensor]) -> None:
             held = dict(zip(names, shards, strict=True))
-            following = iter(self._rounds)
-            in_flight = [self._send(one, shard, held) for one, shard, _ in islice(following, 1)]
-            for one, shard, tensor in self._rounds:
-                sent, arrive = in_flight.pop()
-                slices = [_joined(parts) for parts in zip(*arrive(), strict=True)]
-                del arrive  # and what has arrived
-                # the exchange of the next round overlaps the iterations of this one
-                in_flight += [self._send(other, group, held) for other, group, _ in islice(following, 1)]
-                self._orthogonalize(one, tensor, slices)
-                self._return(one, shard, slices, sent)
-                del slices
+            rounds = [self._steps_of(*one, held) for one in self._rounds]
+            for number, _ in self._order:
+                next(rounds[number], None)
 
         return replace_all
 
-    def _return(
-        self, one: Round, group: AxisGroup | None, slices: Sequence[Tensor], shards: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Send slices of the results from their homes, and replace shards by what arrives."""
-        back = [[part[m.pieces[r]] for m, part in zip(one.gathered, slices, strict=True)] for r in one.ranks]
-        results = self._start(back, one.pieces[0], group)()
-        for part, result in zip(chain.from_iterable(shards), chain.from_iterable(results), strict=True):
-            part.copy_(result)
-
-    def _send(
-        self, one: Round, group: AxisGroup | None, held: dict[str, Tensor]
-    ) -> tuple[list[list[Tensor]], Callable[[], list[list[Tensor]]]]:
-        """Start to send this rank's shards to their homes; return them by home, and `_start`'s function."""
-        none = torch.empty(0, dtype=self._dtype, device=self._mesh.device)
-        pieces = [held.get(matrix.placement.name, none) for matrix in one.matrices]
-        sent = [[part for m, part in zip(one.matrices, pieces, strict=True) if m.shard == rank] for rank in one.ranks]
-        return sent, self._start(sent, one.pieces[1], group)
-
-    def _orthogonalize(self, one: Round, group: AxisGroup | None, slices: list[Tensor]) -> None:
-        """Replace slices of matrices by those of the results."""
-        whole = [part.view(-1, *m.shape) for m, part in zip(one.gathered, slices, strict=True) if not m.is_cut]
-        if not one.cuts:
-            orthogonalize([*chain(*whole)], self._steps)
-            return
-        parts = [part for m, part in zip(one.gathered, slices, strict=True) if m.is_cut]
-        ranks, at_home = range(one.cut.size), [m for m in one.cuts if m.tensor == one.cut.rank]
-        sent = [[part for m, part in zip(one.cuts, parts, strict=True) if m.tensor == rank] for rank in ranks]
+    def _steps_of(
+        self, one: Round, shard: AxisGroup | None, tensor: AxisGroup | None, held: Mapping[str, Tensor]
+    ) -> Iterator[RoundStep]:
+        """Take one step of a round at a time, and yield all but the last; shards in `held` become those of results."""
+        tensor = tensor if one.cuts else None
+        names, ranks = [m.placement.name for m in one.gathered], range(one.cut.size)
+        at_home = [m for m in one.cuts if m.tensor == one.cut.rank]
+        arrive = self._start(sent := self._shards_of(one, held), one.pieces[1], shard)
+        yield RoundStep.SEND
+        slices = dict(zip(names, map(_joined, zip(*arrive(), strict=True)), strict=True))
+        del arrive  # and what has arrived
+        homes = [[m.placement.name for m in one.cuts if m.tensor == rank] for rank in ranks]
+        arrive = self._start([[slices.pop(name) for name in of] for of in homes], one.slices[1], tensor)
+        yield RoundStep.JOIN
         joined = [
             torch.cat([part.view(m.placement.local_shape) for part in of_ranks], m.placement.cut_dim or 0)
-            for m, *of_ranks in zip(at_home, *self._start(sent, one.slices[1], group)(), strict=True)
+            for m, *of_ranks in zip(at_home, *arrive(), strict=True)
         ]
-        whole += [matrix.view(-1, *m.shape) for m, matrix in zip(at_home, joined, strict=True)]
-        orthogonalize([*chain(*whole)], self._steps)
+        del arrive
+        yield RoundStep.ARRIVE
+        matrices = zip((*(m for m in one.gathered if not m.is_cut), *at_home), (*slices.values(), *joined), strict=True)
+        orthogonalize([*chain(*(matrix.view(-1, *m.shape) for m, matrix in matrices))], self._steps)
+        yield RoundStep.ITERATE
         cut = [matrix.chunk(one.cut.size, m.placement.cut_dim or 0) for m, matrix in zip(at_home, joined, strict=True)]
-        results = self._start([*zip(*cut, strict=True)] or [[] for _ in ranks], one.slices[0], group)()
-        for part, result in zip(chain.from_iterable(sent), chain.from_iterable(results), strict=True):
+        arrive = self._start([*zip(*cut, strict=True)] or [[] for _ in ranks], one.slices[0], tensor)
+        del joined, cut, matrices
+        yield RoundStep.SPLIT
+        slices |= zip(chain(*homes), chain(*arrive()), strict=True)
+        back = [[slices[m.placement.name][m.pieces[rank]] for m in one.gathered] for rank in one.ranks]
+        arrive = self._start(back, one.pieces[0], shard)
+        del slices, back
+        yield RoundStep.RETURN
+        for part, result in zip(chain(*sent), chain(*arrive()), strict=True):
             part.copy_(result)
+
+    def _shards_of(self, one: Round, held: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Return this rank's shards of a round's matrices by home; those it has nothing of are empty."""
+        none = torch.empty(0, dtype=self._dtype, device=self._mesh.device)
+        pieces = [(m.shard, held.get(m.placement.name, none)) for m in one.matrices]
+        return [[part for shard, part in pieces if shard == rank] for rank in one.ranks]
 
     def _start(
         self, to_each: Sequence[Sequence[Tensor]], from_each: Sequence[Sequence[int]], group: AxisGroup | None

@@ -15,7 +15,7 @@ from torch import Tensor
 from pangu.config.schema import RunConfig
 from pangu.pipeline.stages import plan_stages
 from pangu.topology.layout import Layout
-from pangu.zero.homes import Round, matrix_rounds
+from pangu.zero.homes import Round, RoundStep, matrix_rounds, steps_of
 from pangu.zero.stage_parameters import StageParameters
 from tests.configs import tiny
 from tests.layouts import layouts
@@ -27,6 +27,8 @@ MODEL = (
     *("model.ffn=96", "batch.global_size=12", "batch.micro_size=1", "train.frozen=[layers.1.mlp.*]"),
 )
 EXPERTS = ("model.experts=4", "model.expert_ffn=24", "model.router.balance=none")
+STARTS = (RoundStep.SEND, RoundStep.JOIN, RoundStep.SPLIT, RoundStep.RETURN)
+"""Steps that start an exchange."""
 OFFLOAD = ("memory.offload=[optimizer,parameters]",)
 CASES = {
     "data": (Layout(data=2, zero=0), ()),
@@ -136,3 +138,31 @@ def test_a_rank_is_home_of_few_elements_at_a_time() -> None:
         held = [[m.placement.numel for m in one.at_home] for one in of[False]]
         assert all(sum(numels) <= 10_000 or len(numels) == 1 for numels in held)
         assert len(held) > 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts(), st.booleans(), st.sampled_from([1, 5000]))
+def test_exchanges_are_in_flight_while_another_round_is_orthogonalized(
+    layout: Layout, experts: bool, at_once: int
+) -> None:
+    """Of all rounds but the first and the last ones, alike on ranks with the same matrices, and few at a time."""
+    assume(not experts or 4 % layout.expert == 0)
+    orders: dict[tuple[str, ...], list[tuple[int, RoundStep]]] = {}
+    for of in rounds_of(layout, experts, at_once):
+        rounds = [*chain(*of.values())]
+        steps = steps_of(rounds)
+        assert steps == orders.setdefault(tuple(str(m.placement.name) for one in rounds for m in one.matrices), steps)
+        assert [number for number, step in steps if step is RoundStep.ITERATE] == [*range(len(rounds))]
+        begun, taken = 0, [[*RoundStep] for _ in rounds]
+        for number, step in steps:
+            assert taken[number].pop(0) is step
+            begun += (step is RoundStep.SEND) - (step is RoundStep.FINISH)
+            assert begun <= 5
+        assert not any(taken)
+        for number, step in product(range(2, len(rounds) - 2), STARTS):
+            one, during = (
+                rounds[number],
+                steps[steps.index((number, step)) : steps.index((number, RoundStep(step + 1)))],
+            )
+            if one.shards > 1 if step in (RoundStep.SEND, RoundStep.RETURN) else any(m.is_cut for m in one.matrices):
+                assert [other for other, what in during if what is RoundStep.ITERATE and other != number]
