@@ -12,11 +12,14 @@ import pytest
 from pangu.metrics.record import StepRecord
 from pangu.metrics.writers import progress_line
 from pangu.prepare.stdlib import StdlibPaths
+from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics, pretrain
 from tests.end_to_end.pages import Command, chinese, commands
 from tests.spawn import repository
 
-FIRST, MEMORY = (repository() / f"docs/{name}.md" for name in ("first-model", "out-of-memory"))
+FIRST, MEMORY, CHOICES = (
+    repository() / f"docs/{name}.md" for name in ("first-model", "out-of-memory", "hyperparameters")
+)
 
 
 def rows_of_memory(page: Path) -> list[tuple[str, str, str]]:
@@ -80,3 +83,14 @@ def test_figures_of_the_guide_to_memory_are_those_of_dry_runs(row: tuple[str, st
 def test_the_guide_to_memory_has_the_same_figures_in_both_languages() -> None:
     assert rows_of_memory(chinese(MEMORY)) == rows_of_memory(MEMORY)
     assert len(rows_of_memory(MEMORY)) == 13
+
+
+@pytest.mark.parametrize("page", [CHOICES, chinese(CHOICES)], ids=lambda page: page.name)
+def test_first_guesses_are_those_of_the_presets(page: Path) -> None:
+    pattern = r"^\| `(\w+)` \| ([\d.e-]+) \| [^|]+ \| (\d+) x (\d+) \| (\d+) \|"
+    rows = re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 8
+    for name, rate, size, sequence, warmup in rows:
+        run = config(f"+config={name}")
+        guess = (run.optimizer.lr, run.batch.global_size, run.model.sequence, run.lr_schedule.warmup_steps)
+        assert guess == (float(rate), int(size), int(sequence), int(warmup)), name
