@@ -61,7 +61,7 @@ def limits(commit: str = "") -> dict[str, int]:
 
 
 def unexplained() -> Iterator[str]:
-    """Yield the limits that a commit raised without naming them in its body, or in a later one that names the commit."""
+    """Yield limits that a commit raised without naming them in its body, or in a later one that names the commit."""
     for commit in _git("log", f"-{COMMITS}", "--format=%H", "--", "tests/size.json").split():
         before, after, body = limits(f"{commit}^"), limits(commit), _git("show", "-s", "--format=%b", commit)
         for name, limit in after.items():
