@@ -93,7 +93,7 @@ def in_flight(schedule: str, stages: int, virtual_stages: int, micro_batches: in
         most = 2 if schedule == "zb-2p" else 1  # of the memory of 1F1B
         return [np.array([[min(micro_batches, most * (stages - stage))]]) for stage in range(stages)]
     orders = SCHEDULES[schedule].order(stages, virtual_stages, micro_batches)
-    return [np.array([one.forwards for one in held_in(order, schedule)]) for order in orders]
+    return [np.array([one[:virtual_stages] for one in held_in(order, schedule)]) for order in orders]
 
 
 def _reductions(parameters: float, setup: Setup) -> Iterator[Collective]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from pangu.dryrun.device import FakeDevice, StreamEntry
 from pangu.dryrun.memory import HOST, OWNED, Clock, LiveStorage, Memory, RaceDetector, Stream
 from pangu.dryrun.operators import COLLECTIVES, causal_share, count_flops, moved_bytes, operator_of, size_of, tensors_in
-from pangu.schedule.spans import Axis, Collective, Matmul, Work, matmuls_of
+from pangu.schedule.spans import Collective, Matmul, Work, matmuls_of
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -46,8 +46,8 @@ class _Started(NamedTuple):
     """Time of its start on its stream."""
     counts: Counter[tuple[Any, ...]]
     """Counter of the action that started it."""
-    name: tuple[str, str]
-    """Axis and kind."""
+    name: tuple[str, str, int]
+    """Axis, kind and `Collective.ranks`."""
     nbytes: int
 
     def hide(self) -> None:
@@ -258,9 +258,8 @@ class Audit(TorchDispatchMode):
             self.hide(stream)
             # without the matrix that the result is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
-            format_ = str(inputs[0].dtype).removeprefix("torch.")
             causal, flops = causal_share(function, args, kwargs, shapes), count_flops(function, args, kwargs, result)
-            self._count("product", operator.name, shapes, format_, 1.0 if causal is None else self._share * causal)
+            self._count("product", operator.name, shapes, 1.0 if causal is None else self._share * causal)
             self._count("flops", by=flops if causal is None else round(flops * self._share))
         else:
             self._count("memory_bound_bytes", by=moved_bytes(operator, inputs, made))
@@ -280,8 +279,9 @@ class Audit(TorchDispatchMode):
     def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
         self._works = {key: one for key, one in self._works.items() if sys.getrefcount(one[0]) > 2}
         kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
-        if kind == "all_to_all" and sum(map(bool, args[4])) == 1:
-            kind = "send"  # a rank sends all it has to a single peer
+        ranks = sum(map(bool, args[4])) if kind == "all_to_all" else 0
+        if ranks == 1:
+            kind, ranks = "send", 0  # a rank sends all it has to a single peer
         sources, targets = (list(tensors_in(args[i] for i in places)) for places in (read, written))
         is_group = (isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()) for value in args)
         group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
@@ -291,8 +291,8 @@ class Audit(TorchDispatchMode):
             for tensor in targets:
                 self.memory.label(tensor, "communication", unless=OWNED)
         nbytes = max(size_of(sources), size_of(targets))
-        self._count("calls", axis, kind)
-        self._count("bytes", axis, kind, by=nbytes)
+        self._count("calls", axis, kind, ranks)
+        self._count("bytes", axis, kind, ranks, by=nbytes)
         if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
             self.findings[f"{self.place()}: a host tensor in {kind} over {axis}"] += 1
         stream = f"{kind} over {axis}"
@@ -303,7 +303,7 @@ class Audit(TorchDispatchMode):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock = dict(self.detector.clock(stream))
-        self._exposed.append(_Started(stream, clock.get(stream, 0), self._counter(), (axis, kind), nbytes))
+        self._exposed.append(_Started(stream, clock.get(stream, 0), self._counter(), (axis, kind, ranks), nbytes))
         buffers = [tensor.untyped_storage() for tensor in sources + targets]
         self._works[id(work)] = work, clock, buffers, self._exposed[-1]
         return result
@@ -366,15 +366,14 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
     collectives: list[Collective] = []
     for (what, *of), amount in counts.items():
         if what == "product":
-            operator, shapes, _, computed = of
-            for matmul in matmuls_of(operator, shapes, computed):
+            for matmul in matmuls_of(*of):
                 matmuls[matmul._replace(calls=1)] += matmul.calls * amount
         elif what == "calls" and of[0] != "pipeline":  # messages belong to the schedule
             hidden, hidden_bytes = (counts.get((name, *of), 0) for name in ("hidden_calls", "hidden_bytes"))
             exposed = (0.0, amount - hidden, counts["bytes", *of] - hidden_bytes)
             for share, some, nbytes in ((1.0, hidden, hidden_bytes), exposed):
                 if some:
-                    collectives.append(Collective(cast(Any, of[1]), cast(Axis, of[0]), nbytes / some, some, share))
+                    collectives.append(Collective(of[1], of[0], nbytes / some, some, share, of[2]))
         elif len(of) < 2:
             plain[what] += amount
     return Work(

@@ -50,6 +50,7 @@ from pangu.zero.unshard import passing
 
 BEGIN, MOVE, FINISH = "begin", "move", "finish"
 """Parts of a step besides its actions: `Trace.begin`, `Trace.move` and `Trace.finish`."""
+_BACKWARD = COMPUTE - {Kind.FORWARD}
 _LOOKUPS = ("embedding", "position_bias")
 
 
@@ -126,7 +127,7 @@ class SpanRecorder(ModuleHooks):
         self._left = Counter(name.partition(".")[0] for name in self._trained if name.startswith(_LOOKUPS))
 
     def _begin_sum(self, sum_of: Callable[..., Any], parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
-        self._mark("add", self._names[parameter], 0 if parameter.grad is None else parameter.grad.nbytes)
+        self._mark("add", self._names[parameter])
         return sum_of(parameter, cleared)[0], self._begins  # like most micro-batches
 
     def _end_sum(self, complete: Callable[[Tensor], None], parameter: Tensor) -> None:
@@ -163,10 +164,10 @@ class SpanRecorder(ModuleHooks):
         self.log.append(Boundary(self._audit.action, module, self._audit.counts))
         self._audit.counts = Counter()
 
-    def _mark(self, event: Any, name: str = "", grad_bytes: int = 0) -> None:
+    def _mark(self, event: Any, name: str = "") -> None:
         if self._module.startswith("layers.") and name.startswith(f"{self._module}."):
             name = name.removeprefix(self._module)
-        self.log.append(Mark(event, name, grad_bytes))
+        self.log.append(Mark(event, name))
 
 
 def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
@@ -174,12 +175,16 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
     born: dict[int, int] = {}
     """Mapping from a storage to the index of the span that allocated it."""
     ends, kept, segments, piece = list[Boundary](), list[Counter[str]](), list[tuple[Segment, ...]](), list[Any]()
+    left = set[tuple[Any, ...]]()
+    """Modules that backward passes have left, each with its chunk and micro-batch."""
     for entry in log:
         piece.append(entry)
         if not isinstance(entry, Boundary):
             continue
         ends.append(entry)
         kept.append(Counter())
+        if entry.module not in (START, END) and getattr(entry.action, "kind", None) in _BACKWARD:
+            left.add((entry.module, *entry.action[1:3]))
         of_span, level, peak = list[Segment](), 0, 0
         for one in piece:
             match one:
@@ -189,7 +194,8 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
                 case storage, change if storage.kind not in OWNED:
                     maker = born.setdefault(id(storage), len(ends) - 1)
                     by, module, _ = ends[maker]
-                    is_kept = isinstance(by, Action) and by.kind in COMPUTE and module not in (START, END)
+                    # not what the lowest trained module kept, whose backward pass is part of `END`
+                    is_kept = isinstance(by, Action) and (module, *by[1:3]) in left
                     if change < 0 and entry.module == END and is_kept and by[1:3] == entry.action[1:3]:
                         kept[maker][entry.action.kind.value] -= change
                     else:

@@ -26,7 +26,7 @@ from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.schedule.actions import COMPUTE
-from pangu.schedule.held import Held, held_in
+from pangu.schedule.held import held_in
 from pangu.schedule.schedule import Schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -83,10 +83,8 @@ class RankReport:
     copy_bytes: int
     """Bytes copied between host and device in parallel with the computation."""
     flops: int
-    products: list[dict[str, Any]]
-    """Matmuls and fused attention: operator, shapes, format, share that is computed, count."""
     update: dict[str, int]
-    """Once-per-step work: `launches`, `memory_bound_bytes`, and `working_bytes`: its peak transient bytes."""
+    """Once-per-step work: `launches` and `memory_bound_bytes`."""
     host_syncs: dict[str, int]
     blocking_copies: dict[str, int]
     """Number per step by file and line: where the host waits for a value from the device, or for a copy."""
@@ -152,7 +150,7 @@ def _repeated(schedule: Schedule) -> int:
     return IN_FLIGHT if schedule.reduce_each else 1
 
 
-def _held(schedule: Schedule, stage: int) -> list[set[Held]]:
+def _held(schedule: Schedule, stage: int) -> list[set[tuple[int, ...]]]:
     """Return what a stage holds at its peaks, and at the points with the most reductions in flight."""
     computed = (action for action in schedule.actions[stage] if action.kind in COMPUTE)
     order = [(action.kind, action.chunk, cast(int, action.micro)) for action in computed]
@@ -290,13 +288,10 @@ def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict
             counts[key] += times * amount
     found: dict[str, Any] = {name: {} for name in ("host_syncs", "blocking_copies", "any_order", "collectives")}
     found |= {name: counts[name,] for name in ("launches", "memory_bound_bytes", "copy_bytes", "flops")}
-    found["products"] = []
     for (what, *of), amount in counts.items():
         if what in ("calls", "bytes", "hidden_bytes"):
-            found["collectives"].setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
-        elif what == "product":
-            names = ("operator", "shapes", "format", "computed", "calls")
-            found["products"].append(dict(zip(names, (*of, amount), strict=True)))
+            of_kind = found["collectives"].setdefault(of[0], {}).setdefault(of[1], {})
+            of_kind[what] = of_kind.get(what, 0) + amount
         elif what in found and of:
             found[what][of[0]] = amount
     found["collectives"] = {axis: dict(sorted(kinds.items())) for axis, kinds in sorted(found["collectives"].items())}
@@ -311,10 +306,7 @@ def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict
         peak_bytes={kind: nbytes + missing * audit.staying[kind] for kind, nbytes in memory.peak_bytes.items()},
         lasting_bytes=lasting,
         groups=len(audit.used_groups),
-        update={
-            **{name: actions[None][name,] for name in ("launches", "memory_bound_bytes")},
-            "working_bytes": memory.high - sum(lasting.values()),
-        },
+        update={name: actions[None][name,] for name in ("launches", "memory_bound_bytes")},
         findings=dict(audit.findings),
         races=dict(audit.detector.races),
         **found,

@@ -134,6 +134,8 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
     The other groups of the same axis on a node send at the same time, so a group gets a share of the interfaces equal
     to its share of the node's devices.
     """
+    if collective.ranks:
+        group = Group(collective.ranks, min(collective.ranks, group.inside))
     if group.size <= 1:
         return 0.0
     rounds = 2 if collective.kind == "all_reduce" else 1

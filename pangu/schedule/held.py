@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import ge
-from typing import NamedTuple
 
 from pangu.schedule.actions import Kind
 from pangu.schedule.orders import SCHEDULES, Order, reduces_each
 
 _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
-"""Kind -> `Held.part`."""
-
-
-class Held(NamedTuple):
-    """Micro-batches that a stage holds at one time, for each of its chunks."""
-
-    forwards: tuple[int, ...]
-    """Micro-batches whose input gradient is pending, per chunk."""
-    inputs: tuple[int, ...]
-    """Micro-batches whose weight gradients alone are pending, per chunk."""
-    summed: tuple[int, ...]
-    """1 per chunk with gradients of earlier micro-batches, else 0; () if they are reduced after each one."""
-    chunk: int
-    """Index of the chunk that computes."""
-    part: int
-    """Part that computes: 0 forward, 1 backward or its input part, 2 weight part."""
+"""Kind of an action -> the part of a backward pass that it computes; 0: forward, 2: weights alone."""
 
 
 @lru_cache(maxsize=10_000)
@@ -45,15 +29,24 @@ def _most(order: Order) -> tuple[int, int]:
     return most
 
 
-def held_in(order: Order, schedule: str, skipped: int = 0) -> list[Held]:
-    """Return the states of a stage that no other dominates, from the order of its work; `skipped`: backward passes."""
+def held_in(order: Order, schedule: str, skipped: int = 0) -> list[tuple[int, ...]]:
+    """Return the states of a stage that no other dominates, from the order of its work; `skipped`: backward passes.
+
+    A state counts the micro-batches whose input gradient is pending, for each chunk, then those whose weight gradients
+    alone are pending. Unless gradients are reduced after each micro-batch, it has 1 for each chunk with gradients of
+    earlier micro-batches, else 0. It ends with the index of the chunk that computes, and the part.
+    """
     chunks = sorted({chunk for _, chunk, _ in order})
     sums = len(chunks) * (not reduces_each(schedule))
-    return _maximal(set(_moments(order, chunks, sums, skipped)), len(chunks))
+    maximal: list[tuple[int, ...]] = []
+    for one in sorted(set(_moments(order, chunks, sums, skipped)), key=sum, reverse=True):
+        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in maximal):
+            maximal.append(one)
+    return maximal
 
 
 def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Iterator[tuple[int, ...]]:
-    """Yield the state at each step: forwards per chunk, inputs per chunk, `summed`, chunk index and part."""
+    """Yield the state before each action; see `held_in`."""
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held, summed = [0] * (2 * count), [0] * sums
     for kind, chunk, _ in order:
@@ -69,12 +62,3 @@ def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> It
             held[slot + count] += kind is Kind.BACKWARD_INPUT
         if sums:
             summed[slot] |= kind is not Kind.FORWARD
-
-
-def _maximal(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
-    """Return the states without another one of the same chunk and part that holds at least as much of everything."""
-    maximal: list[tuple[int, ...]] = []
-    for one in sorted(moments, key=sum, reverse=True):
-        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in maximal):
-            maximal.append(one)
-    return [Held(one[:chunks], one[chunks : 2 * chunks], one[2 * chunks : -2], *one[-2:]) for one in maximal]

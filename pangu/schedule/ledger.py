@@ -40,10 +40,14 @@ class Pass(NamedTuple):
 class Fold:
     """Fold of the operations of one action over the spans of its modules."""
 
-    def __init__(self, buffers: Sequence[Buffers], flat_of: Mapping[str, int], begun: set[int], hidden: float) -> None:
+    def __init__(
+        self, buffers: Sequence[Buffers], flat_of: Mapping[str, int], fp8: Iterable[str], begun: set[int], hidden: float
+    ) -> None:
         """Begin an action; `hidden`: share of the communication in flight during compute that the compute hides."""
-        # `flat_of`: parameter -> flat parameter; `begun`: those whose gradient sums exist, updated by the operations
+        # `flat_of`: parameter -> flat parameter; `begun`: those whose gradient sums exist, updated by the operations;
+        # `fp8`: parameters whose gradient can be written to its sum at once, but needs a buffer to be added to it
         self._buffers, self._flat_of, self._begun, self._hidden = buffers, flat_of, begun, hidden
+        self._written = {name for name in fp8 if flat_of[name] not in begun}
         self._level = self._peak = 0
         self._spans: list[Span] = []
         self._collectives: list[Collective] = []
@@ -109,19 +113,24 @@ class Fold:
         self._spans.append(span)
         if module != self._module:
             self._before, self._module = self._module, module
-        kept, waiting = 0, self._placed(module, span, reductions)
+        kept, waiting, written = 0, self._placed(module, span, reductions), None
         for number, segment in enumerate(span.segments):
-            self._peak = max(self._peak, self._level + segment.peak - kept)
+            if written is None or segment.mark != written:
+                self._peak = max(self._peak, self._level + segment.peak - kept)
             self._allocate(segment.end - kept)
-            kept = segment.end
+            kept, written = segment.end, None
             if segment.mark is not None and segment.mark.event == "add":
-                self._begin_sum(self._flat(module, segment.mark))
+                name = self._name(module, segment.mark)
+                self._begin_sum(self._flat_of[name])
+                if name in self._written:
+                    self._written.discard(name)
+                    written = segment.mark._replace(event="complete")
             self.operations(waiting.get(number, ()))
 
     def _placed(self, module: str, span: Span, reductions: Sequence[StepOp]) -> dict[int, list[StepOp]]:
         """Return the operations after each segment: reductions in order, each after its last gradient."""
         last = {
-            self._flat(module, segment.mark): number
+            self._flat_of[self._name(module, segment.mark)]: number
             for number, segment in enumerate(span.segments)
             if segment.mark is not None and segment.mark.event == "complete"
         }
@@ -138,12 +147,12 @@ class Fold:
         placed.setdefault(place, []).extend(waits)
         return placed
 
-    def _flat(self, module: str, mark: Mark) -> int:
-        """Return the flat parameter of a gradient in the span of a module."""
+    def _name(self, module: str, mark: Mark) -> str:
+        """Return the parameter of a gradient in the span of a module."""
         name = mark.parameter
         if name.startswith("layers."):  # a gradient of the previous layer, numbered as in the measured model
             module, name = self._before, name[name.index(".", len("layers.")) :]
-        return self._flat_of[full_name(module, name)]
+        return full_name(module, name)
 
     def _begin_sum(self, flat: int) -> None:
         if flat not in self._begun:

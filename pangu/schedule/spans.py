@@ -83,6 +83,8 @@ class Collective(NamedTuple):
     calls: float = 1
     hidden: float = 0.0
     """Fraction that overlaps computation."""
+    ranks: int = 0
+    """Neighboring ranks of the group that exchange with each other; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,6 @@ class Mark(NamedTuple):
     """`add` (gradient added to its sum), `complete` (last gradient of a micro-batch), or `update` (optimizer)."""
     parameter: str = ""
     """Name of the parameter, without `layers.NUMBER.` for one of the layer itself (see `full_name`)."""
-    grad_bytes: int = 0
-    """Bytes that adding the gradient reads besides the sum, for `add`; 0: a matmul adds it."""
 
 
 class Segment(NamedTuple):

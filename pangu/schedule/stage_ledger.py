@@ -100,6 +100,7 @@ class StageProgram:
         ]
         self._trained = [each for each in zip(flats, shards, self._buffers, strict=True) if each[0].trained]
         self._flat_of = {name: flat.index for flat in flats for name in flat.names}
+        self._in_fp8 = [name for flat in flats for name in flat.fp8]
         if (words := self._flat_of.get("embedding.word.weight")) is not None:
             for copy in ("head.weight", "mtp.lookup"):  # they may have been measured without the embedding
                 self._flat_of.setdefault(copy, words)
@@ -240,7 +241,7 @@ class StageProgram:
         """Return the ledger of an action and the state of the flat parameters after it; None: the end of the step."""
         expansion, trace = self._expansion, self._trace
         expansion.state, begun = self._states[state][0], set(self._states[state][1])
-        fold = Fold(self._buffers, self._flat_of, begun, self._hidden)
+        fold = Fold(self._buffers, self._flat_of, self._in_fp8, begun, self._hidden)
         if action is None:
             expansion.reducing.finish_all()
             fold.operations(expansion.ops)

@@ -30,9 +30,9 @@ def collectives_of(stage: StageLedger) -> dict[str, dict[str, tuple[float, float
     }
 
 
-def assert_planned(values: Mapping[str, Any], process: SharedWorker, name: str = "") -> None:
-    """Compare of each stage bytes and calls of collectives and the number of process groups exactly, and the peak.
-    `name`: of the case, for messages."""
+def assert_planned(values: Mapping[str, Any], process: SharedWorker, name: str = "", off: float = OFF) -> None:
+    """Compare of each stage bytes and calls of collectives and the number of process groups exactly, and the peak, up
+    to a share `off`. `name`: of the case, for messages."""
     chosen = choose_layout(values, 1)
     program, plan = Program(chosen.config), plan_of(*chosen)
     program.prepare([plan])  # all stages in one dry run
@@ -45,4 +45,4 @@ def assert_planned(values: Mapping[str, Any], process: SharedWorker, name: str =
         }
         assert collectives_of(planned) == carried_out, (stage, name)
         assert planned.groups == report["groups"], (stage, name)
-        assert planned.peak == pytest.approx(report["peak"], rel=OFF), (stage, name)
+        assert planned.peak == pytest.approx(report["peak"], rel=off), (stage, name)

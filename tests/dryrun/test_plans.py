@@ -116,6 +116,21 @@ def test_each_micro_batch_frees_what_it_keeps(layout: str, process: SharedWorker
     assert_planned(values(f"{size} {layout}"), process)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_last_layer_of_a_chunk_alone_is_trained(schedule: str, process: SharedWorker) -> None:
+    """Its saved tensors are freed one after the other, while its backward pass ends with the action."""
+    size = "model.layers=8 model.kind=gpt model.hidden=192 model.sequence=128 batch.global_size=12"
+    frozen = "train.frozen=[embedding.*,layers.0.*,layers.1.*,layers.2.*]"
+    assert_planned(values(f"{size} {frozen} parallel.pipeline=2 parallel.schedule={schedule}"), process, off=0.001)
+
+
+def test_the_first_product_in_fp8_begins_the_gradient_sum(process: SharedWorker) -> None:
+    """Later ones need a buffer of their own, as large as the matrix, when the stage holds fewer activations."""
+    size = "model.layers=6 model.hidden=192 model.sequence=128 batch.global_size=16 precision=fp8"
+    layout = "parallel.data=2 parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=breadth_first"
+    assert_planned(values(f"{size} {layout} parallel.zero=3"), process, off=0.001)
+
+
 @pytest.mark.parametrize(
     ("layout", "kind"), [("memory.recompute=full", "parameters"), ("parallel.data=2 parallel.zero=3", "gathered")]
 )
@@ -182,8 +197,13 @@ def test_layers_with_a_window_and_without_rope_are_kinds_of_their_own(words: str
 )
 def test_exchanges_of_pieces_of_a_key_head_are_planned(words: str, process: SharedWorker) -> None:
     size = "model.layers=6 model.hidden=192 model.heads=12 model.sequence=128 batch.global_size=12 parallel.tensor=4"
-    assert_planned(values(f"{size} {words}"), process)
-    assert "all_to_all" in process.report(values(f"{size} {words}"), 0)["collectives"]["tensor"]
+    whole = values(f"{size} {words}")
+    assert_planned(whole, process)
+    assert "all_to_all" in process.report(whole, 0)["collectives"]["tensor"]
+    chosen = choose_layout(whole, 1)
+    ledger = Program(chosen.config).describe(plan_of(*chosen))
+    exchanging = {one.ranks for one in ledger.stages[0].sent if one.kind == "all_to_all"}
+    assert exchanging == {4 // (chosen.config.model.kv_heads or 1)}  # of the four tensor-parallel ranks
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def test_an_all_to_all_leaves_the_node_from_each_device() -> None:
     assert collective_seconds(exchange, group, wide) == pytest.approx(0.5 * 8e9 / 20e9)
     assert collective_seconds(exchange, group, replace(wide, nics=4)) == pytest.approx(0.5 * 8e9 / 10e9)
     assert collective_seconds(exchange, Group(8, 8), wide) == pytest.approx(7 / 8 * 8e9 / 100e9)
+    pairs = exchange._replace(ranks=2)
+    assert collective_seconds(pairs, group, wide) == collective_seconds(exchange, Group(2, 2), wide)
 
 
 def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> None:
