@@ -208,7 +208,7 @@ class HuggingFaceTokenizer:
         self._path = path
         check_growth(Path(path, "tokenizer.json"))
         with library_errors(path, "transformers cannot load a tokenizer from it"):
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             largest_id(self._tokenizer.get_vocab().values())
         self.vocab_size: int = len(self._tokenizer)
         facts, backend = tokenizer_facts(path), getattr(self._tokenizer, "backend_tokenizer", None)

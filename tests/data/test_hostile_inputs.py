@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pangu.common.errors import UserError
 from pangu.data import inputs, tables
 from pangu.data.documents import read_documents
 from pangu.data.inputs import read_chunks
+from pangu.data.tokenizers import HuggingFaceTokenizer
 
 ROWS = 300
 
@@ -80,3 +82,22 @@ def test_a_record_of_countless_values_is_refused(
     path.write_bytes(gzip.compress(f"{begin}{many}{end}".encode()))
     with pytest.raises(UserError, match=r"has more than [\d,]+ values"):
         list(read_documents([str(path)], "text"))
+
+
+def test_code_beside_a_tokenizer_is_not_run_whatever_the_user_would_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask at a terminal whether to run it."""
+    pytest.importorskip("transformers")
+    code, trace = tmp_path / "tokenization_x.py", tmp_path / "ran"
+    code.write_text(
+        f"from transformers import PreTrainedTokenizerFast\nopen({str(trace)!r}, 'w')\n"
+        "class X(PreTrainedTokenizerFast): pass\n"
+    )
+    facts = {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(UserError, match="custom code"):
+        HuggingFaceTokenizer(tmp_path)
+    assert not trace.exists()

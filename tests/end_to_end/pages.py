@@ -138,7 +138,14 @@ MODEL_OF_FILES = {
     "runs/qwen3_tuned": "runs/qwen3",
     "data.tokenizer={kind: pangu, path: vocab.model}": "data.tokenizer={kind: pangu, path: my/tokenizer.model}",
 }
-TRAINED_STEP = {"runs/quickstart/checkpoints/step-00001850": "runs/quickstart/checkpoints/step-00000020"}
+TRAINED_STEP = {
+    f"runs/{name}": "runs/quickstart/checkpoints/step-00000020"
+    for name in (
+        "quickstart/checkpoints/step-00001850",
+        "one/checkpoints/step-00000005",
+        "two/checkpoints/step-00000005",
+    )
+}
 FORMS: dict[str, Form] = {
     "tools/train_tokenizer": Form("a small corpus", instead={"40000": "300"}),
     "tools/preprocess_data": Form("a small corpus", ("--max-bad", "0")),

@@ -69,6 +69,18 @@ def test_the_ill_runs_of_the_first_tutorial_are_ill(name: str, prepared: StdlibP
         assert last["loss"] == pytest.approx(first["loss"], abs=0.3)
 
 
+def test_the_runs_of_the_guide_to_equality_are_equal(prepared: StdlibPaths, tmp_path: Path) -> None:
+    runs = by_output(repository() / "docs/proving-equal.md")
+    for name, processes in (("one", 0), ("two", 2)):
+        words = [word for word in runs[name] if not word.startswith(("train.output", "data.folder"))]
+        more = (f"data.folder={prepared.folder}", "sample.tokens=0", "validation.every=0")
+        done = pretrain(tmp_path / name, *words, *SMALL, *more, processes=processes)
+        assert done.returncode == 0, done.stderr
+    one, two = (metrics(tmp_path / name) for name in runs)
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-12)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("row", rows_of_memory(MEMORY), ids=lambda row: row[0])
 def test_figures_of_the_guide_to_memory_are_those_of_dry_runs(row: tuple[str, str, str]) -> None:
