@@ -16,8 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pangu.common.errors import UserError
-from pangu.common.files import read_json, write_atomically
+from pangu.common.files import write_atomically
 
 log = logging.getLogger("pangu")
 PATIENCE_SECONDS = 120.0
@@ -54,18 +53,18 @@ def identify(inputs: Any) -> str:
 
 def read_cached(file: Path) -> Any:
     """Return the contents of a file, or None if it is missing or damaged."""
-    with suppress(OSError, UserError):
-        content = read_json(file)
-        if isinstance(content, dict) and content.get("digest") == _digest(content.get("found")):
-            return content["found"]
+    with suppress(OSError):
+        digest, _, content = file.read_bytes().partition(b"\n")
+        if digest == _digest(content):
+            return json.loads(content)
     return None
 
 
 def write_cached(file: Path, found: Any) -> None:
     """Write a result, if the file is writable."""
     with suppress(OSError):
-        content = json.dumps({"digest": _digest(found), "found": found})
-        write_atomically(file, content.encode(), sync=False)
+        content = json.dumps(found).encode()
+        write_atomically(file, b"%s\n%s" % (_digest(content), content), sync=False)
 
 
 @contextmanager
@@ -93,5 +92,5 @@ def _program() -> Any:
     return hashlib.sha256(version("torch").encode() + content)
 
 
-def _digest(found: Any) -> str:
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()

@@ -16,14 +16,14 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.cost import collective_seconds, phase_seconds
-from pangu.planning.program import SKETCHED, Plan, Program, StagePart, shortest
+from pangu.planning.program import Plan, Program, StagePart, shortest
 from pangu.schedule.actions import Kind
 from pangu.schedule.buffers import buffers_of, copied_bytes, lasting_bytes
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.schedule.schedule import chunk_stages
-from pangu.schedule.spans import END, START, Collective, Matmul, Span, Trace, Work
+from pangu.schedule.spans import END, START, Collective, Trace
 from pangu.schedule.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
@@ -70,7 +70,7 @@ class LayoutBounds:
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
         """Create the bounds of a program's layouts on a cluster."""
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
-        self._kinds: dict[Any, tuple[Trace | None, LeastByKind]] = {}
+        self._kinds: dict[int, tuple[Trace, LeastByKind]] = {}
         self._chunks: dict[Any, list[Least]] = {}
         self._lines: dict[Any, list[tuple[int, float, float, float]]] = {}
         self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
@@ -122,10 +122,10 @@ class LayoutBounds:
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
-        trace = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
-        key = self._program.module_plan(plan), apart, plan.recomputed, part.content, trace is None
+        known = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
+        key = self._program.module_plan(plan), apart, plan.recomputed, part.content, known is None
         if key not in self._chunks:
-            least = self._by_kind(plan, trace)
+            least = self._by_kind(plan, known or self._program.sketched(plan))
             chunks = [(START, *kinds, END) for kinds in self._program.kinds(plan, part)]
             modules = ((_find(least, kind)[apart] for kind in chunk) for chunk in chunks)
             found = (Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules)
@@ -133,35 +133,27 @@ class LayoutBounds:
             self._chunks[key] = [one._replace(saved=0.0) for one in found] if offload else list(found)
         return self._chunks[key]
 
-    def _by_kind(self, plan: Plan, trace: Trace | None) -> LeastByKind:
-        """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules.
-
-        Without a trace, the micro-batches that `Program.sketch` has measured stand in for those of the plan.
-        """
-        key = self._program.module_plan(plan) if trace is None else id(trace)
-        if key in self._kinds:
-            return self._kinds[key][1]
-        if trace is None:
-            one, two = self._program.sketched(plan)
-            pairs = ((name, one.spans.get(name), span) for name, span in two.spans.items())
-            spans = [(name, *_at(plan.micro_size, a, b)) for name, a, b in pairs if a is not None and b is not None]
-        else:
-            spans = [(name, span.work, span.end) for name, span in trace.spans.items() if span is not None]
+    def _by_kind(self, plan: Plan, trace: Trace) -> LeastByKind:
+        """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
+        if id(trace) in self._kinds:
+            return self._kinds[id(trace)][1]
         groups = groups_of(plan.layout, self._cluster.node)  # all plans of a trace share these groups
         found: dict[str, dict[str, float]] = {}
-        for name, work, kept in spans:
+        for name, span in trace.spans.items():
+            if span is None:
+                continue
             of_kind = found.setdefault(name.module, {})
-            seconds = phase_seconds(work, groups, self._cluster).total
+            seconds = phase_seconds(span.work, groups, self._cluster).total
             of_kind[name.action] = min(seconds, of_kind.get(name.action, math.inf))
             if name.action == Kind.FORWARD:
-                of_kind["saved"] = min(kept, of_kind.get("saved", math.inf))
+                of_kind["saved"] = min(span.end, of_kind.get("saved", math.inf))
         least = {}
         for kind, of_kind in found.items():
             forward, whole, back, weight, saved = (of_kind.get(name, 0.0) for name in ("F", "B", "I", "W", "saved"))
             # if backward was measured in one part, its total is known, but not the input gradient's share
             apart = (back, weight) if "I" in of_kind or "W" in of_kind else (0.0, whole)
             least[kind] = Least(forward, whole, 0.0, saved), Least(forward, *apart, saved)
-        self._kinds[key] = trace, least
+        self._kinds[id(trace)] = trace, least
         return least
 
     def gib(self, plan: Plan) -> float:
@@ -251,29 +243,3 @@ def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
     plain = kind.replace(" recomputed", "").replace(" unreached", "")
     whole, apart = least.get(plain) or least.get(f"{plain} unreached") or (Least(), Least())
     return whole._replace(saved=0.0), apart._replace(saved=0.0)
-
-
-_ENDLESS = 2**20
-"""Rows, columns and depth of a matmul whose tiles lose nothing at the edges."""
-
-
-def _at(size: int, one: Span, two: Span) -> tuple[Work, float]:
-    """Return the least work of a span and the bytes it keeps, for micro-batches of `size` sequences.
-
-    Extrapolates from one and two sequences: memory traffic is linear; matmuls and messages scale with the number of
-    tokens, matmuls without the loss at the edges of their tiles.
-    """
-    if size <= len(SKETCHED):
-        return (one, two)[size - 1].work, (one, two)[size - 1].end
-    work, times, more = two.work, size / 2, size - 2
-    matmuls = tuple(
-        matmul._replace(calls=times * matmul.calls)
-        if matmul.fused
-        else Matmul(*(_ENDLESS,) * 3, calls=times * matmul.flops / (2.0 * _ENDLESS**3), fp8=matmul.fp8)
-        for matmul in work.matmuls
-    )
-    sent = tuple(sent._replace(bytes=times * sent.bytes) for sent in work.collectives)
-    nbytes = work.bytes + more * max(0.0, work.bytes - one.work.bytes)
-    host_bytes = work.host_bytes + more * max(0.0, work.host_bytes - one.work.host_bytes)
-    launches, waits = min(work.launches, one.work.launches), min(work.waits, one.work.waits)
-    return Work(matmuls, nbytes, launches, sent, host_bytes, waits), two.end + more * (two.end - one.end)

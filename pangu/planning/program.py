@@ -24,8 +24,6 @@ from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.stage_parameters import StageParameters
 
-SKETCHED = (1, 2)
-"""Sequences per micro-batch in the traces that the lower bounds are made of."""
 _SINGLE = Layout()
 _ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual_stages": 1, "layers": (), "micro_batches": 1}
 Recompute = Literal["none", "selective", "full"]
@@ -189,27 +187,25 @@ class Program:
         return all(self._key(plan, part) in self._known for part in self.cut(plan))
 
     def sketch(self, plans: Iterable[Plan]) -> None:
-        """Measure each kind of module in one chunk, for the micro-batch sizes in `SKETCHED`.
+        """Measure each kind of module in one chunk; raise DryRunError like `prepare`.
 
-        The results are lower bounds for modules of other sizes and chunks. Raises DryRunError like `prepare`.
+        The results are lower bounds for modules of other chunks.
         """
-        self.prepare({sketch for plan in plans for sketch in self._sketches(plan)})
+        self.prepare(set(map(self._sketch, plans)))
 
     def is_sketched(self, plan: Plan) -> bool:
         """Return whether `sketch` has measured a layout."""
-        return all(map(self.is_prepared, self._sketches(plan)))
+        return self.is_prepared(self._sketch(plan))
 
-    def sketched(self, plan: Plan) -> tuple[Trace, Trace]:
-        """Return the traces that `sketch` measures, one for each micro-batch size."""
-        one, two = (self.trace(sketch, self.cut(sketch)[0]) for sketch in self._sketches(plan))
-        return one, two
+    def sketched(self, plan: Plan) -> Trace:
+        """Return the trace that `sketch` measures."""
+        sketch = self._sketch(plan)
+        return self.trace(sketch, self.cut(sketch)[0])
 
-    def _sketches(self, plan: Plan) -> Iterator[Plan]:
-        """Yield one-chunk layouts, one per micro-batch size; one layer is recomputed, unless in the selective way."""
+    def _sketch(self, plan: Plan) -> Plan:
+        """Return a layout of one chunk; one of its layers is recomputed, unless in the selective way."""
         plan = self.module_plan(plan)._replace(offload=(), layers=(self.config.model.layers,))
-        if plan.recompute != "selective":
-            plan = plan._replace(recompute="none", recomputed=1)
-        return (plan._replace(micro_size=size) for size in SKETCHED)
+        return plan if plan.recompute == "selective" else plan._replace(recompute="none", recomputed=1)
 
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
         """Return the different parts of the model that the stages of a layout hold."""
