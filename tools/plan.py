@@ -27,6 +27,7 @@ from pangu.config.layout_checks import asks_for_layout
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import DryRunError, dry_run_roles, require_kernels
 from pangu.metrics.text import size
+from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
@@ -208,6 +209,7 @@ def plan(options: argparse.Namespace) -> None:
     values = laid_out(options.overrides)
     config, layout, stages = choose_layout(values, world=1)
     count_frozen(config.model, config.train.frozen)
+    check_groups(config.model, config.train.frozen, config.parameter_groups)
     if config.cluster is not None:
         cluster_in(config.cluster)
     if options.modules:

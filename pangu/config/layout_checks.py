@@ -109,14 +109,13 @@ def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:
-    parallel = config.parallel
+    parallel, rule = config.parallel, "needs parallel.context > 1"
     if parallel.context > 1:
         yield from context_problems(config)
-    elif parallel.context_kind != "auto":
-        rule, fix = "has no effect with parallel.context = 1", "use auto, or a larger parallel.context"
-        yield Problem("parallel.context_kind", parallel.context_kind, rule, fix)
-    if parallel.context == 1 < parallel.context_ulysses:
-        rule = "has no effect with parallel.context = 1"
+        return
+    if parallel.context_kind != "auto":
+        yield Problem("parallel.context_kind", parallel.context_kind, rule, "use auto, or a larger parallel.context")
+    if parallel.context_ulysses > 1:
         yield Problem("parallel.context_ulysses", parallel.context_ulysses, rule, "use 1, or a larger parallel.context")
 
 

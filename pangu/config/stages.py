@@ -66,9 +66,8 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
         if longest % sequence:
             rule = f"must divide model.sequence = {longest}, whose samples are cut"
             yield Problem(f"{key}.sequence", sequence, rule, any_of(divisors_near(longest, sequence)))
-        elif (stage.global_size or size) % (parts := longest // sequence):
+        elif (given := stage.global_size or size) % (parts := longest // sequence):
             rule = f"must be a multiple of model.sequence / sequence = {parts}, so that a step takes whole samples"
-            given = stage.global_size or size
             yield Problem(f"{key}.global_size", given, rule, any_of(multiples_near(parts, given)))
         if sequence < longest and (config.data.packing.method != "concat" or isinstance(config.data, InstructionsData)):
             rule = "would cut packed documents"

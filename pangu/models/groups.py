@@ -32,13 +32,15 @@ def group_options(groups: Sequence[ParameterGroup], names: Collection[str]) -> l
 
 
 def check_groups(model: ModelConfig, frozen: Collection[str], groups: Sequence[ParameterGroup]) -> None:
-    """Raise `ConfigError` for a pattern that fits no trained tensor, or only those of earlier groups."""
+    """Raise `ConfigError` for a group without patterns, and for a pattern that gets no trained tensor."""
     table = place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
     names = [placement.name for placement in table if placement.trained]
     problems: list[Problem] = []
     for number, (group, (_, members)) in enumerate(zip(groups, group_options(groups, names), strict=False)):
+        key = f"parameter_groups[{number}].names"
+        if not group.names:
+            problems.append(Problem(key, [], "must have a pattern, as the group has no effect", "remove the group"))
         for pattern in group.names:
-            key = f"parameter_groups[{number}].names"
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
                 rule = "matches no trained tensor of the model"

@@ -23,9 +23,7 @@ CONTRADICTIONS = {
     ),
     "parallel.zero_group=2": "parallel.zero_group = 2: parallel.zero = 0 shards nothing",
     "parallel.context=0": "parallel.context = 0: must be at least 1",
-    "parallel.context_kind=ring": (
-        "parallel.context_kind = ring: has no effect with parallel.context = 1; use auto, or a larger"
-    ),
+    "parallel.context_kind=ring": "parallel.context_kind = ring: needs parallel.context > 1; use auto, or a larger",
     "parallel.context=3 model.sequence=64": (
         "parallel.context = 3: 2 x parallel.context must divide model.sequence = 64; nearest valid values: 1, 2, 4"
     ),
@@ -45,7 +43,7 @@ CONTRADICTIONS = {
         "model.attention = flash: does not support a window with parallel.context_kind = ring; set "
         "parallel.context_kind=gather"
     ),
-    "parallel.context_ulysses=2": "parallel.context_ulysses = 2: has no effect with parallel.context = 1; use 1, or a",
+    "parallel.context_ulysses=2": "parallel.context_ulysses = 2: needs parallel.context > 1; use 1, or a",
     "parallel.context=4 parallel.context_ulysses=2": (
         "parallel.context_ulysses = 2: needs parallel.context_kind = ring, not auto; use 1, or set"
     ),

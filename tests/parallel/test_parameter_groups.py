@@ -97,4 +97,5 @@ def test_patterns_that_fit_nothing_are_refused() -> None:
     )
     text = problems(ParameterGroup(("*.query.*",)), ParameterGroup(("layers.0.attention.query.weight",)))
     assert "parameter_groups[1].names = layers.0.attention.query.weight: matches only tensors of earlier groups" in text
+    assert "parameter_groups[0].names = []: must have a pattern" in problems(ParameterGroup(()))
     check_groups(tiny().model, (), (ParameterGroup(("*.query.*",)), ParameterGroup(("*.attention.*",))))

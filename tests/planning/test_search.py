@@ -256,6 +256,7 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("+config=pangu_13b", "parameter_groups=[{names:[nope.*]}]"), "[0].names = nope.*: matches no trained tensor"),
         (("+config=pangu_13b", "--search"), "--search needs the description of a cluster: set cluster=NAME"),
         ((*PLAN, "cluster.memory.gib=1"), "the smallest one needs "),
         ((*PLAN, "cluster.node=48"), "cluster.devices = 64: must be a multiple of cluster.node = 48, "),
