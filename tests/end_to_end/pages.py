@@ -51,6 +51,12 @@ def _apart(words: list[str]) -> Iterator[list[str]]:
     yield words
 
 
+def run_python_block(page: Path) -> None:
+    """Run the page's first block of Python in the present folder."""
+    _, block = page.read_text(encoding="utf-8").split("```python\n", 1)
+    exec(compile(block.split("```")[0], str(page), "exec"), {})
+
+
 @dataclass(frozen=True)
 class Command:
     """What a line starts: `program` (`pretrain`, `tools/plan`) with some arguments, on a number of processes."""
@@ -136,8 +142,10 @@ MODEL_OF_FILES = {
     "pangu_2.6B/": "pangu.ckpt",
     "model=pangu_2_6b": "model.heads=8",
     "runs/qwen3_tuned": "runs/qwen3",
+    "runs/tiny_chat": "runs/tiny",
     "data.tokenizer={kind: pangu, path: vocab.model}": "data.tokenizer={kind: pangu, path: my/tokenizer.model}",
 }
+OTHER_RUNS = {"2": "1", "runs/tiny_chat": "runs/tiny", "runs/own": "runs/quickstart"}
 TRAINED_STEP = {
     f"runs/{name}": "runs/quickstart/checkpoints/step-00000020"
     for name in (
@@ -157,7 +165,7 @@ FORMS: dict[str, Form] = {
     "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
     "tools/translate_config": Form("tests/interop/test_translate_config.py has such files", runs=False),
     "tools/report": Form("tests/report/test_report.py has such run folders", runs=False),
-    "scripts/generate": Form("one process", ("--max-tokens", "4"), {"2": "1"}),
+    "scripts/generate": Form("one process", ("--max-tokens", "4"), OTHER_RUNS),
     "scripts/evaluate": Form(
         "one process, one question, files without examples", ("--limit", "1"), {"2": "1", "few": "0"}
     ),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from pangu.config.layout_checks import layout_problems
 from pangu.metrics.record import StepRecord
 from pangu.metrics.writers import progress_line
 from pangu.prepare.stdlib import StdlibPaths
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics, pretrain
-from tests.end_to_end.pages import Command, chinese, commands
+from tests.end_to_end.pages import Command, chinese, commands, run_python_block
 from tests.spawn import repository
 
 FIRST, MEMORY, CHOICES = (
@@ -106,3 +110,53 @@ def test_first_guesses_are_those_of_the_presets(page: Path) -> None:
         run = config(f"+config={name}")
         guess = (run.optimizer.lr, run.batch.global_size, run.model.sequence, run.lr_schedule.warmup_steps)
         assert guess == (float(rate), int(size), int(sequence), int(warmup)), name
+
+
+def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    page, answers = repository() / "docs/fine-tuning.md", []
+    with chdir(tmp_path):
+        run_python_block(page)
+        for words in commands(page):
+            command = Command.of(words)
+            assert command is not None
+            few = ["train.steps=30", "validation.every=30"] if command.trains else []
+            done = called(command.program, *command.arguments, *few)
+            assert done.returncode == 0, f"{words}\n{done.stderr}"
+            answers += [done.stdout.strip()] if "12 + 7 = ?" in words else []
+        lines = metrics(tmp_path / "runs/tiny_chat")
+        assert lines[-1]["validation_loss"] < 0.5 * lines[0]["loss"]
+        assert len(Path("answers.jsonl").read_text().splitlines()) == len(
+            Path("questions.txt").read_text().splitlines()
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained("export/tiny")
+        tokenizer = transformers.AutoTokenizer.from_pretrained("export/tiny")
+    chat = [{"role": "user", "content": "12 + 7 = ?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    drawn = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answers == 2 * [tokenizer.decode(drawn, skip_special_tokens=True)]
+
+
+def test_both_languages_make_the_same_small_model() -> None:
+    page = repository() / "docs/fine-tuning.md"
+    english, other = (path.read_text(encoding="utf-8").split("```")[1] for path in (page, chinese(page)))
+    assert english == other
+
+
+@pytest.mark.parametrize("language", [lambda page: page, chinese], ids=["en", "zh"])
+def test_the_tutorial_of_megatron_shows_the_translation_and_words_that_32_devices_take(
+    language: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    text = language(repository() / "docs/megatron-to-slurm.md").read_text(encoding="utf-8")
+    script = tmp_path / "train_7b.sh"
+    script.write_text(text.split("```bash\n")[1].split("```")[0], encoding="utf-8")
+    done = called("tools/translate_config", "--from", "megatron", script, "DATA_PATH=my/corpus")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    shown = text.split("    model=gpt2_124m")[1].split("\n\n")[0].splitlines()[1:]
+    assert {line.strip() for line in shown} - {"..."} <= {line.strip() for line in said}
+    words = [shlex.split(line.removesuffix(" \\"))[0] for line in said if not line.startswith("#")]
+    submitted = shlex.split(text.split("pretrain.sbatch $words ")[1].split("\n\n")[0])
+    more = [word for word in submitted if word.strip()]
+    assert not layout_problems(config(*words), 32)
+    assert not layout_problems(config(*words, *more), 32)

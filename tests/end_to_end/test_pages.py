@@ -36,7 +36,7 @@ from tests.configs import RECIPES, config
 from tests.dryrun.conftest import commands_share_it, process  # noqa: F401
 from tests.end_to_end.commands import SMALL, called, metrics, on_ranks
 from tests.end_to_end.commands import command as python
-from tests.end_to_end.pages import PAGES, Command, cheap, chinese, commands, shown
+from tests.end_to_end.pages import PAGES, Command, cheap, chinese, commands, run_python_block, shown
 from tests.interop.test_formats import given, weights
 from tests.schedule.pictures import draw_schedule
 from tests.schedule.test_draw import texts
@@ -173,6 +173,8 @@ def workplace(session_folder: Path, folder: Path) -> Path:
                     if words[1] in PREPARING:
                         carry_out(words)
             _write_models(place)
+            with chdir(place):
+                run_python_block(DOCS["fine-tuning"])
             for name in ("my/web", "my/books"):
                 for path in (place / "my").glob("corpus.*"):
                     shutil.copy(path, (place / name).with_suffix(path.suffix))
