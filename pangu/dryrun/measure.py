@@ -40,7 +40,6 @@ from pangu.schedule.spans import (
     SpanKey,
     Trace,
     UpdateTrace,
-    Work,
     keys_of,
     module_kinds,
 )
@@ -207,17 +206,6 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
         yield end, Span(parts, work_of(end.counts), tuple(sorted(until.items())))
 
 
-def joined(spans: Sequence[Span]) -> Span:
-    """Return consecutive spans joined into one."""
-    segments, level = [Segment(0, 0)], 0
-    for span in spans:
-        segments += [Segment(level + peak, level + end, mark) for peak, end, mark in span.segments]
-        level = segments[-1].end
-    works = [vars(span.work) for span in spans]
-    total = {name: sum((work[name] for work in works), start=zero) for name, zero in vars(Work()).items()}
-    return Span((Segment(max(segment.peak for segment in segments), level),), Work(**total))
-
-
 def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the traces of a job that names `chunks`, or the report of a rank; or the `error`."""
     place = (torch.device("cpu"), None) if isinstance(fake, str) else (torch.device("cuda", 0), fake)
@@ -328,17 +316,18 @@ def _trace(
 ) -> Trace:
     keys = (wanted.keys(tuple(modules.values())) for modules in kinds.values())
     spans: dict[SpanKey, Span | None] = dict.fromkeys(chain.from_iterable(keys))
-    beside: dict[str, list[Span]] = {BEGIN: [], MOVE: [], FINISH: []}
+    parts: dict[str, Span] = {}
+    """Last span of each part of the step besides its actions: before the micro-batches are moved nothing is kept."""
     for boundary, span in spans_in(log):
         action = boundary.action
         if isinstance(action, Action) and action.micro:
             key = key_of(boundary, action, kinds[action.chunk])
             until = dict(span.until) | dict(before.until if (before := spans.get(key)) else ())
             spans[key] = replace(span, until=tuple(sorted(until.items())))
-        elif boundary.module in beside and not isinstance(action, Action):
-            beside[boundary.module].append(span)
+        elif not isinstance(action, Action):
+            parts[boundary.module] = span
     lasting = sum(size for kind, size in audit.memory.bytes.items() if kind not in OWNED)
-    return Trace(spans, joined(beside[BEGIN]), beside[MOVE][-1], beside[FINISH][-1], update, lasting)
+    return Trace(spans, parts[BEGIN], parts[MOVE], parts[FINISH], update, lasting)
 
 
 def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> SpanKey:

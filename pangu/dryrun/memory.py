@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from pangu.dryrun.device import FakeDevice, StreamEntry
+from pangu.schedule.buffers import allocated
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "communication", "logits")
 """Kinds of memory: compute weights; gradient sums; main parameters and moments; activations, both saved and temporary;
 gathered weights between unshard and reshard; buffers of collectives; logits and their gradient."""
 OWNED = frozenset({"parameters", "gradients", "optimizer", "gathered"})
 """Kinds that belong to flat parameters, whichever module is computed."""
-_GRAIN = 512
-"""Allocation granularity in bytes: device allocators round up to multiples of it."""
 Stream = int | str
 HOST: Stream = "the host"
 Clock = dict[Stream, int]
@@ -94,7 +93,7 @@ class Memory:
     def resize(self, storage: torch.UntypedStorage, place: str) -> None:
         """Update the size of a known storage."""
         if (entry := self.live.get(storage._cdata)) is not None:
-            size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+            size = allocated(storage.nbytes())
             change, entry.size = size - entry.size, size
             self._grow(entry, change, place)
 
