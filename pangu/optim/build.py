@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from pangu.optim.muon import Muon
 from pangu.optim.uncompiled import AdamW
 from pangu.topology.placement import Placement
 
+Orthogonalizer = Callable[[Sequence[Placement]], Callable[[list[Tensor]], Iterable[Sequence[int]]]]
+"""Function that returns, for some matrices, how to orthogonalize them, see `Muon`."""
+
 
 def make_optimizer(
     config: OptimizerConfig,
@@ -23,7 +26,7 @@ def make_optimizer(
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
     options: Sequence[tuple[Mapping[str, Any], Collection[str]]] = (),
     kernels: str = "torch",
-    whole: Callable[[Sequence[Placement]], Callable[[list[Tensor]], None]] | None = None,
+    whole: Orthogonalizer | None = None,
 ) -> torch.optim.Optimizer:
     """Return AdamW, LAMB or Muon over logical tensors; biases and norms get no weight decay and no trust ratio.
 
@@ -80,7 +83,7 @@ def _muon(
     tensors: Sequence[tuple[Placement, Tensor]],
     groups: Sequence[Mapping[str, Any]],
     moments: torch.dtype | None,
-    whole: Callable[[Sequence[Placement]], Callable[[list[Tensor]], None]] | None,
+    whole: Orthogonalizer | None,
 ) -> Muon:
     of = {tensor: placement for placement, tensor in tensors}
     split = [

@@ -1,13 +1,13 @@
 """Muon for matrices (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982, section 2), AdamW for other tensors.
 
 Like LAMB, it knows nothing of ranks: tensors may be flat shards of matrices, and `orthogonalize` replaces the shards of
-the momentum by those of the orthogonal matrices.
+the momentum by those of the orthogonal matrices, some at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Muon(Lamb):
         dtype: torch.dtype | None = None,
         moments: torch.dtype | None = None,
         shapes: Mapping[Tensor, Sequence[int]] | None = None,
-        orthogonalize: Callable[[list[Tensor]], None] | None = None,
+        orthogonalize: Callable[[list[Tensor]], Iterable[Sequence[int]]] | None = None,
         reuse_gradients: bool = False,
     ) -> None:
         """Start with moments and step counts of 0.
@@ -67,7 +67,7 @@ class Muon(Lamb):
             shapes: Shape of what is orthogonalized, by tensor: of the matrix of which a tensor is a shard, or of blocks
                 of its rows; None: tensors are matrices.
             orthogonalize: Function that replaces shards, in the order of the groups, by those of orthogonalized
-                matrices; None: tensors are matrices.
+                matrices, and yields the indices of those replaced; None: tensors are matrices.
             reuse_gradients: True to overwrite the gradients with the update, which saves memory of their size.
 
         Raises:
@@ -110,15 +110,19 @@ class Muon(Lamb):
         groups = [group for group in self.param_groups if group["matrices"]]
         parts = [(group, part) for group in groups for part in _parts(group["params"])]
         updates = [self._update_momentum(group, part) for group, part in parts]
-        # a rank without a shard of any matrix still takes part in it
         if self._orthogonalize is None:
             for (group, part), of_part in zip(parts, updates, strict=True):
                 blocks = (update.view(-1, *self._shape(one)) for one, update in zip(part, of_part, strict=True))
                 orthogonalize([*chain(*blocks)], group["ns_steps"], self._dtype)
+                self._apply_matrices(group, part, of_part)
         else:
-            self._orthogonalize([*chain(*updates)])
-        for (group, part), of_part in zip(parts, updates, strict=True):
-            self._apply_matrices(group, part, of_part)
+            of = [(group, one) for group, part in parts for one in part]
+            shards = [*chain(*updates)]
+            # a rank without a shard of any matrix still takes part in it
+            for replaced in self._orthogonalize(shards):
+                for _, alike in groupby(replaced, lambda index: id(of[index][0])):
+                    some = list(alike)
+                    self._apply_matrices(of[some[0]][0], [of[i][1] for i in some], [shards[i] for i in some])
         steps = (self.state[one]["step"] for _, part in parts for one in part)
         for step in {id(step): step for step in steps}.values():
             step.add_(self._applied_on(step.device))

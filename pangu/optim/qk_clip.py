@@ -13,7 +13,7 @@ all heads share the rotated part of the keys, so that the rotated part of a quer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -30,6 +30,7 @@ _SCALED = re.compile(r"layers\.(\d+)\.attention\.(query|key)\.(weight|bias)")
 class _Part(NamedTuple):
     """Rows of a projection's weights or bias."""
 
+    name: str
     values: Tensor
     layer: int
     projection: str
@@ -44,22 +45,18 @@ class QkClip:
         """Find the projections of queries and keys among rectangles of tensors: name, values and first row of each."""
         self._threshold, self._model = threshold, model
         self._parts = [
-            _Part(values, int(found[1]), found[2], row)
+            _Part(name, values, int(found[1]), found[2], row)
             for name, values, row in rectangles
             if (found := _SCALED.fullmatch(name))
         ]
         self._factors = torch.ones(())
+        self._scales: dict[str, Tensor] = {}
 
     @classmethod
-    def of_run(
-        cls, config: RunConfig, rectangles: Iterable[tuple[str, Tensor, int]], optimizer: torch.optim.Optimizer
-    ) -> Self | None:
-        """Return the QK-clip of a run, which follows each step of the optimizer; None without a threshold."""
-        if (threshold := qk_clip_of(config.optimizer)) is None:
-            return None
-        clip = cls(threshold, config.model, rectangles)
-        optimizer.register_step_post_hook(clip.after_step)
-        return clip
+    def of_run(cls, config: RunConfig, rectangles: Iterable[tuple[str, Tensor, int]]) -> Self | None:
+        """Return the QK-clip of a run; None without a threshold."""
+        threshold = qk_clip_of(config.optimizer)
+        return None if threshold is None else cls(threshold, config.model, rectangles)
 
     def decide(self, logits: Tensor, skipped: Tensor) -> None:
         """Compute √γ of the largest logits [layers, heads] of all ranks; 1 if the step is skipped (a device bool)."""
@@ -71,13 +68,13 @@ class QkClip:
             # an offloaded update waits for the device after this
             on_host = host_memory(factors.numel(), factors.dtype, factors.device).view_as(factors)
             factors = on_host.copy_(factors, non_blocking=True)
-        self._factors = factors
+        self._factors, self._scales = factors, {}
 
-    def after_step(self, *_: object) -> None:
-        """Scale the weights, as a hook of the optimizer."""
-        rows = dict(self._rows())
-        for part in self._parts:
-            scale = rows[part.projection][part.layer, part.first : part.first + part.values.shape[0]]
+    def scale(self, names: Collection[str]) -> None:
+        """Scale those of these tensors that are queries and keys, which the optimizer has updated."""
+        for part in (part for part in self._parts if part.name in names):
+            self._scales = self._scales or dict(self._rows())
+            scale = self._scales[part.projection][part.layer, part.first : part.first + part.values.shape[0]]
             part.values.mul_(scale if part.values.dim() == 1 else scale[:, None])
 
     def _rows(self) -> Iterator[tuple[str, Tensor]]:

@@ -313,9 +313,10 @@ def _after(
 ) -> tuple[float, float]:
     """Return a stage's exposed seconds of replica communication next to `backward` seconds, and its update seconds."""
     sent = tuple(one._replace(calls=one.calls * often) for one, often in stage.other_collectives.items())
-    waited = phase_seconds(Work(collectives=sent), groups, cluster, backward).total
+    iterations = sum(matmul_seconds(product, cluster) for product in stage.update.matmuls)
+    waited = phase_seconds(Work(collectives=sent), groups, cluster, backward + iterations).total
     waited += stage.update.host_bytes / (cluster.host_gb_s * 1e9)
-    device = stage.update.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    device = iterations + stage.update.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = stage.update.launches * cluster.launch_us * 1e-6
     return waited, started(device, host, cluster)

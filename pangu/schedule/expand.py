@@ -66,6 +66,7 @@ def expand(
     parameters: StageParameters,
     in_flight: Collection[int] | None = None,
     one_by_one: bool = False,
+    published: Sequence[FlatNumbers] | None = None,
 ) -> list[StepOp]:
     """Return the step of one rank.
 
@@ -75,8 +76,9 @@ def expand(
         in_flight: Indices of flat parameters whose weights are in flight at the start of the step; None: those that
             the update of the previous step published.
         one_by_one: True if an optimizer with its state on the host updates one flat parameter at a time.
+        published: Trained flat parameters in the order in which the update publishes them; None: as they are.
     """
-    return Expansion(parameters, in_flight).step(actions, one_by_one)
+    return Expansion(parameters, in_flight).step(actions, one_by_one, published)
 
 
 class Expansion:
@@ -114,14 +116,16 @@ class Expansion:
         else:
             self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
 
-    def step(self, actions: Iterable[Action], one_by_one: bool) -> list[StepOp]:
+    def step(
+        self, actions: Iterable[Action], one_by_one: bool, published: Sequence[FlatNumbers] | None = None
+    ) -> list[StepOp]:
         """Return the operations of a full step."""
         for action in actions:
             self.add(action)
         # reductions that are still in flight after the last micro-batch
         self.reducing.finish_all()
         on_host = any("optimizer" in flat.sharding.offload for flat in self.parameters.flats)
-        groups = [[flat] for flat in self.trained] if one_by_one and on_host else [self.trained]
+        groups = [[flat] for flat in self.trained] if one_by_one and on_host else [published or self.trained]
         for flats in groups:
             self.ops.append(StepOp(UPDATE, flat=flats[0] if len(groups) > 1 else None))
             self.unsharding.publish(flats)

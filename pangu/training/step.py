@@ -45,6 +45,7 @@ from pangu.zero.flat_parameter import Shard
 from pangu.zero.gradients import Norms, layer_products_add
 from pangu.zero.matrices import WholeMatrices
 from pangu.zero.sharded import ShardedParameters
+from pangu.zero.stage_parameters import FlatNumbers
 from pangu.zero.weight_products import WeightProducts
 
 if TYPE_CHECKING:
@@ -144,14 +145,22 @@ class Trainer:
         over_ranks = self.parameters.squares.over
         whole = None
         if isinstance(config.optimizer, MuonConfig):
-            whole = WholeMatrices(self.parameters.stage, mesh, config.precision.compute, config.optimizer).over
+            compute = config.precision.compute
+            whole = WholeMatrices(self.parameters.stage, mesh, compute, config.optimizer, self._publish).over
         groups = group_options(config.parameter_groups, [placement.name for placement, _ in trained])
         self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, groups, chosen["optimizer"], whole)
-        self.clip = QkClip.of_run(config, self.parameters.rectangles(), self.optimizer)
+        self.clip = QkClip.of_run(config, self.parameters.rectangles())
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         dtype = DTYPES[config.precision.compute]
         self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)
         self.check = StepCheck(self) if config.train.check_step else None
+
+    def _publish(self, flats: Sequence[FlatNumbers]) -> None:
+        if self.clip is not None:
+            self.clip.scale(
+                {placement.name for flat in flats for placement, _ in flat.tensor_ranges(self.parameters.stage.table)}
+            )
+        self.parameters.publish_updated(flats)
 
     @property
     def shards(self) -> list[Shard]:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pangu.common.errors import LocalError
+from pangu.config.optimizer import MuonConfig
 from pangu.models.language_model import ModuleHooks
 from pangu.schedule.actions import MESSAGES, Action, Kind
 from pangu.schedule.expand import UPDATE, StepOp, expand
 from pangu.schedule.schedule import Schedule
 from pangu.zero.flat_parameter import FlatParameter
+from pangu.zero.homes import publish_order
 from pangu.zero.rules import Operation
 from pangu.zero.unshard import passing
 
@@ -32,7 +34,11 @@ class StepCheck(ModuleHooks):
         mesh, schedule, parameters = trainer.mesh, trainer.stages.schedule, trainer.parameters
         self._stage = parameters.stage
         self._mesh, self._actions = mesh, schedule.actions[mesh.at.pipeline]
-        self._one_by_one = trainer.config.optimizer.name == "adam"
+        optimizer = trainer.config.optimizer
+        self._one_by_one = optimizer.name == "adam"
+        self._published = None
+        if isinstance(optimizer, MuonConfig):
+            self._published = publish_order(self._stage, optimizer.split_heads)
         self._name = mesh.name
         self._expected: Iterator[StepOp] | None = None
         """Operations that must follow; None outside of a step."""
@@ -55,7 +61,7 @@ class StepCheck(ModuleHooks):
         if self._is_stopped:
             return
         in_flight = {flat.numbers.index for flat in self._unsharder.in_flight}
-        ops = expand(self._actions, self._stage, in_flight, self._one_by_one)
+        ops = expand(self._actions, self._stage, in_flight, self._one_by_one, self._published)
         self._expected, self._count = filter(self._is_compared, ops), 0
 
     def stop(self) -> None:

@@ -25,6 +25,9 @@ from pangu.config.optimizer import UPDATED_AT_ONCE, matrices_at_once
 from pangu.topology.placement import Placement, TensorRank
 from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 
+SLOWER = 1.01
+"""Most that iterations may be slowed down so that weights are published earlier."""
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -37,6 +40,8 @@ class Matrix:
     """True if tensor-parallel ranks hold different slices."""
     shape: tuple[int, int]
     """Shape of what is orthogonalized, see `Placement.matrix_shape`."""
+    flat: int
+    """Index of its flat parameter."""
     shard: int = 0
     tensor: int = 0
     """Home: the shard, and the tensor-parallel rank if the matrix is cut; otherwise all of them."""
@@ -100,23 +105,17 @@ def matrix_rounds(stage: StageParameters, split_heads: bool, at_once: int = UPDA
     """Return the rounds of exchange of a rank's stage, for dense matrices (False) and for split experts (True).
 
     A rank is home of at most `at_once` elements in each, or of one matrix. Homes are balanced by the cost of the
-    iterations, the largest first, alike on every rank.
+    iterations, alike on every rank.
     """
     rounds: dict[bool, list[Round]] = {}
     for experts in (False, True):
         flats = [flat for flat in stage.flats if flat.trained and flat.sharding.experts == experts]
-        if not flats:
-            continue
-        cut, sharding = stage.cuts[experts], flats[0].sharding
-        found = [one for flat in flats for one in _matrices_of(flat, stage, cut, split_heads)]
-        matrices = _with_homes(found, sharding.size, cut.size)
-        numbers = _round_numbers(matrices, at_once)
-        rounds[experts] = [
-            Round(
-                tuple(m for m, of in zip(matrices, numbers, strict=True) if of == n), sharding.rank, sharding.size, cut
-            )
-            for n in range(max(numbers, default=-1) + 1)
-        ]
+        cut = stage.cuts[experts]
+        found = [[*_matrices_of(flat, stage, cut, split_heads)] for flat in flats]
+        if any(found):
+            sharding = flats[0].sharding
+            divided = _divided([*filter(None, found)], sharding.size, cut.size, at_once)
+            rounds[experts] = [Round(tuple(one), sharding.rank, sharding.size, cut) for one in divided]
     return rounds
 
 
@@ -127,44 +126,80 @@ def _matrices_of(flat: FlatNumbers, stage: StageParameters, cut: TensorRank, spl
             bounds = ((max(span.start, s.start), min(span.stop, s.stop)) for s in spans)
             pieces = tuple(slice(a - span.start, b - span.start) if a < b else slice(0, 0) for a, b in bounds)
             is_cut = entry.cut_dim is not None and cut.size > 1
-            yield Matrix(entry, pieces, is_cut, entry.matrix_shape(split_heads))
+            yield Matrix(entry, pieces, is_cut, entry.matrix_shape(split_heads), flat.index)
 
 
-def _with_homes(matrices: Sequence[Matrix], shards: int, tensor: int) -> list[Matrix]:
-    """Return the matrices with their homes, those of a shape together."""
-    loads = [[0] * tensor for _ in range(shards)]
-    placed = []
-    for matrix in sorted(matrices, key=lambda one: (-_cost(one), one.placement.shape, one.placement.name)):
-        if matrix.is_cut:
-            _, shard, rank = min((load, s, t) for s, of_shard in enumerate(loads) for t, load in enumerate(of_shard))
-            loads[shard][rank] += _cost(matrix)
-        else:
-            (_, shard), rank = min((max(of_shard), s) for s, of_shard in enumerate(loads)), 0
-            loads[shard] = [load + _cost(matrix) for load in loads[shard]]
-        placed.append(replace(matrix, shard=shard, tensor=rank))
-    return placed
+def _divided(flats: Sequence[Sequence[Matrix]], shards: int, tensor: int, at_once: int) -> list[list[Matrix]]:
+    """Divide the matrices of flat parameters into rounds.
+
+    The weights of a flat parameter are published after its last matrix, so that few flat parameters should be updated
+    at a time. But ranks wait for each other in each round, which costs least with matrices of one shape: of 2 large
+    matrices and 4 small ones in each flat parameter, 4 ranks take turns of 2 flat parameters without waiting.
+    """
+    least = sum(_cost(one) for matrices in flats for one in matrices)
+    found: list[tuple[int, list[list[Matrix]]]] = []
+    for width in (2**power for power in range(1 + len(flats).bit_length())):
+        found.append(_with_homes(flats, width, shards, tensor, at_once))
+        if found[-1][0] * shards * tensor <= SLOWER * least:
+            break
+    fastest = min(cost for cost, _ in found)
+    return next(rounds for cost, rounds in found if cost <= SLOWER * fastest)
+
+
+def _with_homes(
+    flats: Sequence[Sequence[Matrix]], width: int, shards: int, tensor: int, at_once: int
+) -> tuple[int, list[list[Matrix]]]:
+    """Return the cost and the rounds of `width` flat parameters at a time, the largest matrices first, with homes."""
+    total, rounds = 0, [list[Matrix]()]
+    # cost of each rank; elements and cost of each rank in the last round
+    loads, held, costs = ([0] * (shards * tensor) for _ in range(3))
+    for start in range(0, len(flats), width):
+        window = [matrix for matrices in flats[start : start + width] for matrix in matrices]
+        for matrix in sorted(window, key=lambda one: (-_cost(one), one.placement.shape)):
+            if matrix.is_cut or tensor == 1:
+                first = loads.index(min(loads))
+                homes = range(first, first + 1)
+            else:
+                fullest = [max(loads[first : first + tensor]) for first in range(0, len(loads), tensor)]
+                first = fullest.index(min(fullest)) * tensor
+                homes = range(first, first + tensor)
+            numel, cost = matrix.placement.numel, _cost(matrix)
+            if any(held[home] and held[home] + numel > at_once for home in homes):
+                total += max(costs)
+                rounds.append([])
+                held, costs = ([0] * len(loads) for _ in range(2))
+            for home in homes:
+                loads[home] += cost
+                costs[home] += cost
+                held[home] += numel
+            rounds[-1].append(replace(matrix, shard=first // tensor, tensor=first % tensor))
+    return total + max(costs), rounds
 
 
 def _cost(matrix: Matrix) -> int:
     return matrix.placement.numel * min(matrix.shape)
 
 
-def _round_numbers(matrices: Sequence[Matrix], at_once: int) -> list[int]:
-    """Return the number of the round of each matrix."""
-    held: dict[tuple[int, int], tuple[int, int]] = {}
-    numbers = []
-    for matrix in matrices:
-        home = matrix.shard, matrix.tensor if matrix.is_cut else -1
-        number, elements = held.get(home, (0, 0))
-        if elements and elements + matrix.placement.numel > at_once:
-            number, elements = number + 1, 0
-        held[home] = number, elements + matrix.placement.numel
-        numbers.append(number)
-    return numbers
+def publications(stage: StageParameters, rounds: Sequence[Round]) -> list[list[FlatNumbers]]:
+    """Return the trained flat parameters without matrices, and those whose last matrices are in each round."""
+    last = {matrix.flat: number for number, one in enumerate(rounds) for matrix in one.matrices}
+    found: list[list[FlatNumbers]] = [[] for _ in range(1 + len(rounds))]
+    for flat in stage.flats:
+        if flat.trained:
+            found[1 + last.get(flat.index, -1)].append(flat)
+    return found
+
+
+def publish_order(stage: StageParameters, split_heads: bool) -> list[FlatNumbers]:
+    """Return the trained flat parameters in the order in which their weights are published."""
+    rounds = [one for of_kind in matrix_rounds(stage, split_heads).values() for one in of_kind]
+    first, *others = publications(stage, rounds)
+    finished = (number for number, step in steps_of(rounds) if step is RoundStep.FINISH)
+    return [*first, *(flat for number in finished for flat in others[number])]
 
 
 class RoundStep(IntEnum):
-    """RoundStep of a round; each of four starts an exchange, which the following one waits for."""
+    """Step of a round; each of four starts an exchange, which the following one waits for."""
 
     SEND = 0
     """Send shards to the homes."""
@@ -185,7 +220,7 @@ def steps_of(rounds: Sequence[Round]) -> list[tuple[int, RoundStep]]:
 
     Exchanges are in flight while other rounds are orthogonalized. With both kinds, next to the iterations of round 2:
 
-        send          round 4        split back    round 1
+        send          round 4        split         round 1
         join          round 3        return        round 0
     """
     keys = []
@@ -258,8 +293,7 @@ def working_bytes(rounds: Sequence[Round], itemsize: int, alias: bool) -> int:
                     hold(local + sent)
                     hold(-local)
             case RoundStep.FINISH:
-                hold(-(local + sent) if apart else 0)
-                hold(0 if apart else -cut - (local - cut) * copied)
+                hold(-(local + sent) if apart else -cut - (local - cut) * copied)
     return peak * itemsize
 
 

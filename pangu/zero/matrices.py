@@ -15,15 +15,22 @@ from pangu.optim.newton_schulz import orthogonalize
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.topology.recorder import AxisGroup
-from pangu.zero.homes import Round, RoundStep, matrix_rounds, steps_of
-from pangu.zero.stage_parameters import StageParameters
+from pangu.zero.homes import Round, RoundStep, matrix_rounds, publications, steps_of
+from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 
 
 class WholeMatrices:
     """Matrices of a rank's stage, which are orthogonalized whole, each on one rank."""
 
-    def __init__(self, stage: StageParameters, mesh: Mesh, compute: str, config: MuonConfig) -> None:
-        """Prepare the exchanges; `compute`: compute format."""
+    def __init__(
+        self,
+        stage: StageParameters,
+        mesh: Mesh,
+        compute: str,
+        config: MuonConfig,
+        publish: Callable[[Sequence[FlatNumbers]], None],
+    ) -> None:
+        """Prepare the exchanges; `compute`: compute format; `publish`: function that publishes updated weights."""
         # fp16 has too small a range for messages and iterations
         self._dtype = DTYPES["bf16" if compute == "fp16" else compute]
         self._steps, self._mesh = config.ns_steps, mesh
@@ -32,17 +39,28 @@ class WholeMatrices:
             for experts, rounds in matrix_rounds(stage, config.split_heads).items()
             for one in rounds
         ]
-        self._order = steps_of([one for one, *_ in self._rounds])
+        rounds = [one for one, *_ in self._rounds]
+        self._order, self._publish, self._published = steps_of(rounds), publish, publications(stage, rounds)
 
-    def over(self, placements: Sequence[Placement]) -> Callable[[list[Tensor]], None]:
-        """Return a function that replaces shards, which belong to these placements, by those of the results."""
-        names = [placement.name for placement in placements]
+    def over(self, placements: Sequence[Placement]) -> Callable[[list[Tensor]], Iterator[list[int]]]:
+        """Return a function that replaces shards, which belong to these placements, by those of the results.
 
-        def replace_all(shards: list[Tensor]) -> None:
-            held = dict(zip(names, shards, strict=True))
+        It yields the indices of shards that are replaced, and publishes weights that they complete. All other tensors
+        must be updated before.
+        """
+        indices = {placement.name: index for index, placement in enumerate(placements)}
+
+        def replace_all(shards: list[Tensor]) -> Iterator[list[int]]:
+            held = {name: shards[index] for name, index in indices.items()}
             rounds = [self._steps_of(*one, held) for one in self._rounds]
-            for number, _ in self._order:
+            published = self._published
+            self._publish(published[0])
+            for number, step in self._order:
                 next(rounds[number], None)
+                if step is RoundStep.FINISH:
+                    names = {matrix.placement.name for matrix in self._rounds[number][0].matrices}
+                    yield [index for name, index in indices.items() if name in names]
+                    self._publish(published[1 + number])
 
         return replace_all
 

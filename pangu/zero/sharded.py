@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum
 from pangu.zero.norms import Squares, counts, norm_and_loss
-from pangu.zero.stage_parameters import StageParameters
+from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 from pangu.zero.unshard import Unsharder
 
 
@@ -56,6 +56,8 @@ class ShardedParameters:
         self.unsharder = Unsharder(stage, self.flat_parameters, mesh, self._stream)
         self.unshards = bool(self.offload) or any(flat.sharding.size > 1 for flat in self.flat_parameters)
         """True if `unsharder` has anything to do."""
+        self._published: set[FlatParameter] = set()
+        """Flat parameters that `publish_updated` has published in this update."""
         self.publish()
         self.squares = Squares(list(stage.table), mesh, torch.promote_types(dtype, torch.float32))
         self.norms: Norms = torch._foreach_norm
@@ -104,6 +106,12 @@ class ShardedParameters:
         self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
+    def publish_updated(self, flats: Iterable[FlatNumbers]) -> None:
+        """Start to publish weights while an optimizer still updates others."""
+        updated = [self.flat_parameters[flat.index] for flat in flats]
+        self.unsharder.publish(updated)
+        self._published.update(updated)
+
     def update(
         self, optimizer: torch.optim.Optimizer, norm: Tensor, overflow: Tensor, divisor: Tensor, clip: float | None
     ) -> None:
@@ -128,9 +136,10 @@ class ShardedParameters:
         if on_device:
             # the fused kernels decide on the device whether the step is skipped
             optimizer.found_inf, optimizer.grad_scale = scaling  # type: ignore[attr-defined]
+        self._published.clear()
         if "optimizer" not in self.offload:
             optimizer.step()
-            self.unsharder.publish(self.trained)
+            self.unsharder.publish(flat for flat in self.trained if flat not in self._published)
             return
         if on_device:
             decided = host_memory(2, scaling[0].dtype, scaling[0].device)
@@ -158,7 +167,7 @@ class ShardedParameters:
             optimizer.step()
             for flat in flats:
                 flat.lend_gradients(False)
-            self.unsharder.publish(flats)
+            self.unsharder.publish(flat for flat in flats if flat not in self._published)
 
     def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool], losses: int = 1) -> Tensor:
         """Return gradient norm, summed loss and flag counts as in `norms.norm_and_loss`."""

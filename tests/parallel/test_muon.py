@@ -12,10 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.pipeline.stages import plan_stages
 from pangu.topology.layout import Layout
-from pangu.zero.homes import Round, RoundStep, matrix_rounds, steps_of
+from pangu.zero.homes import Round, RoundStep, matrix_rounds, publications, steps_of
 from pangu.zero.stage_parameters import StageParameters
 from tests.configs import tiny
 from tests.layouts import layouts
@@ -62,9 +63,13 @@ def on_one_process(*overrides: str) -> dict[str, Tensor]:
     return updated(0, 1, Layout(), *overrides)
 
 
-@pytest.mark.parametrize("heads", ["whole", "apart"])
+@pytest.mark.parametrize(("heads", "at_once"), [("whole", 5000), ("apart", UPDATED_AT_ONCE)])
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_momentum_gives_the_same_bits(ranks: Ranks, case: str, heads: str) -> None:
+def test_the_same_momentum_gives_the_same_bits(
+    ranks: Ranks, case: str, heads: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In many rounds, which overlap, and in one."""
+    monkeypatch.setattr(matrix_rounds, "__defaults__", (at_once,))
     layout, own = CASES[case]
     words = (
         *MODEL,
@@ -122,6 +127,22 @@ def test_every_matrix_has_one_home_to_which_all_its_pieces_go(layout: Layout, ex
                 assert ours.pieces[0][receiver] == theirs.pieces[1][sender]
             homes = [m.placement.name for one in shards.values() for m in one.at_home]
             assert sorted(homes) == sorted(m.placement.name for m in first.matrices if not m.is_cut or m.tensor == cut)
+
+
+def test_weights_are_published_after_their_last_matrices() -> None:
+    """Those of the first layers while the last ones are orthogonalized; without matrices before all others."""
+    config, layout = run_of(experts=False), Layout(data=2, zero=1)
+    stage = StageParameters.of_run(config, layout, layout.coordinates(0), plan_stages(config, layout).of(0), False)
+    rounds = matrix_rounds(stage, False, 10_000)[False]
+    first, *others = publications(stage, rounds)
+    assert [flat.names[0].partition(".")[0] for flat in first] == ["embedding"]
+    layers = [flat for of in others for flat in of]
+    assert layers == sorted(layers, key=lambda flat: flat.index)
+    assert {*first, *layers} == {flat for flat in stage.flats if flat.trained}
+    for number, flats in enumerate(others):
+        later = {matrix.placement.stored_in for one in rounds[number + 1 :] for matrix in one.matrices}
+        assert not any(later & {*flat.names} for flat in flats)
+    assert sum(map(bool, others)) > 1
 
 
 def test_homes_are_balanced() -> None:

@@ -14,6 +14,7 @@ import pytest
 from pangu.common.errors import LocalError
 from pangu.topology.layout import Layout
 from pangu.zero.gradients import GradientSum
+from pangu.zero.homes import matrix_rounds
 from pangu.zero.unshard import Unsharder
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks, replaced_here
@@ -39,6 +40,17 @@ def test_buckets_of_all_sizes(ranks: Ranks, zero: int, frozen: str) -> None:
         for mib in (0.001, 0.1, 100)
     ]
     assert sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, zero=1), Layout(data=2, zero=3), Layout(tensor=2)], ids=str)
+@pytest.mark.parametrize("offload", ["", "optimizer"])
+def test_muon_publishes_weights_between_rounds(
+    ranks: Ranks, layout: Layout, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the list, with QK-clip before: the weights that compute are the updated ones."""
+    monkeypatch.setattr(matrix_rounds, "__defaults__", (5000,))
+    words = ("optimizer=muon", "optimizer.qk_clip=0.02", f"memory.offload=[{offload}]")
+    assert ranks.run(2, two_steps, layout, *OVERRIDES, *LAYERS, *words, "parallel.bucket_mib=0.001")[0] > 4
 
 
 def reduced_late(rank: int, world: int, layout: Layout, what: str) -> str:

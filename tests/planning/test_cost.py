@@ -115,9 +115,9 @@ def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> N
     assert microseconds("send", Group(2, 1)) == pytest.approx(between)
 
 
-def described(plan: Plan) -> StepLedger:
+def described(plan: Plan, *words: str) -> StepLedger:
     """The step of a model of 13B."""
-    return Program(config("+config=pangu_13b")).describe(plan)
+    return Program(config("+config=pangu_13b", *words)).describe(plan)
 
 
 @pytest.mark.usefixtures("formulas")
@@ -142,6 +142,16 @@ def test_a_step_computes_the_matmuls_of_all_its_micro_batches(micro_batches: int
     time = step_time(described(plan), plan, where)
     assert time.compute == pytest.approx(flops / 312e12, rel=1e-3)
     assert time.total == pytest.approx(time.compute, rel=1e-3)
+
+
+@pytest.mark.usefixtures("formulas")
+def test_an_update_takes_the_iterations_of_muon() -> None:
+    """Five of 40 layers, each of four matrices [h, h] and two [4h, h]: 4 rows²·columns and 2 rows³ in each."""
+    where = replace(perfect(), launch_us=0.0, step_us=0.0)
+    where = replace(where, memory=replace(where.memory, gb_s=1e12))
+    plan = Plan(1, 1, 1, 1, 1, 0, False, "none", 2, 1, "1f1b", (40,))
+    time = step_time(described(plan, "optimizer=muon"), plan, where)
+    assert time.update == pytest.approx(5 * 40 * (4 * 6 + 2 * (4 * 4 + 2)) * 5120**3 / 312e12, rel=1e-3)
 
 
 def test_a_host_computes_after_it_has_started_a_kernel() -> None:
