@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
-from pangu.checkpoint.standing import indispensable
+from pangu.checkpoint.standing import Standing, indispensable, read_standing
 from pangu.common.errors import UserError, reading
 from pangu.common.files import flush, write_atomically
 
@@ -75,7 +75,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def start(path: Path) -> None:
     """Create the empty folder of an uncommitted checkpoint next to `path`. Raises UserError."""
-    partial = _partial(path)
+    partial = partial_of(path)
     with _saving(path):
         if partial.is_symlink():
             partial.unlink()  # not ours: rmtree refuses links
@@ -95,7 +95,7 @@ def write_slices(
     with _saving(path):
         for batch in _batches(slices):
             tensors = itertools.islice(contents, len(batch)) if contents else (part.tensor for _, part in batch)
-            _write_file(_partial(path), writer, batch, tensors, written)
+            _write_file(partial_of(path), writer, batch, tensors, written)
     return written
 
 
@@ -120,10 +120,16 @@ def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> No
         for name, entry in part.tensors.items():
             index["tensors"].setdefault(name, {**entry, "pieces": []})["pieces"] += entry["pieces"]
     with _saving(path):
-        _write_index(_partial(path), index)
+        _write_index(partial_of(path), index)
+    adopt(path)
+
+
+def adopt(path: Path) -> None:
+    """Name a started checkpoint whose files are all written, in place of any of that name; raises UserError."""
+    with _saving(path):
         if path.exists():
             _delete(path)
-        _partial(path).rename(path)
+        partial_of(path).rename(path)
         flush(path.parent)
 
 
@@ -135,7 +141,7 @@ def amend(path: Path, index: Mapping[str, Any]) -> None:
 
 def discard(path: Path) -> None:
     """Delete the folder of an uncommitted checkpoint."""
-    shutil.rmtree(_partial(path), ignore_errors=True)
+    shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
@@ -146,11 +152,8 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
     complete.
     """
     problems = []
-    paths = list_checkpoints(folder)
-    passing = [path for path in paths if not keep_every or step_of(path) % keep_every]
-    old = passing[: -keep or None] if keep else []
-    needed = indispensable(paths) if old else set()
-    for path in (path for path in old if path not in needed):
+    checkpoints = [(path, read_standing(path)) for path in list_checkpoints(folder)] if keep else []
+    for path in superseded(checkpoints, keep, keep_every):
         try:
             _delete(path)
         except OSError as error:
@@ -159,12 +162,19 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
         raise UserError("\n".join(problems))
 
 
+def superseded(checkpoints: Sequence[tuple[Path, Standing]], keep: int, keep_every: int) -> list[Path]:
+    """Return the checkpoints, of all from the oldest to the newest, that `prune` deletes."""
+    passing = [path for path, _ in checkpoints if not keep_every or step_of(path) % keep_every]
+    needed = indispensable(checkpoints)
+    return [path for path in passing[: -keep or None] if path not in needed] if keep else []
+
+
 def tidy(folder: Path, step: int) -> list[Path]:
     """Make the checkpoint of `step` the newest (-1: none) and return the new names of later ones, which nothing lists.
 
     Later checkpoints are damaged, condemned or of an abandoned course; partial ones of killed processes are deleted.
     """
-    for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
+    for pattern in (partial_of(Path("step-????????")).name, _doomed(Path("step-????????")).name):
         for rest in folder.glob(pattern):
             shutil.rmtree(rest, ignore_errors=True)
     aside = []
@@ -177,7 +187,8 @@ def tidy(folder: Path, step: int) -> list[Path]:
     return aside
 
 
-def _partial(path: Path) -> Path:
+def partial_of(path: Path) -> Path:
+    """Return the folder of the uncommitted checkpoint `path`."""
     return path.with_name(f".{path.name}.partial")
 
 

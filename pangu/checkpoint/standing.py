@@ -14,9 +14,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pangu.common.errors import UserError, reading
-from pangu.common.files import flush, read_json, write_atomically
+from pangu.common.files import flush, parse_json, read_json, write_atomically
 
 FILE = "standing.json"
 MOST_FAULTS = 2
@@ -53,9 +54,20 @@ def read_standing(path: Path) -> Standing:
     """Return the standing of the checkpoint `path`; an unreadable file counts as absent."""
     file = path / FILE
     try:
-        value = read_json(file, shared=True) if file.exists() or file.is_symlink() else {}
+        return _standing(read_json(file, shared=True) if file.exists() or file.is_symlink() else {})
     except UserError:
         return Standing()
+
+
+def parse_standing(text: str | bytes) -> Standing:
+    """Return the standing that a text holds, as `read_standing` does."""
+    try:
+        return _standing(parse_json(text))
+    except ValueError:
+        return Standing()
+
+
+def _standing(value: Any) -> Standing:
     faults = value.get("faults", []) if isinstance(value, dict) else None
     if not isinstance(faults, list) or not all(isinstance(fault, str) for fault in faults):
         return Standing()
@@ -81,11 +93,10 @@ def continuation_order(checkpoints: Sequence[tuple[Path, Standing]]) -> list[Pat
     return [path for path, _ in usable]
 
 
-def indispensable(paths: Sequence[Path]) -> set[Path]:
+def indispensable(checkpoints: Sequence[tuple[Path, Standing]]) -> set[Path]:
     """Return the checkpoints that must not be pruned: the last proven one, and the next one that can become proven."""
     needed: set[Path] = set()
-    for path in reversed(paths):
-        standing = read_standing(path)
+    for path, standing in reversed(checkpoints):
         if standing.condemned:
             continue
         if standing.proven:

@@ -282,7 +282,10 @@ def _local_paths(config: RunConfig) -> Iterator[Problem]:
     for key, path in paths.items():
         if isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
             rule = f"{path.partition(':')[0]}:// is not supported, only folders mounted on this machine"
-            yield Problem(key, path, rule, f"use a path such as {path.partition('://')[2] or 'runs/default'}")
+            fix = f"use a path such as {path.partition('://')[2] or 'runs/default'}"
+            yield Problem(key, path, rule, fix + f" and checkpoint.remote={path}" * (key == "train.output"))
+    if (remote := config.checkpoint.remote) is not None and "://" not in remote:
+        yield Problem("checkpoint.remote", remote, "must be a URL", f"use e.g. s3://BUCKET/RUN, or file://{remote}")
 
 
 def _stop_after(config: RunConfig) -> Iterator[Problem]:

@@ -264,6 +264,9 @@ class CheckpointConfig:
     the dense model's, as the weights of a token's experts sum to 1."""
     max_failed_saves: Natural = 3
     """Failed saves in a row that are tolerated; one more ends the run."""
+    remote: Filename | None = None
+    """URL of a folder (`s3://BUCKET/RUN`, `gs://`, `hdfs://`, any of fsspec) to which checkpoints are copied while
+    training continues, and from which a run with an empty run folder continues. null: none."""
 
 
 @dataclass(frozen=True)

@@ -151,19 +151,19 @@ def is_url(name: str) -> bool:
 
 def open_url(url: str) -> BinaryIO:
     """Open the file at a URL for reading."""
-    system, path = _system(url)
+    system, path = file_system(url)
     return cast(BinaryIO, system.open(path, "rb"))
 
 
 def size_of(url: str) -> int:
     """Return the size of a file in bytes; 0 if its server does not report it."""
-    system, path = _system(url)
+    system, path = file_system(url)
     return int(system.info(path).get("size") or 0)
 
 
 def find_urls(pattern: str) -> list[tuple[str, list[str]]]:
     """Return the matches of a URL or glob in order, each with its files: itself, or all files in the folder's tree."""
-    system, path = _system(pattern)
+    system, path = file_system(pattern)
     if system.isfile(path):
         return [(pattern, [pattern])]
     names = [path] if system.isdir(path) else sorted(system.glob(path))
@@ -172,7 +172,8 @@ def find_urls(pattern: str) -> list[tuple[str, list[str]]]:
     return [(whole(name), [whole(file) for file in files]) for name, files in matches]
 
 
-def _system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it."""
     import fsspec  # noqa: PLC0415 - optional package
 
     return fsspec.url_to_fs(url)

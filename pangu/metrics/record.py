@@ -53,6 +53,8 @@ class StepRecord:
     """Step of the checkpoint that the run was resumed from, or went back to, before this step."""
     failed_saves: int | None = None
     """Number of consecutive failed saves so far; None if the last one succeeded."""
+    failed_uploads: int | None = None
+    """Number of consecutive failed attempts to copy checkpoints to `checkpoint.remote`; None if there are none."""
     data_wait_s: float = 0.0
     """Seconds that the first rank waited for its micro-batches, which are read one step ahead."""
     padding: float | None = None

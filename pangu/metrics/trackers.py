@@ -33,6 +33,7 @@ _GROUPS = {
         "padding",
         "continued_from",
         "failed_saves",
+        "failed_uploads",
     ),
     "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),

@@ -113,7 +113,8 @@ class Loop:
             self._note("saving")
             with name_silent_ranks(mesh, partial(self._place, trainer.step)):
                 saver.finish()
-            self.checkpoint = saver.newest
+                self.checkpoint = saver.newest
+                saver.finish_uploads()
 
     def _make_step(self, loader: Loader, saver: Saver) -> None:
         """Compute gradients, read the previous step's result, which has arrived meanwhile, then update the weights.
@@ -165,9 +166,9 @@ class Loop:
         if self._goes_back(result, saver):
             return False
         record = self._figures(result, self._step_s, stragglers)
-        failed = saver.failed or None
-        self.record = replace(record, continued_from=self._continued_from, failed_saves=failed, **of_data)
-        self._continued_from, self.heartbeat.failed_saves = None, saver.failed
+        of_data |= {name: count or None for name, count in saver.failures.items()}
+        self.record = replace(record, continued_from=self._continued_from, **of_data)
+        self._continued_from, self.heartbeat.counts = None, saver.failures
         for writer in self._writers:
             with self._bearing_failures(type(writer).__name__):
                 writer.write(self.record)

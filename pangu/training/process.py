@@ -68,7 +68,7 @@ def only_run(output: Path) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Writer of `heartbeat.json` in the run folder: step, activity, failed saves in a row, time (UTC), host, process.
+    """Writer of `heartbeat.json` in the run folder: step, activity, counts of failures, time (UTC), host, process.
 
     It is written as training proceeds, not by a thread of its own, so that a hanging run falls silent. The end of this
     context manager writes `ended`, or `failed` after an error. Failures to write are a warning.
@@ -81,7 +81,8 @@ class Heartbeat:
         self._doing = ""
         self._written_s = -HEARTBEAT_SECONDS
         self._failing = False
-        self.failed_saves = 0
+        self.counts: Mapping[str, int] = {"failed_saves": 0}
+        """Counts of failures so far, by name."""
 
     def beat(self, step: int, doing: str) -> None:
         """Record that the run is alive, having made `step` steps."""
@@ -93,7 +94,7 @@ class Heartbeat:
         content = {
             "step": step,
             "doing": doing,
-            "failed_saves": self.failed_saves,
+            **self.counts,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": socket.gethostname(),
             "process": os.getpid(),

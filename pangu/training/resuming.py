@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pangu.checkpoint.files import list_checkpoints, tidy
+from pangu.checkpoint.files import tidy
 from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
-from pangu.checkpoint.standing import Standing, continuation_order, read_standing
+from pangu.checkpoint.standing import continuation_order
 from pangu.checkpoint.states import weights_of
 from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
@@ -26,30 +26,32 @@ from pangu.models.parameters import logical_shapes
 from pangu.optim.moments import MOMENTS
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
+from pangu.training.uploading import all_checkpoints, fetch
 
 log = logging.getLogger("pangu")
 
 
-def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
+def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -> Path | None:
     """Return the best intact checkpoint of the run folder to continue from, see `continuation_order`.
 
+    One that is missing or damaged there is fetched from `checkpoint.remote`; a run that `is_running` may do without.
     None: the beginning, because there is no checkpoint, or because all were condemned before any was proven and
     `faults.action` = rollback. All ranks share the reading, and get the same. Raises UserError on all ranks if there
     are checkpoints that should not be given up automatically.
     """
     folder = Path(config.train.output) / "checkpoints"
-
-    def look() -> list[tuple[Path, Standing]]:
-        return [(path, read_standing(path)) for path in list_checkpoints(folder)]
-
-    (found, *_) = agree(mesh, look, runs_here=mesh.is_first)
-    assert found is not None
+    (listed, *_) = agree(mesh, lambda: all_checkpoints(config, is_running), runs_here=mesh.is_first)
+    assert listed is not None
+    found, copies = listed
     problems = [f"{path}: is {standing}" for path, standing in found if standing.condemned]
     for line in problems:
         log.warning("skipping a checkpoint: %s", line)
     order = continuation_order(found)
     for path in order:
-        if not (lines := damage(path, mesh)):
+        lines = damage(path, mesh)
+        if lines and path in copies:
+            lines = fetch(copies[path], path, config.checkpoint, mesh) or damage(path, mesh)
+        if not lines:
             return path
         problems += lines
         for line in lines:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pangu.checkpoint.arena import Arena
-from pangu.checkpoint.files import Slice, amend, checkpoint_path, list_checkpoints, prune, tidy
+from pangu.checkpoint.files import Slice, amend, checkpoint_path, prune, tidy
 from pangu.checkpoint.index import read_index, read_start, write_start
 from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.together import write_together
@@ -27,6 +27,7 @@ from pangu.topology.mesh import Mesh
 from pangu.training.resuming import begin_with, in_sequences_of, intact, load_checkpoint, place_to_continue
 from pangu.training.standings import Standings
 from pangu.training.step import Trainer
+from pangu.training.uploading import Uploader, all_checkpoints
 
 log = logging.getLogger("pangu")
 
@@ -38,15 +39,17 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     checkpoint, or if the run folder holds none that can be continued.
     """
     resume = config.checkpoint.resume
-    folder = Path(config.train.output) / "checkpoints"
-    (paths, *_) = agree(mesh, lambda: list_checkpoints(folder), runs_here=mesh.is_first)
-    assert paths is not None
-    if resume == "none" and paths:
+    (listed, *_) = agree(mesh, lambda: all_checkpoints(config, is_running=False), runs_here=mesh.is_first)
+    assert listed is not None
+    found, copies = listed
+    if resume == "none" and found:
+        newest = found[-1][0]
+        where = f"{config.checkpoint.remote}/checkpoints/{copies[newest]}" if newest in copies else newest
         raise UserError(
-            f"checkpoint.resume = none: {paths[-1]} already exists; set another train.output, delete the folder, "
+            f"checkpoint.resume = none: {where} already exists; set another train.output, delete the folder, "
             "or set checkpoint.resume=auto to continue it"
         )
-    if resume in ("auto", "none") and not paths:
+    if resume in ("auto", "none") and not found:
         return None
     return place_to_continue(config, mesh) if resume == "auto" else intact(Path(resume), mesh)
 
@@ -98,6 +101,11 @@ class Saver:
         """Failed saves in a row, equal on all ranks."""
         self.standings = Standings(self._folder, trainer.mesh, config.faults.proven_after)
         self.standings.load()
+        self.uploader = None
+        """Thread that copies checkpoints to `checkpoint.remote`, if it is set."""
+        if config.checkpoint.remote is not None:
+            self.uploader = Uploader(config.checkpoint, self._folder, self._mesh)
+            self.uploader.continue_from(trainer.step)
 
     def save(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None = None) -> None:
         """Copy the state of the run and start to write it, once the previous save has settled.
@@ -148,6 +156,19 @@ class Saver:
             self.newest = save.result()
             self.failed = 0
 
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failures in a row: `failed_saves` and, with `checkpoint.remote`, `failed_uploads`."""
+        return {"failed_saves": self.failed} | (
+            {} if self.uploader is None else {"failed_uploads": self.uploader.failed}
+        )
+
+    def finish_uploads(self) -> None:
+        """Wait until all is sent, or makes no progress; each rank for its share. May raise StuckError on all ranks."""
+        if (uploader := self.uploader) is not None:
+            mesh, doing = self._mesh, f"sending checkpoints to {self._config.checkpoint.remote}"
+            agree_on_long_work(mesh, doing, lambda note: uploader.wait(mesh.timeout_s / 2, note), runs_here=True)
+
     def settle(self) -> None:
         """Wait until the last save has ended. A failure is a warning, because older checkpoints are untouched.
 
@@ -179,7 +200,7 @@ class Saver:
         can be continued.
         """
         mesh = self._trainer.mesh
-        self.newest = path = place_to_continue(self._config, mesh)
+        self.newest = path = place_to_continue(self._config, mesh, is_running=True)
         resume = self._config.checkpoint.resume
         if path is None and resume not in ("auto", "none"):
             raise UserError(
@@ -195,6 +216,9 @@ class Saver:
             agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
             index = load_checkpoint(path, self._config, self._trainer)
         self.standings.load()
+        if self.uploader is not None:
+            self.uploader.continue_from(self._trainer.step)
+            self.uploader.wait(SAVE_SECONDS)
         return index
 
     def __enter__(self) -> Self:
@@ -205,6 +229,8 @@ class Saver:
         """Wait for the last save, unless this process must end at once."""
         if self._save is not None and not isinstance(error, LocalError):
             wait([self._save], SAVE_SECONDS)
+        if self.uploader is not None and error is not None and not isinstance(error, LocalError):
+            self.uploader.wait(SAVE_SECONDS)  # that a checkpoint is condemned must be known there
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint together with the other ranks, and delete those that are too old."""
@@ -227,4 +253,6 @@ class Saver:
             raise
         except UserError as error:
             log.warning("%s", error)  # what was saved is whole
+        if self.uploader is not None:
+            self.uploader.wake()
         return path

@@ -381,6 +381,10 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
             "this machine; use a path such as b/run",
         ),
         (
+            "checkpoint.remote=b/run",
+            "checkpoint.remote = b/run: must be a URL; use e.g. s3://BUCKET/RUN, or file://b/run",
+        ),
+        (
             "checkpoint.resume='gs://b/c'",
             "checkpoint.resume = gs://b/c: gs:// is not supported, only folders mounted "
             "on this machine; use a path such as b/c",

@@ -202,7 +202,8 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         corpora=corpora,
     )
     dense = f"checkpoint.init_from={tmp_path}/4/checkpoints/step-00000002"
-    words = ("data=synthetic", *quiet, dense, "model.experts=2", "checkpoint.upcycle=true")
+    copied = f"checkpoint.remote=file://{tmp_path}/remote"
+    words = ("data=synthetic", *quiet, copied, dense, "model.experts=2", "checkpoint.upcycle=true")
     run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))
     with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached"):
         run(composed(*SMALL, "data=synthetic", *quiet, *ROLLBACK, f"train.output={tmp_path}/rollback"))

@@ -1,0 +1,245 @@
+"""Copy of a run in an object store, over fsspec. It is trusted like a checkpoint: only as far as it is checked.
+
+    URL/config.yaml, metrics.jsonl, ...
+    URL/checkpoints/step-00000100-0123456789abcdef/    step, and the start of a digest of its files' digests
+        tensors-00000-00000.safetensors, ...
+        standing.json
+        index.json                                     written last: a folder without it is no checkpoint
+
+A step that is made again with other results gets another folder, so that a file with the right name and size in a
+folder is whole: an upload that was interrupted continues without sending it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from pangu.checkpoint.files import adopt, partial_of, start, step_of, superseded
+from pangu.checkpoint.index import NewerFormatError, read_index
+from pangu.checkpoint.standing import FILE, Standing, parse_standing, read_standing
+from pangu.common.errors import UserError, reading
+from pangu.common.files import open_regular
+from pangu.data.finding import file_system
+
+_log = logging.getLogger("pangu")
+
+DAMAGED = ": damaged: "
+"""Part of the messages of errors that another attempt would meet again."""
+CHUNK_BYTES = 8 * 2**20
+MOST_INDEX_BYTES = 2**30
+"""Largest index.json; one of a trillion parameters on thousands of ranks has some ten MB."""
+MOST_STANDING_BYTES = 2**20
+RUN_FILES = (
+    *("config.yaml", "metrics.jsonl", "nodes.json", "summary.json", "chat_template.jinja", "transformers.json"),
+    *("wandb/run-id", "tokenizer.model", "tokenizer/*"),
+)
+"""Files of a run folder that are copied with each checkpoint."""
+ASIDE = "index.aside.json"
+"""Index of a checkpoint that its run does not continue from."""
+CONTINUED = ("metrics.jsonl", "wandb/run-id")
+"""Files among them that a run on another machine continues; it makes the others again."""
+_ENTRY = re.compile(r"(step-[0-9]{8}-[0-9a-f]{16})/([^/]+)")
+
+
+def remote_name(path: Path, index: Mapping[str, Any]) -> str:
+    """Return the name of the remote folder of a checkpoint."""
+    digest = hashlib.sha256(json.dumps(index["files"], sort_keys=True).encode()).hexdigest()
+    return f"{path.name}-{digest[:16]}"
+
+
+class RemoteRun:
+    """Remote copy of a run folder. All methods raise UserError where the store does not do what they ask."""
+
+    def __init__(self, url: str, note_progress: Callable[[], None] = lambda: None) -> None:
+        """Open `url`; `note_progress` is called for each chunk that was sent or received."""
+        self.url, self._note_progress = url, note_progress
+        with self._talking():
+            self._system, self._root = file_system(url)
+
+    def checkpoints(self, committed: bool = True) -> dict[str, dict[str, int]]:
+        """Return the sizes of the files of each remote folder, oldest step first; those with an index, or all."""
+        found: dict[str, dict[str, int]] = {}
+        for name, size in self._sizes("checkpoints").items():
+            if entry := _ENTRY.search(name):
+                found.setdefault(entry[1], {})[entry[2]] = size
+        return {name: found[name] for name in sorted(found) if not committed or "index.json" in found[name]}
+
+    def standings(self, names: Sequence[str], local: Path) -> list[tuple[Path, Standing]]:
+        """Return the local paths of remote checkpoints with their standings: the local ones, where there are any."""
+        found = []
+        for name in names:
+            path = local / name[:13]
+            if path.is_dir():
+                found.append((path, read_standing(path)))
+                continue
+            with self._talking():
+                try:
+                    text = self._system.cat_file(self._path(name, FILE), end=MOST_STANDING_BYTES)
+                except FileNotFoundError:
+                    text = b"{}"
+            found.append((path, parse_standing(text)))
+        return found
+
+    def send(self, path: Path, share: int, shares: int) -> bool:
+        """Send this rank's share of a local checkpoint's files; return True if all files of all ranks are there."""
+        index = read_index(path)
+        name, there = remote_name(path, index), self._sizes(f"checkpoints/{remote_name(path, index)}")
+        sizes = {file.rpartition("/")[2]: size for file, size in there.items()}
+        for file, entry in sorted(index["files"].items()):
+            # the rank that wrote a file sends it; with fewer ranks than then, one sends those of several
+            if int(file.split("-")[1]) % shares == share and sizes.get(file) != entry["bytes"]:
+                self._send_file(path / file, self._path(name, file), entry)
+                sizes[file] = entry["bytes"]
+        return all(sizes.get(file) == entry["bytes"] for file, entry in index["files"].items())
+
+    def commit(self, path: Path) -> None:
+        """Send the small files of a run and of a checkpoint, the index last, and drop other results of its step."""
+        name, run = remote_name(path, read_index(path)), path.parent.parent
+        for file in (file for pattern in RUN_FILES for file in sorted(run.glob(pattern))):
+            if file.is_file() and not file.is_symlink():
+                self._send_file(file, f"{self._root}/{file.relative_to(run)}")
+        with self._talking():
+            for last in (FILE, "index.json"):
+                if (path / last).exists():
+                    with open_regular(path / last, "rb") as opened:
+                        self._system.pipe_file(self._path(name, last), opened.read())
+        others = (other for other in self.checkpoints() if other[:13] == name[:13] and other != name)
+        self.delete(list(others))
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete remote checkpoints, their index first: one that is cut short leaves no damaged checkpoint."""
+        for name in names:
+            with self._talking():
+                if self._system.exists(self._path(name, "index.json")):
+                    self._system.rm_file(self._path(name, "index.json"))
+                self._system.rm(f"{self._root}/checkpoints/{name}", recursive=True)
+
+    def prune(self, local: Path, keep: int, keep_every: int) -> None:
+        """Delete checkpoints like `files.prune`, and what interrupted uploads of earlier steps have left."""
+        listed = self.checkpoints(committed=False)
+        names = [name for name, files in listed.items() if "index.json" in files]
+        standings = self.standings(names, local) if keep else []
+        old = {path.name for path in superseded(standings, keep, keep_every)}
+        left = [
+            name for name in listed if name < max(names, default="") and not {"index.json", ASIDE} & {*listed[name]}
+        ]
+        self.delete(name for name in names if name[:13] in old)
+        self.delete(name for name in left if not (local / name[:13]).is_dir())
+
+    def abandon(self, step: int) -> None:
+        """Rename the index of each checkpoint after `step`, from which the run does not continue; nothing lists it."""
+        for name in (name for name in self.checkpoints() if step_of(Path(name[:13])) > step):
+            with self._talking():
+                self._system.mv(self._path(name, "index.json"), self._path(name, ASIDE))
+            _log.warning("%s/checkpoints/%s: set aside; delete it if you do not need it", self.url, name)
+
+    def fetch_index(self, name: str, path: Path) -> None:
+        """Start the local checkpoint `path` with the index and the standing of a remote one, checked."""
+        start(path)
+        partial = partial_of(path)
+        self._fetch_file(self._path(name, "index.json"), partial / "index.json", MOST_INDEX_BYTES)
+        try:
+            index = read_index(partial)
+        except NewerFormatError:
+            raise
+        except UserError as error:
+            raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}{error}") from error
+        if remote_name(path, index) != name:
+            raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}its index is that of another checkpoint")
+        with self._talking():
+            has_standing = self._system.exists(self._path(name, FILE))
+        if has_standing:
+            self._fetch_file(self._path(name, FILE), partial / FILE, MOST_STANDING_BYTES)
+
+    def fetch(self, name: str, path: Path, share: int, shares: int) -> None:
+        """Fetch this rank's share of the files of a remote checkpoint that `fetch_index` has started."""
+        files = read_index(partial_of(path))["files"]
+        for file in sorted(files)[share::shares]:
+            self._fetch_file(self._path(name, file), partial_of(path) / file, files[file]["bytes"], files[file])
+
+    def finish(self, path: Path) -> None:
+        """Make a checkpoint that was fetched the local one, and fetch what the run continues besides it."""
+        adopt(path)
+        for name in CONTINUED:
+            target, source = path.parent.parent / name, f"{self._root}/{name}"
+            with self._talking():
+                is_wanted = not target.exists() and self._system.exists(source)
+            if is_wanted:
+                target.parent.mkdir(exist_ok=True)
+                self._fetch_file(source, target)
+
+    def _path(self, name: str, file: str) -> str:
+        return f"{self._root}/checkpoints/{name}/{file}"
+
+    def _talking(self) -> AbstractContextManager[None]:
+        fix = "check the address, the credentials, the network and the room there"
+        return reading(self.url, Exception, rule="checkpoint.remote does not answer as it should", fix=fix)
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        with self._talking():
+            self._system.invalidate_cache()
+            try:
+                found = self._system.find(f"{self._root}/{folder}", detail=True)
+            except FileNotFoundError:
+                return {}
+            return {name: info["size"] for name, info in found.items() if type(info.get("size")) is int}
+
+    def _send_file(self, source: Path, target: str, expected: Mapping[str, Any] | None = None) -> None:
+        """Send a file; raise UserError unless it is as `expected` (bytes, sha256), here and there."""
+        digest, sent = hashlib.sha256(), 0
+        with open_regular(source, "rb") as file, self._talking():
+            if getattr(self._system, "local_file", False):  # others need no folders, and would make a bucket
+                self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
+            with self._system.open(target, "wb") as opened:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    opened.write(chunk)
+                    sent += len(chunk)
+                    self._note_progress()
+            self._system.invalidate_cache()
+            arrived = self._system.info(target)["size"]
+            if expected is not None and digest.hexdigest() != expected["sha256"]:
+                self._system.rm_file(target)
+        if expected is not None:
+            _require_same(source, digest.hexdigest(), sent, expected)
+        if arrived != sent:
+            raise UserError(f"{self.url}: {target} has {arrived} bytes after {sent} were sent")
+
+    def _fetch_file(
+        self, source: str, target: Path, most: int | None = None, expected: Mapping[str, Any] | None = None
+    ) -> None:
+        digest, received = hashlib.sha256(), 0
+        # two blocks, so that a full disk is told from a store that fails
+        with reading(target, rule="cannot be written"), target.open("xb") as file:
+            with self._talking():
+                if not self._system.exists(source):
+                    raise UserError(f"{self.url}: {source}{DAMAGED}it is missing")
+                opened = self._system.open(source, "rb")
+            with opened:
+                while True:
+                    with self._talking():
+                        chunk = opened.read(CHUNK_BYTES)
+                    received += len(chunk)
+                    if not chunk or (most is not None and received > most):
+                        break
+                    digest.update(chunk)
+                    file.write(chunk)
+                    self._note_progress()
+        if expected is not None:
+            _require_same(f"{self.url}: {source}", digest.hexdigest(), received, expected)
+        elif most is not None and received > most:
+            raise UserError(f"{self.url}: {source}{DAMAGED}has more than {most:,} bytes")
+
+
+def _require_same(name: object, digest: str, size: int, expected: Mapping[str, Any]) -> None:
+    if size != expected["bytes"]:
+        raise UserError(f"{name}{DAMAGED}has another size than the {expected['bytes']} bytes that were written")
+    if digest != expected["sha256"]:
+        raise UserError(f"{name}{DAMAGED}SHA-256 {digest}, {expected['sha256']} was written")

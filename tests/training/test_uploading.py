@@ -1,0 +1,265 @@
+"""Checkpoints are copied to an object store while training goes on, and a run on another machine continues there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from pangu.checkpoint import remote
+from pangu.checkpoint.index import find_damage, read_index
+from pangu.checkpoint.remote import RemoteRun
+from pangu.checkpoint.standing import Standing, write_standing
+from pangu.common.errors import UserError
+from tests.training.test_faults import ROLLBACK, poisoned
+from tests.training.test_resume import first_file, flip, train
+
+URL = "memory://bucket/run"
+COPIED = f"checkpoint.remote={URL}"
+
+
+@pytest.fixture(autouse=True)
+def store() -> Any:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return fsspec.filesystem("memory")
+
+
+def steps(url: str = URL) -> list[int]:
+    return [int(name[5:13]) for name in RemoteRun(url).checkpoints()]
+
+
+def folder(step: int) -> str:
+    (name,) = [name for name in RemoteRun(URL).checkpoints() if int(name[5:13]) == step]
+    return f"/bucket/run/checkpoints/{name}"
+
+
+def test_a_run_continues_on_a_machine_with_an_empty_folder_bit_for_bit(tmp_path: Path) -> None:
+    losses = train(tmp_path / "unbroken", 4)
+    train(tmp_path / "first", 2, COPIED)
+    assert steps() == [1, 2]
+    assert train(tmp_path / "second", 4, COPIED) == losses, "figures of the steps before it are fetched, too"
+    assert steps() == [1, 2, 3, 4]
+    (tmp_path / "first").rename(tmp_path / "gone")
+    for step in (2, 4):
+        mine, fetched = (tmp_path / run / f"checkpoints/step-0000000{step}" for run in ("unbroken", "second"))
+        assert read_index(mine)["files"] == read_index(fetched)["files"]
+
+
+def test_only_what_is_missing_is_sent_again(
+    tmp_path: Path, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pangu.checkpoint.files.FILE_BYTES", 2**14)
+    train(tmp_path, 1)
+    path = tmp_path / "checkpoints/step-00000001"
+    sent: list[str] = []
+    left = [2]
+    send = RemoteRun._send_file
+
+    def noted(self: RemoteRun, source: Path, *arguments: Any) -> None:
+        if len(sent) == left[0]:
+            raise UserError("the network is gone")
+        send(self, source, *arguments)
+        sent.append(source.name)
+
+    monkeypatch.setattr(RemoteRun, "_send_file", noted)
+    with pytest.raises(UserError, match="the network is gone"):
+        RemoteRun(URL).send(path, 0, 1)
+    whole, short = sent
+    part = f"/bucket/run/checkpoints/{remote.remote_name(path, read_index(path))}/{short}"
+    store.pipe_file(part, store.cat_file(part)[:-1])  # a file system shows a file before it is whole
+    sent.clear()
+    left.append(left.pop() + 100)
+    assert RemoteRun(URL).send(path, 0, 1)
+    assert set(sent) == read_index(path)["files"].keys() - {whole}
+
+
+class Killed(BaseException):
+    """End of a process, which no handler of errors sees."""
+
+
+def kill_at(number: int, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die before the `number`th change of the file system of `url`, or half way through it."""
+    changes = itertools.count()
+    system = type(fsspec.url_to_fs(url)[0])
+    names, write = ("makedirs", "info", "rm_file", "rm", "mv"), system.pipe_file
+    before = {name: getattr(system, name) for name in names}
+
+    def dies() -> None:
+        if next(changes) == number:
+            raise Killed
+
+    for name in names:
+
+        def call(*arguments: Any, name: str = name, **options: Any) -> Any:
+            dies()
+            return before[name](*arguments, **options)
+
+        monkeypatch.setattr(system, name, call)
+
+    def pipe(self: Any, path: str, value: bytes) -> None:
+        dies()
+        write(self, path, value[: len(value) // 2])
+        dies()
+        write(self, path, value)
+
+    monkeypatch.setattr(system, "pipe_file", pipe)
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 2**14)
+    monkeypatch.setattr(RemoteRun, "_note_progress", property(lambda _: dies), raising=False)
+    monkeypatch.setattr(RemoteRun, "__setattr__", lambda self, name, value: self.__dict__.update({name: value}))
+
+
+def newest_whole(url: str, folder: Path) -> Path | None:
+    """Return the newest checkpoint at `url` that can be fetched, and holds what was written."""
+    for name in reversed(RemoteRun(url).checkpoints()):
+        path = folder / "checkpoints" / name[:13]
+        try:
+            RemoteRun(url).fetch_index(name, path)
+            RemoteRun(url).fetch(name, path, 0, 1)
+            RemoteRun(url).finish(path)
+        except UserError as error:
+            if remote.DAMAGED not in str(error):
+                raise
+        else:
+            return path
+    return None
+
+
+def test_an_upload_that_is_killed_anywhere_leaves_a_whole_checkpoint_and_is_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/remote"
+    train(tmp_path / "run", 2)
+    old, new = (tmp_path / f"run/checkpoints/step-0000000{step}" for step in (1, 2))
+    assert RemoteRun(url).send(old, 0, 1)
+    RemoteRun(url).commit(old)
+    shutil.copytree(tmp_path / "remote", tmp_path / "before")
+    write_standing(new, Standing(proven=True))
+    shutil.move(old, tmp_path / "gone")  # the local one is pruned, and its copy after it
+
+    def upload() -> None:
+        assert RemoteRun(url).send(new, 0, 1)
+        RemoteRun(url).commit(new)
+        RemoteRun(url).prune(new.parent, 1, 0)
+
+    kills = 0
+    for number in itertools.count():
+        shutil.rmtree(tmp_path / "remote")
+        shutil.copytree(tmp_path / "before", tmp_path / "remote")
+        with monkeypatch.context() as patch:
+            kill_at(number, url, patch)
+            try:
+                upload()
+            except Killed:
+                kills += 1
+        found = newest_whole(url, tmp_path / f"fetched-{number}")
+        assert found is not None
+        assert read_index(found)["files"] == read_index(tmp_path / "gone" if found.name == old.name else new)["files"]
+        assert find_damage(found, read_index(found)) == []
+        upload()
+        assert steps(url) == [2]
+        if kills == number:
+            break
+    assert kills > 20
+
+
+def test_each_rank_sends_and_fetches_its_share(tmp_path: Path) -> None:
+    train(tmp_path / "run", 1)
+    path = tmp_path / "run/checkpoints/step-00000001"
+    assert not RemoteRun(URL).send(path, 1, 2), "rank 0 wrote the only file"
+    assert RemoteRun(URL).send(path, 0, 2)
+    RemoteRun(URL).commit(path)
+    (name,) = RemoteRun(URL).checkpoints()
+    copy = tmp_path / "other/checkpoints/step-00000001"
+    RemoteRun(URL).fetch_index(name, copy)
+    for rank in (1, 0):
+        RemoteRun(URL).fetch(name, copy, rank, 2)
+    RemoteRun(URL).finish(copy)
+    assert find_damage(copy, read_index(copy)) == []
+
+
+def test_a_damaged_file_is_replaced_by_its_copy_and_a_damaged_copy_is_passed_over(
+    tmp_path: Path, store: MemoryFileSystem, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = train(tmp_path / "unbroken", 4)
+    train(tmp_path / "run", 3, COPIED)
+    flip(first_file(tmp_path / "run/checkpoints/step-00000003"))
+    assert train(tmp_path / "run", 4, COPIED) == losses
+    assert "fetching step-00000003" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run")
+    file = f"{folder(4)}/tensors-00000-00000.safetensors"
+    content = bytearray(store.cat_file(file))
+    content[-1] ^= 1
+    store.pipe_file(file, bytes(content))
+    assert train(tmp_path / "run", 4, COPIED) == losses
+    told = capsys.readouterr().err
+    assert "tensors-00000-00000.safetensors: damaged: SHA-256 " in told
+    assert "continuing from" in told
+    assert "set aside; delete it" in told
+
+
+HOSTILE = {
+    "no JSON": lambda index: b"{",
+    "another step's index": lambda index: json.dumps({**json.loads(index), "files": {}}).encode(),
+    "a file elsewhere": lambda index: index.replace(b"tensors-00000-00000", b"../../../../evil"),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_copy_is_named_and_writes_nothing_outside(
+    change: Any, tmp_path: Path, store: MemoryFileSystem, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = train(tmp_path / "run", 2, COPIED)
+    shutil.rmtree(tmp_path / "run")
+    store.pipe_file(f"{folder(2)}/index.json", change(store.cat_file(f"{folder(2)}/index.json")))
+    store.pipe_file("/bucket/run/checkpoints/step-00000009-0123456789abcdef/../index.json", b"{}")
+    store.pipe_file("/bucket/run/checkpoints/step-99999999/index.json", b"{}")
+    assert train(tmp_path / "run", 2, COPIED) == losses
+    assert f"{Path(folder(2)).name}: damaged: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_store_that_fails_is_told_and_counted_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = train(tmp_path / "unbroken", 4)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Forbidden")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "open", refuse)
+        assert train(tmp_path / "run", 3, COPIED) == losses[:3]
+    assert "checkpoint.remote does not answer as it should (Forbidden)" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run/heartbeat.json").read_text())["failed_uploads"] >= 1
+    assert steps() == []
+    assert train(tmp_path / "run", 4, COPIED) == losses
+    assert steps() == [1, 2, 3, 4], "the next start sends what was left"
+    monkeypatch.setattr(MemoryFileSystem, "find", refuse)
+    with pytest.raises(UserError, match=r"Forbidden.*or set checkpoint.remote=null"):
+        train(tmp_path / "other", 4, COPIED)
+
+
+def test_old_copies_are_deleted_like_old_checkpoints(tmp_path: Path, store: MemoryFileSystem) -> None:
+    train(tmp_path, 5, COPIED, "checkpoint.keep=1", "checkpoint.keep_every=2", "faults.proven_after=1")
+    kept = [int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert steps() == sorted(kept)
+    assert 1 not in kept
+
+
+def test_another_machine_follows_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither continues from the condemned checkpoint nor trains on the batches that were left out."""
+    poisoned([21], monkeypatch)
+    losses = train(tmp_path / "unbroken", 8, *ROLLBACK)
+    poisoned([21], monkeypatch, dies_at=36)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "first", 8, *ROLLBACK, COPIED)
+    seen = poisoned([], monkeypatch)
+    assert train(tmp_path / "second", 8, *ROLLBACK, COPIED) == losses
+    assert seen[0] == 32
