@@ -12,7 +12,7 @@ from pangu.common.files import open_regular, parse_json
 
 _OPTIONAL = (
     *("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_"),
-    "max_attention_logit",
+    *("max_attention_logit", "rollbacks", "goodput"),
 )
 """Prefixes of the fields that are omitted from a line when they are None."""
 
@@ -51,6 +51,10 @@ class StepRecord:
     """Largest attention logit of all heads, without position bias; None unless `optimizer.qk_clip` is set."""
     continued_from: int | None = None
     """Step of the checkpoint that the run was resumed from, or went back to, before this step."""
+    rollbacks: int | None = None
+    """Number of rollbacks so far, also before a restart; None if there were none."""
+    goodput: float | None = None
+    """Fraction of the time since the process started that went into steps that count: neither skipped nor undone."""
     failed_saves: int | None = None
     """Number of consecutive failed saves so far; None if the last one succeeded."""
     failed_uploads: int | None = None

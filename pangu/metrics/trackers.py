@@ -32,10 +32,11 @@ _GROUPS = {
         "loss_scale",
         "padding",
         "continued_from",
+        "rollbacks",
         "failed_saves",
         "failed_uploads",
     ),
-    "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
+    "speed": ("goodput", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),
 }
 

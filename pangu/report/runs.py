@@ -33,7 +33,7 @@ SILENT_SECONDS = 120.0
 _NUMBERS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu"),
     *("peak_memory_gib", "skipped", "loss_scale", "data_wait_s", "validation_loss", "continued_from"),
-    "failed_saves",
+    *("failed_saves", "failed_uploads", "rollbacks", "goodput"),
 )
 """Fields of metrics.jsonl that are drawn or counted."""
 _EXPERTS = ("load", "least_load", "dropped", "balance_loss", "z_loss")
@@ -274,6 +274,9 @@ def figures(run: Run) -> dict[str, tuple[str, float]]:
         "skipped": (_text(run.last("skipped"), "{:.0f}".format), math.nan),
         "restarts": (str(restarts), math.nan),
         "failed saves": (f"{_rises(run.columns['failed_saves'])}", math.nan),
+        "failed uploads": (f"{_rises(run.columns['failed_uploads'])}", math.nan),
+        "rollbacks": (f"{np.nan_to_num(run.columns['rollbacks']).max(initial=0):.0f}", math.nan),
+        "goodput": (_text(run.last("goodput"), "{:.1%}".format), math.nan),
         "time": (_text(float(np.nansum(run.columns["step_time_s"])), duration), math.nan),
     }
 

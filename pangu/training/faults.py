@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
@@ -98,6 +100,25 @@ class SpikeDetector:
         self.rollbacks = list(state.get("rollbacks", ()))
         self.left_out = state.get("left_out", 0)
         self.good_steps = state.get("good_steps", 0)
+
+
+class Goodput:
+    """Fraction of a process's time that went into steps that count: neither skipped nor undone by a rollback."""
+
+    def __init__(self, began: float) -> None:
+        """Start at `began`, a time of `time.perf_counter()`."""
+        self._began, self._first = began, -1
+        self._seconds = array("d")
+        """Sums of the seconds of the steps from `_first` on."""
+
+    def after(self, step: int, seconds: float, is_skipped: bool) -> float:
+        """Return the fraction after a step; one that is made again replaces itself and those that followed it."""
+        if not self._seconds or step < self._first:
+            self._first = step
+        del self._seconds[step - self._first :]
+        total = (self._seconds[-1] if self._seconds else 0.0) + (0.0 if is_skipped else seconds)
+        self._seconds.append(total)
+        return total / (time.perf_counter() - self._began)
 
 
 def not_finite(norms: Norms) -> list[str]:

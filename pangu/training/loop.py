@@ -25,7 +25,7 @@ from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
 from pangu.topology.recording import stop
-from pangu.training.faults import SpikeDetector, culprits, find_non_finite, not_finite
+from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite
 from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.profile import PROFILED, Profile, find_stragglers
 from pangu.training.replicas import find_replica_difference
@@ -66,6 +66,7 @@ class Loop:
         self.heartbeat = heartbeat
         self.forecast = forecast
         self.spikes = SpikeDetector(config.faults)
+        self._goodput = Goodput(signals.began)
         self.samples = 0
         """Position in the data, over all replicas: samples consumed, and those skipped by rollbacks."""
         self._position: Mapping[str, Any] | None = None
@@ -166,9 +167,18 @@ class Loop:
         if self._goes_back(result, saver):
             return False
         record = self._figures(result, self._step_s, stragglers)
-        of_data |= {name: count or None for name, count in saver.failures.items()}
+        counts = saver.failures | {"rollbacks": len(self.spikes.rollbacks)}
+        of_data |= {name: count or None for name, count in counts.items()}
+        of_data["goodput"] = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
         self.record = replace(record, continued_from=self._continued_from, **of_data)
-        self._continued_from, self.heartbeat.counts = None, saver.failures
+        self._continued_from, self.heartbeat.counts = (
+            None,
+            {
+                **counts,
+                "skipped": self.trainer.skipped,
+                "goodput": of_data["goodput"],
+            },
+        )
         for writer in self._writers:
             with self._bearing_failures(type(writer).__name__):
                 writer.write(self.record)

@@ -81,7 +81,7 @@ class Heartbeat:
         self._doing = ""
         self._written_s = -HEARTBEAT_SECONDS
         self._failing = False
-        self.counts: Mapping[str, int] = {"failed_saves": 0}
+        self.counts: Mapping[str, float] = {"failed_saves": 0}
         """Counts of failures so far, by name."""
 
     def beat(self, step: int, doing: str) -> None:
@@ -162,6 +162,7 @@ class StopSignals:
 
     def __init__(self, began: float, limit_s: float | None) -> None:
         """Prepare; `began`: `time.perf_counter()` at the start; `limit_s`: seconds since then, None: no limit."""
+        self.began = began
         self._deadline = None if limit_s is None else began + limit_s
         self._received: set[int] = set()
         self._handlers: dict[int, Any] = {}

@@ -56,7 +56,14 @@ def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make)
     nested = {"trust_ratios": {"w": 0.25}, "slow_ranks": {3: 1.75}, "evaluation": {"c3/accuracy": 50.5}}
     nested |= {"experts": {"load": 1.5}, "validation_sources": {"web": {"loss": 2.5, "perplexity": 12.25}}}
     plain_figures = {"padding": 0.125, "continued_from": 119, "validation_loss": 2.0, "validation_perplexity": 7.4}
-    plain_figures |= {"failed_saves": 2, "failed_uploads": 1, "mtp_loss": 5.5, "max_attention_logit": 88.5}
+    plain_figures |= {
+        "failed_saves": 2,
+        "failed_uploads": 1,
+        "rollbacks": 4,
+        "goodput": 0.75,
+        "mtp_loss": 5.5,
+        "max_attention_logit": 88.5,
+    }
     full = record(loss_scale=65536.0, **plain_figures, **nested)
     plain = [value for name, value in full.as_dict().items() if name not in ("step", *nested) and value is not None]
     assert sorted(tracked(full).values()) == sorted([*plain, 0.25, 1.5, 1.75, 50.5, 2.5, 12.25])

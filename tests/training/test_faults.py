@@ -21,7 +21,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.faults import SpikeDetector, culprits
+from pangu.training.faults import Goodput, SpikeDetector, culprits
 from pangu.training.process import Heartbeat
 from pangu.training.profile import above_median
 from pangu.training.step import PendingResult, StepResult, Trainer
@@ -122,6 +122,7 @@ def test_a_run_goes_back_and_leaves_the_batches_out(
     seen = poisoned([21], monkeypatch)
     assert train(tmp_path, 8, *ROLLBACK) == expected
     assert seen == [0, 4, 8, 12, 16, 20, 32, 36, 40, 44]
+    assert [line.get("rollbacks") for line in metrics(tmp_path)] == [None] * 4 + [1] * 4
     assert [line["tokens"] for line in metrics(tmp_path)] == [step * 4 * 32 for step in range(1, 9)]
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 8 * 4 * 32
     said = capsys.readouterr().err
@@ -420,13 +421,22 @@ def test_a_heartbeat_says_what_a_run_does(tmp_path: Path, monkeypatch: pytest.Mo
     expected = [(0, "starting"), (0, "training"), (1, comparing), (1, "training"), (2, comparing), (2, "saving")]
     assert list(dict.fromkeys(told)) == [*expected, (2, "ended")]
     last = json.loads((tmp_path / "heartbeat.json").read_text())
-    assert last.keys() == {"step", "doing", "failed_saves", "time", "host", "process"}
+    counts = {"failed_saves", "rollbacks", "skipped", "goodput"}
+    assert last.keys() == {"step", "doing", "time", "host", "process"} | counts
+    assert 0 < last["goodput"] < 1
     with pytest.raises(UserError):
         train(tmp_path, 3, "model.hidden=64")
     assert json.loads((tmp_path / "heartbeat.json").read_text()) == last, "a refused run is not the run of the folder"
     with pytest.raises(ValueError, match="fault"), Heartbeat(tmp_path):
         raise ValueError("fault")
     assert json.loads((tmp_path / "heartbeat.json").read_text())["doing"] == "failed"
+
+
+def test_goodput_counts_neither_skipped_steps_nor_those_that_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pangu.training.faults.time.perf_counter", lambda: 110.0)
+    goodput = Goodput(began=100.0)
+    steps = [(5, False), (6, False), (7, True), (6, False), (4, False), (5, False)]
+    assert [goodput.after(step, 1.0, is_skipped) for step, is_skipped in steps] == [0.1, 0.2, 0.2, 0.2, 0.1, 0.2]
 
 
 def test_a_heartbeat_is_not_written_in_every_fast_step(tmp_path: Path) -> None:
