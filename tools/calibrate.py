@@ -127,6 +127,10 @@ class Clock:
 
         return sample
 
+    def working(self, action: Callable[[], object], often: int) -> Callable[[], float]:
+        """A sample of the processor's time of what all processes do as `often`, as processes share the cores."""
+        return lambda: self._timed(action, often, time.process_time) * self.crowding
+
     def meeting(
         self, action: Callable[[], object], often: int, before: Callable[[], object] | None = None
     ) -> Callable[[], float]:
@@ -305,7 +309,8 @@ def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, Callable[[], 
 
 
 def measure_messages(clock: Clock, world: int, quick: bool) -> list[tuple[str, int, int, float]]:
-    """Messages between pipeline stages, each of the even ranks and the next one: half the time there and back."""
+    """Messages between pipeline stages, each of the even ranks and the next one: half the time there and back, and on
+    a host half of the processor's, all threads together, for one sent and one received."""
     mesh = Mesh.connect(Layout(pipeline=world), clock.device)
     evens = range(0, world - 1, 2)
     ways = [("activation", rank, rank + 1) for rank in evens] + [("gradient", rank + 1, rank) for rank in evens]
@@ -319,12 +324,14 @@ def measure_messages(clock: Clock, world: int, quick: bool) -> list[tuple[str, i
             channels.send("activation", [tensor], rank + 1)
             channels.receive("gradient", [tuple(tensor.shape)], tensor.dtype, rank + 1).wait()
 
-    samples = {
-        nbytes: clock.meeting(partial(there_and_back, torch.zeros(nbytes // 4, device=clock.device)), 5)
-        for nbytes in _SIZES[clock.on_host][1 if quick else 0 :: 2 if quick else 1]
-    }
+    samples: dict[tuple[str, int], Callable[[], float]] = {}
+    for nbytes in _SIZES[clock.on_host][1 if quick else 0 :: 2 if quick else 1]:
+        action = partial(there_and_back, torch.zeros(nbytes // 4, device=clock.device))
+        samples["send", nbytes] = clock.meeting(action, 5)
+        if clock.on_host:
+            samples["message", nbytes] = clock.working(action, 5)
     taken = clock.in_turns(samples, often=2)
-    return [("send", 2, nbytes, round(1e6 * seconds / 2, 1)) for nbytes, seconds in taken.items()]
+    return [(kind, 2, nbytes, round(1e6 * seconds / 2, 1)) for (kind, nbytes), seconds in taken.items()]
 
 
 def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:

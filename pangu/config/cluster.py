@@ -81,7 +81,8 @@ class LinkConfig:
     """Bandwidth per device and direction, both directions at once, 10^9 bytes per second."""
     measured: tuple[tuple[str, Count, Positive, Positive], ...] = ()
     """Measured collectives: [kind, ranks, bytes of the full tensor, microseconds]. A collective of as many ranks is
-    interpolated between the nearest sizes; others are computed from the numbers above."""
+    interpolated between the nearest sizes; others are computed from the numbers above. Kind `message`: processor time
+    of a host that sends or receives a message between stages."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class ClusterConfig:
     call_us: NotNegative = 0.0
     """Host time of a Python function of a model or the trainer without its operators, microseconds."""
     host_memory_gb_s: Positive = 40.0
-    """Host memory bandwidth per device while all devices use it, 10^9 bytes per second."""
+    """Host memory bandwidth per device while all devices use it, 10^9 bytes per second. If the device is the host
+    itself, gradients and optimizer states move at it, other tensors that are no operands of matmuls at `memory`'s."""
 
 
 def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:

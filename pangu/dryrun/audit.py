@@ -385,4 +385,6 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
         plain["host_syncs"] + plain["blocking_copies"],
         plain["operators"],
         plain["python_calls"],
+        plain["sums"],
+        plain["sum_bytes"],
     )

@@ -127,7 +127,12 @@ class SpanRecorder(ModuleHooks):
 
     def _begin_sum(self, sum_of: Callable[..., Any], parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
         self._mark("add", self._names[parameter])
-        return sum_of(parameter, cleared)[0], self._begins  # like most micro-batches
+        total = sum_of(parameter, cleared)[0]
+        # see `zero.gradients.layer_products_add`
+        if self._kind == Kind.BACKWARD and self._module.startswith("layers.") and parameter.dim() > 1 and not cleared:
+            self._audit.counts["sums",] += 1
+            self._audit.counts["sum_bytes",] += parameter.nbytes + 2 * total.nbytes
+        return total, self._begins  # like most micro-batches
 
     def _end_sum(self, complete: Callable[[Tensor], None], parameter: Tensor) -> None:
         name = self._names[parameter]

@@ -186,8 +186,11 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     hidden["replicas"] += work.host_bytes / (cluster.host_gb_s * 1e9)
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    launches = work.launches
+    if not cluster.queued:
+        device, launches = device + work.sum_bytes / (cluster.host_memory_gb_s * 1e9), launches + work.sums
     # the device is idle until the kernel after a host sync is launched
-    compute = started(device, work.launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
+    compute = started(device, launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
     everything = sum(hidden.values())
     added = overlap_seconds(computing + compute, everything, cluster) / everything if everything else 0.0
     return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
@@ -278,7 +281,9 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     sends = [Collective("send", "pipeline", nbytes) for nbytes in ledger.message]
     link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
     phases = phases_of(ledger, groups, cluster)
-    durations = durations_of(schedule, phases, link)
+    # a host works on both ends of a message; the rest of its way takes no processor
+    end = sum(timed_seconds(cluster.inside.measured, "message", 2, nbytes) or 0.0 for nbytes in ledger.message)
+    durations = durations_of(schedule, phases, max(0.0, link - 2 * end), end)
     whole = makespan(schedule, durations, ledger.extra_micro_batches)
     sums = [_sum_of(of_stage.values()) for of_stage in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
@@ -290,22 +295,27 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     distinct = {id(stage): stage for stage in ledger.stages}
     data, update = max((_after(stage, groups, cluster, last) for stage in distinct.values()), key=sum)
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
-    even = m * sum(phase.total for phase in sums) / schedule.stages
+    of_chunks = durations.per_chunk(len(schedule.stage_of))
+    even = m * (sum(of_chunks[Kind.FORWARD]) + sum(of_chunks[Kind.BACKWARD])) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
     parts = (compute, tensor, waiting, idle - waiting, replicas, expert, host)
     compute, tensor, waiting, bubble, replicas, expert, host = (part * faster for part in parts)
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert, host)
 
 
-def durations_of(schedule: Schedule, phases: Sequence[Mapping[tuple[Kind, int], Phase]], link: float) -> Durations:
-    """Return the seconds of each chunk's actions."""
-    places = [(stage, schedule.stage_of[:chunk].count(stage)) for chunk, stage in enumerate(schedule.stage_of)]
+def durations_of(
+    schedule: Schedule, phases: Sequence[Mapping[tuple[Kind, int], Phase]], link: float, end: float = 0.0
+) -> Durations:
+    """Return the seconds of each chunk's actions; `end`: of sending or receiving a message in one of them."""
+    stage_of = schedule.stage_of
+    places = [(stage, stage_of[:chunk].count(stage)) for chunk, stage in enumerate(stage_of)]
+    ends = [end * sum(other != stage for other in stage_of[max(0, i - 1) : i + 2]) for i, stage in enumerate(stage_of)]
     forward, backward, to_input, to_weight = (
         [phases[stage].get((kind, place), _NOTHING).total for stage, place in places]
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
     # a chunk has either a backward pass or both of its parts
-    return Durations(forward, list(map(add, backward, to_input)), to_weight, link)
+    return Durations(list(map(add, forward, ends)), [*map(add, map(add, backward, to_input), ends)], to_weight, link)
 
 
 def _after(
@@ -316,7 +326,9 @@ def _after(
     iterations = sum(matmul_seconds(product, cluster) for product in stage.update.matmuls)
     waited = phase_seconds(Work(collectives=sent), groups, cluster, backward + iterations).total
     waited += stage.update.host_bytes / (cluster.host_gb_s * 1e9)
-    device = iterations + stage.update.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    # a host's kernels of activations compute more than they move, those of gradients and states do not
+    rate = cluster.memory.gb_s * cluster.memory.efficiency if cluster.queued else cluster.host_memory_gb_s
+    device = iterations + stage.update.bytes / (rate * 1e9)
     device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = stage.update.launches * cluster.launch_us * 1e-6
     return waited, started(device, host, cluster)

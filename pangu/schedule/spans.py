@@ -105,6 +105,10 @@ class Work:
     """Number of operators that the host dispatches, including views."""
     calls: float = 0.0
     """Number of Python functions that the host calls besides."""
+    sums: float = 0.0
+    """Number of weight gradients that matmuls add to their sums; on a host a kernel adds each of them afterwards."""
+    sum_bytes: float = 0.0
+    """Bytes that these kernels read and write."""
 
 
 class Mark(NamedTuple):

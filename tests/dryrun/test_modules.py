@@ -56,6 +56,17 @@ def flops(matmuls: tuple[Matmul, ...]) -> float:
     return sum(matmul.flops * (2 if matmul.fused else 1) for matmul in matmuls)
 
 
+@pytest.mark.parametrize("keys", [(), ("model.kv_heads=2",)])
+def test_a_host_adds_each_weight_gradient_of_a_layer_once_unless_they_are_computed_apart(keys: tuple[str, ...]) -> None:
+    modules = Modules("batch.micro_size=2", *keys)
+    model, work = modules.model, modules.work("B")
+    qkv = model.hidden * (model.heads + 2 * (model.kv_heads or model.heads)) * model.hidden // model.heads
+    assert work.sums == 4  # queries, keys and values; outputs; up; down
+    assert work.sum_bytes == (2 + 4 + 4) * (qkv + model.hidden**2 + 8 * model.hidden**2)  # in bf16, to sums in fp32
+    assert [modules.work(action).sums for action in ("F", "I", "W")] == [0, 0, 0]
+    assert modules.work("B", "head").sums == modules.work("B", "embedding").sums == 0
+
+
 def fused(work: Work) -> float:
     """Return the FLOPs of fused attention kernels."""
     return sum(matmul.flops for matmul in work.matmuls if matmul.fused)

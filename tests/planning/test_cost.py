@@ -18,7 +18,7 @@ from pangu.planning.cost import (
 )
 from pangu.planning.program import Plan, Program, StepLedger
 from pangu.schedule.groups import Group, groups_of
-from pangu.schedule.spans import Collective, Matmul
+from pangu.schedule.spans import Collective, Matmul, Work
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
 from tests.configs import config
@@ -162,6 +162,29 @@ def test_a_host_computes_after_it_has_started_a_kernel() -> None:
     computing = phase_seconds(work, groups, replace(slow, launch_us=0.0)).compute
     assert phase_seconds(work, groups, slow).compute == max(starting, computing)
     assert phase_seconds(work, groups, replace(slow, queued=False)).compute == pytest.approx(starting + computing)
+
+
+def test_a_host_adds_weight_gradients_after_their_matmuls_have_computed_them() -> None:
+    groups, work = groups_of(Layout(), 1), Work(launches=2.0, bytes=1e9, sums=3.0, sum_bytes=4e9)
+    device = replace(A100, launch_us=1e6, host_memory_gb_s=2.0, memory=replace(A100.memory, gb_s=1.0, efficiency=1.0))
+    assert phase_seconds(work, groups, device).compute == pytest.approx(2.0)
+    assert phase_seconds(work, groups, replace(device, queued=False)).compute == pytest.approx(1 + 4 / 2 + 2 + 3)
+
+
+@pytest.mark.usefixtures("formulas")
+@pytest.mark.parametrize(("schedule", "chunks", "messages"), [("1f1b", 1, 2), ("interleaved", 2, 6), ("zb_v", 2, 4)])
+def test_a_host_works_on_messages_and_only_the_rest_of_their_way_is_hidden(
+    schedule: str, chunks: int, messages: int
+) -> None:
+    """The longest stage of two sends and receives so many per micro-batch."""
+    plan = Plan(1, 2, chunks, 1, 1, 0, False, "none", 1, 32, schedule, (40 // (2 * chunks),) * (2 * chunks))
+    (ledger, (nbytes,)) = (described(plan), described(plan).message)
+    sends = (("send", 2, nbytes, 3000.0),)
+    host = replace(A100, message_us=0.0, inside=replace(A100.inside, measured=sends))
+    busy = replace(host, inside=replace(A100.inside, measured=(*sends, ("message", 2, nbytes, 1000.0))))
+    without, added = (step_time(ledger, plan, cluster) for cluster in (host, busy))
+    assert added.pipeline - without.pipeline >= 32 * messages * 1e-3 - 2 * 3e-3 * 32 * chunks
+    assert added.total - without.total == pytest.approx(32 * messages * 1e-3, rel=0.15)
 
 
 @pytest.mark.usefixtures("formulas")

@@ -58,6 +58,8 @@ def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path)
     assert (cluster.devices, cluster.node) == (2, 2)
     assert 0.001 < cluster.inside.gb_s < 1000
     assert "inside" not in path.read_text(encoding="utf-8").splitlines()[1]
+    sent, worked = ({row[2:] for row in cluster.inside.measured if row[0] == kind} for kind in ("send", "message"))
+    assert {nbytes for nbytes, _ in sent} == {nbytes for nbytes, _ in worked} != set()
     best = search(space_of(config("+config=quickstart"), cluster, {})).best
     assert best[0].time.total > 0
 
