@@ -81,7 +81,7 @@ class Uploader:
                 if is_late and not self.failed:
                     log.warning("%s: files of other ranks have not arrived yet", self._config.remote)
                 self.failed = int(is_late)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 self.failed, is_waiting = self.failed + 1, False
                 log.warning("%s; training continues, and the next save tries again", error)
             if not is_waiting:

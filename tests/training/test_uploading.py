@@ -235,8 +235,12 @@ def test_a_store_that_fails_is_told_and_counted_and_training_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "open", refuse)
-        assert train(tmp_path / "run", 3, COPIED) == losses[:3]
+        assert train(tmp_path / "run", 2, COPIED) == losses[:2]
     assert "checkpoint.remote does not answer as it should (Forbidden)" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "commit", refuse)  # a disk of this machine that fails
+        assert train(tmp_path / "run", 3, COPIED) == losses[:3]
+    assert "Forbidden; training continues" in capsys.readouterr().err
     assert json.loads((tmp_path / "run/heartbeat.json").read_text())["failed_uploads"] >= 1
     assert steps() == []
     assert train(tmp_path / "run", 4, COPIED) == losses
