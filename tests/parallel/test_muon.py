@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from functools import lru_cache
 from itertools import chain, product
@@ -19,8 +20,11 @@ from pangu.topology.layout import Layout
 from pangu.zero.homes import Round, RoundStep, matrix_rounds, publications, steps_of
 from pangu.zero.stage_parameters import StageParameters
 from tests.configs import tiny
+from tests.covering import Case
 from tests.layouts import layouts
+from tests.parallel.cases import WIDER, devices, keys_of, layout_of, name_of, ways_of
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
+from tests.parallel.test_random_layouts import OF_THE_LAYOUT, drawn
 from tests.threads import Ranks
 
 MODEL = (
@@ -80,6 +84,47 @@ def test_the_same_momentum_gives_the_same_bits(
     found = ranks.run(layout.world, updated, layout, *words, *own)[0]
     assert found.keys() == expected.keys()
     assert [name for name, weight in expected.items() if not torch.equal(found[name], weight)] == []
+
+
+def drawn_case(number: int) -> Case:
+    """A layout with a model, which has experts every other time and fp8 matmuls every fourth."""
+    chance = random.Random(number)
+    given = {"optimizer": chance.choice(("muon", "muon_heads"))}
+    if number % 2:
+        given["experts"] = chance.choice(WIDER["experts"][1:])
+        if number % 10 == 5:
+            given |= {"experts": "24", "expert": chance.choice(("3", "6"))}
+    elif number % 4:
+        given["matmul"] = "fp8"
+    if number % 3 == 0:
+        given["zero"] = chance.choice(WIDER["zero"][1:])
+    return drawn(chance, **given)
+
+
+IN_CI, DRAWN = 4, 60
+
+
+@pytest.mark.parametrize(
+    "number", [*range(IN_CI), *(pytest.param(one, marks=pytest.mark.long) for one in range(IN_CI, DRAWN))]
+)
+def test_the_same_momentum_gives_the_same_bits_on_drawn_layouts(ranks: Ranks, number: int) -> None:
+    """With any options of layout, model and memory together; 60 in the long form."""
+    case = drawn_case(number)
+    print(name_of(case))
+    model, own = keys_of(case)
+    words = (*model, "precision=bf16")
+    expected = updated(0, 1, Layout(), *words)
+    with ways_of(case):
+        found = ranks.run(devices(case), updated, layout_of(case), *words, *own)[0]
+    assert found.keys() == expected.keys()
+    assert [name for name, weight in expected.items() if not torch.equal(found[name], weight)] == []
+
+
+def test_drawn_layouts_have_every_option() -> None:
+    """Those of a layout and of memory, frozen parameters, fp8 and experts."""
+    cases = [drawn_case(number) for number in range(DRAWN)]
+    for name in (*OF_THE_LAYOUT, "frozen", "matmul", "experts"):
+        assert {case[name] for case in cases} == {*WIDER[name]}, name
 
 
 @lru_cache(maxsize=2)
