@@ -8,13 +8,14 @@ the slices, the strategy file and the .npy tables of PanGu-α."""
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.common.errors import UserError, printable
+from pangu.common.errors import UserError, printable, shown
 from pangu.common.exit_status import exit_status
 from pangu.config.build import build
 from pangu.config.checks import check
@@ -73,12 +74,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Megatron's --ckpt-format of a Megatron output: torch: files of ranks; torch_grouped: the same for "
         "--moe-grouped-gemm; torch_dist: for any layout and either kind of experts (torch)",
     )
+    parser.add_argument("--license", help="license for the model card of --to huggingface, e.g. apache-2.0")
     parser.add_argument("--model-types", action=_ModelTypes, nargs=0, help="print transformers' types, and exit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model=pangu_2_6b or model.heads=32")
     options = parser.parse_intermixed_args(arguments)
     dist = options.megatron_format == "torch_dist"
     if options.megatron_format != "torch" and options.target != "megatron":
         parser.error(f"--megatron-format {options.megatron_format}: needs --to megatron, not {options.target}")
+    if options.license is not None and options.target != "huggingface":
+        parser.error(f"--license {options.license}: needs --to huggingface, not {options.target}")
+    if options.license is not None and not re.fullmatch("[a-z0-9][a-z0-9.-]*", options.license):
+        rule = "must be an identifier of the Hugging Face hub, e.g. apache-2.0"
+        parser.error(f"--license {shown(options.license)}: {rule}")
     if options.tensor < 1 or (options.tensor > 1 and (dist or not FORMATS[options.target].ranks)):
         parser.error(f"--tensor {options.tensor}: must be 1, or more with --to megatron --megatron-format torch")
     return options
@@ -156,6 +163,7 @@ def run(options: argparse.Namespace) -> None:
             options.output,
             options.tensor,
             lambda total: progress.update(task, total=total, advance=1),
+            options.license,
         )
     model = config.model
     print(

@@ -156,7 +156,7 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     and each key that is missing or wrong, or each tensor that does not fit.
     """
     path = checkpoint.resolve().parent.parent / "config.yaml"
-    values = _read_yaml(path)
+    values = read_yaml(path)
     with reading(path, TypeError, KeyError, rule=_UNREADABLE):
         groups = {field.name: values[field.name] for field in fields(Trained)}
     try:
@@ -173,7 +173,8 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     return trained
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """Return the values of a YAML file; raise UserError if it is unreadable, large, or refers to parts of itself."""
     # ValueError: not UTF-8, or a date that there never was; RecursionError: brackets within brackets
     with reading(path, ValueError, RecursionError, yaml.YAMLError, rule=_UNREADABLE):
         with open_regular(path, "rb") as file:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.index import find_damage, read_index
-from pangu.checkpoint.reading import newest_checkpoint, read_tensor, trained_model
+from pangu.checkpoint.reading import newest_checkpoint, read_tensor, read_yaml, trained_model
 from pangu.checkpoint.run_folder import (
     CHAT_TEMPLATE,
     GENERATION,
@@ -28,8 +28,9 @@ from pangu.config.data import IndexedData
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
 from pangu.data.tokenizers import load_tokenizer
-from pangu.interop.formats.stored import Job, Stored, WeightSource
+from pangu.interop.formats.stored import Job, Stored, Training, WeightSource
 from pangu.layers.expert_balance import ExpertBalance
+from pangu.metrics.record import read_records
 from pangu.models.parameters import is_of_mtp, logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.prepare.prompts import ChatPrompts, kept_template
@@ -50,6 +51,8 @@ class PanguSource(WeightSource):
         self.packing = dict(vars(config.data.packing))
         run = self._path.resolve().parent.parent
         self.generation = read_json_object(run / GENERATION) if (run / GENERATION).is_file() else {}
+        records = [record for record in read_records(run / "metrics.jsonl") if record["step"] <= self._index["step"]]
+        self.training = Training(read_yaml(run / "config.yaml"), records) if records else None
         if config.model.experts is not None:
             self.balance = ExpertBalance(config.model)
             self.balance.restore(self._path, self._index.get("experts"))

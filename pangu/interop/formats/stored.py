@@ -71,6 +71,16 @@ class Stored:
     """True if the tensor repeats another one of the files, so that imports do not need it."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """Run that trained the weights, as its folder tells it."""
+
+    config: Mapping[str, Any]
+    """Keys and values of config.yaml."""
+    records: Sequence[Mapping[str, Any]]
+    """Lines of metrics.jsonl up to the checkpoint."""
+
+
 class WeightSource(ABC):
     """Opened files of one format."""
 
@@ -83,6 +93,7 @@ class WeightSource(ABC):
     tokenizer: TokenizerConfig | None = None
     chat_template: str | None = None
     """Chat template of fine-tuning, see `ChatTemplate.portable`."""
+    training: Training | None = None
     balance: ExpertBalance | None = None
     """Load balance of the routers, where the files have it."""
     tensors: Mapping[str, Tensor]
@@ -124,6 +135,9 @@ class Job:
     balance: ExpertBalance | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    training: Training | None = None
+    license: str | None = None
+    """License of the weights, an identifier of the Hugging Face hub."""
 
 
 def make_table(

@@ -1,0 +1,92 @@
+"""Model card: the README.md of a folder for transformers (https://huggingface.co/docs/hub/model-cards)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import pangu
+from pangu.interop.formats.stored import Job, Training
+from pangu.models.size import num_parameters
+
+_GROUPS = ("batch", "precision", "optimizer", "lr_schedule", "loss")
+"""Groups of keys that a card tells; config.json has the model, others hold paths of a machine, or change no weight."""
+_DATA = ("kind", "train", "weights")
+_FIGURES = {
+    "step": "optimizer steps",
+    "tokens": "training tokens",
+    "loss": "training loss",
+    "validation_loss": "held-out loss",
+    "validation_perplexity": "held-out perplexity",
+}
+"""Fields of metrics.jsonl by their names in a card; of each, the last value before the checkpoint counts."""
+
+
+def write_card(path: Path, job: Job, model_type: str) -> None:
+    """Write the card of a model to README.md."""
+    header = {
+        "library_name": "transformers",
+        "license": job.license or "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["pangu"],
+    }
+    trust = ", trust_remote_code=True" if model_type == "gpt_pangu" else ""
+    lines = [
+        "---",
+        yaml.safe_dump(header, sort_keys=False).rstrip(),
+        "---",
+        "",
+        f"# {job.output.name}",
+        "",
+        f"Causal language model of type `{model_type}` with {num_parameters(job.config.model):,} parameters, "
+        f"exported by pangu {pangu.__version__}.",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{job.output.name}"{trust})',
+        "```",
+        "",
+        *(["The weights were converted; how they were trained is not known."] if job.training is None else []),
+        *([] if job.training is None else _training(job.training)),
+        "",
+        "## License",
+        "",
+        f"{job.license or 'Not told'}. The licenses of the training data and of the first weights hold as well.",
+    ]
+    (path / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _training(training: Training) -> Iterator[str]:
+    """Yield the lines about results, data and configuration of a run."""
+    last: dict[str, Any] = {}
+    for record in training.records:
+        scores = record.get("evaluation")
+        named = {name: record.get(field) for field, name in _FIGURES.items()}
+        named |= scores if isinstance(scores, dict) else {}
+        last |= {name: value for name, value in named.items() if isinstance(value, int | float)}
+    if last:
+        rows = (
+            f"| {name} | {f'{value:,}' if isinstance(value, int) else f'{value:.4g}'} |" for name, value in last.items()
+        )
+        yield from ("## Results", "", "| | |", "|---|---:|", *rows, "")
+    checkpoint, data = (training.config.get(group) for group in ("checkpoint", "data"))
+    if isinstance(checkpoint, Mapping) and isinstance(began := checkpoint.get("init_from"), str):
+        yield from (f"Training began with the weights of `{Path(began).name}`.", "")
+    if isinstance(data, Mapping):
+        told = {key: data[key] for key in _DATA if data.get(key) is not None}
+        if isinstance(data.get("train"), list):
+            told["train"] = [Path(str(name)).name for name in data["train"]]  # without the folders of a machine
+        yield from ("## Data", "", *_fenced(told), "")
+    yield from (
+        "## Training configuration",
+        "",
+        *_fenced({group: training.config[group] for group in _GROUPS if group in training.config}),
+    )
+
+
+def _fenced(values: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("```yaml", yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).rstrip(), "```")
