@@ -29,6 +29,7 @@ _ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual_stages": 1, "layers": (), 
 Recompute = Literal["none", "selective", "full"]
 LAYOUT = tuple(field.name for field in fields(Layout))
 """Fields of a plan that are those of its layout."""
+CONTEXT = "context_kind", "context_ulysses"
 _degrees = attrgetter(*LAYOUT)
 
 
@@ -61,7 +62,8 @@ class Plan(NamedTuple):
     expert_tensor: int = 0
     """Tensor-parallel ranks that share each expert; 0: all."""
     context_kind: str = "auto"
-    """Kind of context parallelism; see `parallel.context_kind`."""
+    context_ulysses: int = 1
+    """Exchange of context parallelism; see `parallel.context_kind` and `context_ulysses`."""
 
     @property
     def layout(self) -> Layout:
@@ -86,7 +88,7 @@ class Plan(NamedTuple):
 
 def configured(config: RunConfig, plan: Plan) -> RunConfig:
     """Return a configuration with the layout of a plan, for one step of its micro-batches."""
-    keys = {name: getattr(plan, name) for name in (*LAYOUT, "schedule", "context_kind")}
+    keys = {name: getattr(plan, name) for name in (*LAYOUT, *CONTEXT, "schedule")}
     keys |= {"zero_group": plan.zero_group or None, "expert_tensor": plan.expert_tensor or None}
     parallel = replace(config.parallel, **keys, overlap_chunks=plan.chunks, layers=plan.layers or None)
     batch = replace(
@@ -101,7 +103,7 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
     recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
     return Plan(
         **{name: getattr(layout, name) for name in LAYOUT},
-        context_kind=parallel.context_kind,
+        **{name: getattr(parallel, name) for name in CONTEXT},
         recompute=recompute if isinstance(recompute, str) else "none",
         micro_size=batch.micro_size,
         micro_batches=batch.global_size // (batch.micro_size * layout.data),
@@ -113,7 +115,7 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
     )
 
 
-_PARALLEL = ("tensor", "pipeline", "virtual_stages", "schedule", "data", "context", "context_kind", "expert")
+_PARALLEL = ("tensor", "pipeline", "virtual_stages", "schedule", "data", "context", *CONTEXT, "expert")
 KEYS = {
     **{field: f"parallel.{field}" for field in (*_PARALLEL, "expert_tensor", "sequence", "zero", "zero_group")},
     "micro_size": "batch.micro_size",

@@ -27,7 +27,7 @@ from pangu.dryrun.roles import kept_workers, measured_gib
 from pangu.pipeline.stages import cut, layer_counts
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
-from pangu.planning.program import Plan, Program, configured, shortest
+from pangu.planning.program import CONTEXT, Plan, Program, configured, shortest
 from pangu.schedule import orders
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
@@ -36,8 +36,8 @@ from pangu.zero.choices import can_offload, worth_trying
 TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
 """Numbers of chunks a matmul is split into, tried for the `CUT` best layouts."""
-KINDS = ("gather", "ring", "ulysses")
-"""Kinds of context parallelism (the exchange between ranks that share sequences), tried for them too."""
+KINDS = (("gather", 1), ("ring", 1), ("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 1))
+"""Values of `CONTEXT`, the exchange between ranks that share sequences, tried for them too."""
 CUT = 10
 OFFLOADED: tuple[Literal["optimizer", "activations", "parameters"], ...] = ("optimizer", "activations", "parameters")
 """Kinds of tensors that may be offloaded to host memory, tried where a layout does not fit."""
@@ -163,9 +163,9 @@ def search(space: Space, top: int = 10) -> SearchResult:
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
-    for field, values in (("context_kind", KINDS), ("chunks", CHUNKS)):
-        if field not in space.fixed:
-            costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], field, values)
+    for names, tried in ((CONTEXT, KINDS), (("chunks",), zip(CHUNKS, strict=True))):
+        changes = [dict(zip(names, values, strict=True)) for values in tried]
+        costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], changes)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
     smallest = None if confirmed or not too_large else _cost(space, min(too_large)[-1])
@@ -205,12 +205,13 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
         yield one._replace(memory=tuple(stages), measured=needed + left / 2**30)
 
 
-def _refined(space: Space, best: Sequence[Candidate], field: str, values: Sequence[Any]) -> Iterator[Candidate]:
-    """Yield each layout with the fastest of several values of a field.
+def _refined(space: Space, best: Sequence[Candidate], changes: Sequence[dict[str, Any]]) -> Iterator[Candidate]:
+    """Yield each layout with the fastest of several changes.
 
-    Only the best layouts are refined: the field changes little else, and each value needs measurements of its own.
+    Only the best layouts are refined: these fields change little else, and each change needs measurements of its own.
     """
-    others = {one.plan: [one.plan._replace(**{field: value}) for value in values] for one in best}
+    free = [change for change in changes if all(space.fixed.get(name, change[name]) == change[name] for name in change)]
+    others = {one.plan: [one.plan._replace(**change) for change in free] for one in best}
     legal = {plan: [other for other in others[plan] if not problem_of(space, other)] for plan in others}
     space.program.prepare(other for plans in legal.values() for other in plans)
     for one in best:
@@ -279,6 +280,7 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
 def _degrees(space: Space) -> Iterator[Plan]:
     """Yield all ways to spread the model over the devices; long sequences only are split, as each way is measured."""
     world, fixed, experts = space.cluster.devices, space.fixed, space.config.model.experts or 1
+    given = {name: fixed[name] for name in ("chunks", *CONTEXT) if name in fixed}
     is_long = space.config.model.sequence >= LONG
     for tensor in space.options("tensor", _divisors(min(world, space.cluster.node))):
         for pipeline in space.options("pipeline", _divisors(world // tensor)):
@@ -286,10 +288,7 @@ def _degrees(space: Space) -> Iterator[Plan]:
                 data = world // (tensor * pipeline * context)
                 if fixed.get("data") not in (None, data):
                     continue
-                plan = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST)
-                plan = plan._replace(chunks=fixed.get("chunks", 1))
-                if context > 1 or "context_kind" in fixed:
-                    plan = plan._replace(context_kind=fixed.get("context_kind", "auto"))
+                plan = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST, **given)
                 for value in space.options("expert_tensor", (0, 1) if experts > 1 and tensor > 1 else (0,)):
                     of_each = value or 0
                     ranks = plan.replicas * (tensor // (of_each or tensor))

@@ -12,7 +12,7 @@ from pangu.models.size import training_flops_per_token
 from pangu.planning import search
 from pangu.planning.auto import Outcome, overrides_of
 from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
-from pangu.planning.program import Plan
+from pangu.planning.program import CONTEXT, Plan
 from pangu.planning.search import Candidate, Space
 from pangu.report.page import fill_template
 from pangu.schedule import orders
@@ -105,10 +105,14 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
 
 
 def _sharing(plan: Plan) -> str:
-    kind = "" if plan.context_kind == "auto" else f" {plan.context_kind}"
-    context = f" x {plan.context}{kind}" if plan.context > 1 else ""
+    context = f" x {plan.context}{_kind(plan)}" if plan.context > 1 else ""
     whole = "whole " * (plan.expert_tensor not in (0, plan.tensor))
     return context + (f", {whole}experts / {plan.expert}" if whole or plan.expert > 1 else "")
+
+
+def _kind(plan: Plan) -> str:
+    kind = "" if plan.context_kind == "auto" else f" {plan.context_kind}"
+    return kind + f" with ulysses {plan.context_ulysses}" * (plan.context_ulysses > 1)
 
 
 def run_words(outcome: Outcome) -> str:
@@ -160,8 +164,9 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"ZeRO {zero}", {"zero": zero, "zero_group": 0}
     yield f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}
     if plan.context > 1:
-        now = context_kind(search.with_layout(space, plan))
-        yield from ((f"context {kind}", {"context_kind": kind}) for kind in search.KINDS if kind != now)
+        now = context_kind(search.with_layout(space, plan)), plan.context_ulysses
+        others = [dict[str, Any](zip(CONTEXT, kind, strict=True)) for kind in search.KINDS if kind != now]
+        yield from ((f"context{_kind(plan._replace(**kind))}", kind) for kind in others)
     if space.config.model.experts is not None:
         for number in filter(None, (plan.expert * 2, plan.expert // 2)):
             yield f"experts on {number} ranks", {"expert": number}

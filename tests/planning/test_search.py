@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from pangu.common.errors import ConfigError, UserError
+from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
 from pangu.planning.auto import load_cluster, refusals
 from pangu.planning.bounds import LayoutBounds
-from pangu.planning.cost import memory_of
-from pangu.planning.program import Plan
+from pangu.planning.cost import StepTime, memory_of, step_time
+from pangu.planning.program import Plan, StepLedger, key_values
 from pangu.planning.search import (
     LONG,
     Candidate,
@@ -110,6 +111,24 @@ def test_ranks_share_long_sequences() -> None:
     assert {plan.context for plan in enumerate_plans(given, Counter())} == {4}
     short = space(8, *long, f"model.sequence={LONG - 1024}")
     assert {plan.context for plan in enumerate_plans(short, Counter())} == {1}
+
+
+def test_ranks_exchange_heads_in_a_ring_where_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here where messages go around a shorter ring in less time; four heads are too few for eight. Given keys stay."""
+
+    def timed(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTime:
+        share = 1 / plan.context_ulysses if plan.context_kind == "ring" else 2.0
+        return replace(step_time(ledger, plan, cluster), tensor=share)
+
+    monkeypatch.setattr(search_module, "step_time", timed)
+    where = space(8, *SHORT, "batch.global_size=1", f"model.sequence={LONG}", "model.heads=4")
+    fixed = {"context": 8, "micro_size": 1, "zero": 3, "offload": (), "recompute": "none"}
+    best = search(where._replace(fixed=fixed), top=1).best[0].plan
+    assert (best.context_kind, best.context_ulysses) == ("ring", 4)
+    assert key_values(best)["parallel.context_ulysses"] == 4
+    for given in ({"context_kind": "ring", "context_ulysses": 2}, {"context_kind": "gather"}):
+        plan = search(where._replace(fixed=fixed | given), top=1).best[0].plan
+        assert given.items() <= plan._asdict().items()
 
 
 def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
