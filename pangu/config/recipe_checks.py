@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pangu.common.errors import Problem
-from pangu.config.schema import RunConfig
+from pangu.config.schema import LossConfig, RunConfig
 from pangu.config.stages import stage_problems
 
 
@@ -52,4 +52,14 @@ def _decay(config: RunConfig) -> Iterator[Problem]:
         yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, fix)
 
 
-RECIPE_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (_loss_scale, _least_rate, _decay, stage_problems)
+def _prediction(config: RunConfig) -> Iterator[Problem]:
+    default = LossConfig.mtp_weight
+    if config.loss.mtp_weight != default and not config.model.mtp_layers:
+        rule = "has no effect with model.mtp_layers = 0"
+        yield Problem("loss.mtp_weight", config.loss.mtp_weight, rule, f"use {default}, or set model.mtp_layers=1")
+
+
+RECIPE_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    *(_loss_scale, _least_rate, _decay, _prediction),
+    stage_problems,
+)

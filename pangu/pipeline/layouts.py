@@ -11,6 +11,7 @@ from pangu.config.build import UnusableError, read
 from pangu.config.checks import find_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.schema import ParallelConfig, RunConfig
+from pangu.config.stages import in_stage
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.layout import Layout
 
@@ -68,11 +69,16 @@ def _candidates(config: RunConfig, values: Any, problems: list[Problem]) -> dict
 
 
 def _plan(config: RunConfig, world: int, problems: list[Problem]) -> Chosen | None:
+    prefix = ""
     try:
         layout = Layout.of(config.parallel, data_size(config, world))
-        return Chosen(config, layout, plan_stages(config, layout))
+        chosen = Chosen(config, layout, plan_stages(config, layout))
+        for number in range(len(config.batch.stages)):
+            prefix = f"batch.stages[{number}]: "
+            plan_stages(in_stage(config, number), layout)
+        return chosen
     except ConfigError as error:
-        problems += error.problems
+        problems += [replace(one, key=prefix + one.key) for one in error.problems]
     except UnusableError:
         pass
     return None

@@ -12,7 +12,7 @@ from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.schedule.actions import Durations
-from pangu.schedule.orders import SCHEDULES, NumbersError
+from pangu.schedule.orders import SCHEDULES, NumbersError, allows
 from pangu.schedule.schedule import Schedule, make_schedule
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
@@ -83,8 +83,12 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
         numbers = layout.pipeline, layout.virtual_stages, micro_batches
         schedule = make_schedule(parallel.schedule, *numbers, shards_sums(layout))
     except NumbersError as error:
-        key = "virtual_stages" if parallel.schedule in SCHEDULES else "schedule"
-        problems.append(Problem(f"parallel.{key}", getattr(parallel, key), error.rule))
+        key, rule = "schedule", error.rule
+        if parallel.schedule in SCHEDULES and allows(parallel.schedule, layout.virtual_stages):
+            rule = str(error)  # a registered schedule may refuse other numbers too
+        elif parallel.schedule in SCHEDULES:
+            key = "virtual_stages"
+        problems.append(Problem(f"parallel.{key}", getattr(parallel, key), rule))
     try:
         parts = cut(config.model, chunks, parallel.layers)
     except NumbersError as error:

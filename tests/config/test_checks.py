@@ -225,6 +225,8 @@ CONTRADICTIONS = {
     "decay",
     "lr_schedule=inverse_sqrt lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: the decay of inverse_sqrt "
     "has no end; use null",
+    "loss.mtp_weight=0.3": "loss.mtp_weight = 0.3: has no effect with model.mtp_layers = 0; use 0.1, or set "
+    "model.mtp_layers=1",
     "lr_schedule.decay_shape=cosine": "lr_schedule.decay_shape = cosine: is the final decay of wsd, and "
     "lr_schedule.shape = cosine; use linear, or set lr_schedule=wsd",
     "precision=fp16 precision.loss_scale.consecutive=true": "precision.loss_scale.consecutive = true: has no effect, "

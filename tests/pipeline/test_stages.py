@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,10 +11,11 @@ from pangu.common.errors import ConfigError
 from pangu.config.build import hints_of
 from pangu.config.checks import check
 from pangu.config.schema import ParallelConfig
+from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import plan_stages
-from pangu.schedule.orders import SCHEDULES
+from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b
 from pangu.topology.layout import Layout
-from tests.configs import tiny
+from tests.configs import composed, tiny
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,23 @@ def test_all_problems_at_once_in_the_words_of_the_keys(overrides: str, expected:
     with pytest.raises(ConfigError) as told:
         plan_stages(config, Layout(pipeline=2, virtual_stages=config.parallel.virtual_stages))
     assert [str(problem) for problem in told.value.problems] == expected
+
+
+def test_numbers_that_a_registered_schedule_refuses_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a stage that begins later."""
+
+    def even(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
+        if micro_batches % 2:
+            raise NumbersError(f"{micro_batches} micro-batches", "must be even; use another batch.global_size")
+        return one_f_one_b(stages, virtual_stages, micro_batches)
+
+    monkeypatch.setitem(SCHEDULES, "1f1b", replace(SCHEDULES["1f1b"], order=even))
+    words = ("model=gpt2_124m", "data=synthetic", "validation.every=0", "parallel.pipeline=2", "batch.micro_size=1")
+    rule = "parallel.schedule = 1f1b: 3 micro-batches: must be even; use another batch.global_size"
+    for size, start in (("batch.global_size=3", ""), ("batch.stages=[{until:5,global_size:3}]", "batch.stages[0]: ")):
+        with pytest.raises(ConfigError) as caught:
+            choose_layout(composed(*words, "batch.global_size=4", size), 2)
+        assert [str(problem) for problem in caught.value.problems] == [start + rule]
 
 
 def test_the_configuration_knows_every_schedule() -> None:

@@ -21,6 +21,8 @@ def translate(source: Translation) -> None:
     """Fill in the overrides. Raises UserError for values that Megatron would not take either."""
     source.set("model", "gpt2_124m")
     source.set_direct()
+    if not source.get("model.mtp_layers"):
+        source.overrides.pop("loss.mtp_weight", None)
     for rule in (_model, attention, _vocabulary, _experts, _layout, _memory, _precision, optimizer, schedule, _data):
         rule(source)
     if minutes := source.number("exit-duration-in-mins"):
