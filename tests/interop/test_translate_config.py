@@ -395,6 +395,29 @@ def test_conversations_and_dense_models_to_begin_with_of_megatron() -> None:
     assert "checkpoint.init_from: the dense model's" in section(done, "to be given")
 
 
+@pytest.mark.parametrize("start", ["decay_start_steps: 70", "decay_start_ratio: 0.7"])
+@pytest.mark.parametrize("end", ["", ", lr_end: 1e-5"])
+def test_stable_rates_of_mindformers(start: str, end: str, tmp_path: Path) -> None:
+    schedule = f"{{type: WarmUpStableDecayLR, learning_rate: 1e-3, total_steps: 100, warmup_steps: 10, {start}{end}}}"
+    path = tmp_path / "run.yaml"
+    path.write_text(MOE_YAML.replace("{type: cosine, learning_rate: 1e-3, total_steps: 10}", schedule))
+    ours = built(translate("mindformers", "--keep-going", path))
+    least = 1e-5 if end else 1e-7
+    rates = [learning_rate(ours.lr_schedule, ours.optimizer.lr, ours.train.steps, update) for update in range(100)]
+    assert rates[10:71] == pytest.approx([1e-3] * 61)
+    assert rates[85] == pytest.approx((1e-3 + least) / 2)
+    assert (ours.lr_schedule.shape, ours.lr_schedule.min_lr) == ("wsd", least)
+
+
+def test_rates_of_mindformers_end_where_its_classes_end(tmp_path: Path) -> None:
+    for name, least in ("cosine", 0.0), ("PolynomialWithWarmUpLR", 1e-7):
+        (tmp_path / "run.yaml").write_text(MOE_YAML.replace("type: cosine", f"type: {name}"))
+        assert built(translate("mindformers", "--keep-going", tmp_path / "run.yaml")).lr_schedule.min_lr == least
+    (tmp_path / "run.yaml").write_text(MOE_YAML.replace("type: cosine", "type: WarmUpStableDecayLR"))
+    done = translate("mindformers", "--keep-going", tmp_path / "run.yaml")
+    assert "lr_schedule.decay_steps: train.steps - the first step of the decay" in section(done, "to be given")
+
+
 SFT_TOKENIZER = "data.tokenizer={kind:huggingface,path:/m}"
 
 

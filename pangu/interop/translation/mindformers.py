@@ -17,6 +17,8 @@ _ARCHITECTURES = (None, "LlamaForCausalLM", "GPT2LMHeadModel", "PanguAlphaHeadMo
 """Classes that compute what their configuration says; others, such as Baichuan's, share LlamaConfig and differ."""
 _DEEPSEEK = ("DeepseekV3ForCausalLM",)
 """Class of models with latent attention."""
+_LEAST_RATE = dict.fromkeys(("PolynomialWithWarmUpLR", "polynomial", "WarmUpStableDecayLR"), 1e-7)
+"""Defaults of `lr_end`; others have 0."""
 _LIKE_LLAMA = {
     "hidden_act": ("swiglu", "fusedswiglu", "silu", "LlamaSiLU"),
     "normalization": ("RMSNorm", "FusedRMSNorm"),
@@ -280,8 +282,26 @@ def _schedule(source: Translation) -> None:
         warm = warm if ratio is None or steps is None else int(steps * ratio)
         source.set("lr_schedule.warmup_steps", warm, "lr_schedule.warmup_steps", "lr_schedule.warmup_ratio")
     if shape != "constant":
-        source.set("lr_schedule.min_lr", source.number("lr_schedule.lr_end") or 0.0, "lr_schedule.lr_end")
+        end = source.number("lr_schedule.lr_end")
+        default = _LEAST_RATE.get(str(source.value("lr_schedule.type")), 0.0)
+        source.set("lr_schedule.min_lr", default if end is None else end, "lr_schedule.lr_end")
         source.copy(source.integer, "lr_schedule.decay_steps")
+    if shape == "wsd":
+        _stable(source, steps)
+
+
+def _stable(source: Translation, steps: int | None) -> None:
+    """Set the length of the decay after stable rates, which MindFormers gives by its first step."""
+    names = "lr_schedule.decay_start_steps", "lr_schedule.decay_start_ratio"
+    start, ratio = source.integer(names[0]), source.number(names[1])
+    if ratio is not None and steps is not None:
+        start = int(steps * ratio)
+    if start is None or steps is None:
+        source.needs(
+            "lr_schedule.decay_steps", f"train.steps - {'the first step of the decay' if start is None else start}"
+        )
+    else:
+        source.set("lr_schedule.decay_steps", steps - start, *names)
 
 
 def _data(source: Translation) -> None:
