@@ -187,7 +187,8 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
             continue
         ends.append(entry)
         kept.append(Counter())
-        if entry.module not in (START, END) and getattr(entry.action, "kind", None) in _BACKWARD:
+        is_backward = getattr(entry.action, "kind", None) in _BACKWARD
+        if entry.module not in (START, END) and is_backward:
             left.add((entry.module, *entry.action[1:3]))
         of_span, level, peak = list[Segment](), 0, 0
         for one in piece:
@@ -198,8 +199,9 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
                 case storage, change if storage.kind not in OWNED:
                     maker = born.setdefault(id(storage), len(ends) - 1)
                     by, module, _ = ends[maker]
+                    is_kept = isinstance(by, Action) and by.kind in COMPUTE and module not in (START, END)
                     # not what the lowest trained module kept, whose backward pass is part of `END`
-                    is_kept = isinstance(by, Action) and (module, *by[1:3]) in left
+                    is_kept = is_kept and (not is_backward or (module, *by[1:3]) in left)
                     if change < 0 and entry.module == END and is_kept and by[1:3] == entry.action[1:3]:
                         kept[maker][entry.action.kind.value] -= change
                     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import filterfalse
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,7 @@ class ShardedParameters:
         self._published.clear()
         if "optimizer" not in self.offload:
             optimizer.step()
-            self.unsharder.publish(flat for flat in self.trained if flat not in self._published)
+            self.unsharder.publish(filterfalse(self._published.__contains__, self.trained))
             return
         if on_device:
             decided = host_memory(2, scaling[0].dtype, scaling[0].device)
@@ -167,7 +168,7 @@ class ShardedParameters:
             optimizer.step()
             for flat in flats:
                 flat.lend_gradients(False)
-            self.unsharder.publish(flat for flat in flats if flat not in self._published)
+            self.unsharder.publish(filterfalse(self._published.__contains__, flats))
 
     def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool], losses: int = 1) -> Tensor:
         """Return gradient norm, summed loss and flag counts as in `norms.norm_and_loss`."""
