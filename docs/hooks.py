@@ -23,6 +23,7 @@ OUTSIDE = {
     "README.zh.md": "index.zh.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "vulnerabilities.md",
     "benchmarks/README.md": "benchmarks.md",
 }
 """Pages that do not stand in `docs`, and their places in the site."""
