@@ -168,17 +168,11 @@ class Loop:
             return False
         record = self._figures(result, self._step_s, stragglers)
         counts = saver.failures | {"rollbacks": len(self.spikes.rollbacks)}
-        of_data |= {name: count or None for name, count in counts.items()}
-        of_data["goodput"] = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
-        self.record = replace(record, continued_from=self._continued_from, **of_data)
-        self._continued_from, self.heartbeat.counts = (
-            None,
-            {
-                **counts,
-                "skipped": self.trainer.skipped,
-                "goodput": of_data["goodput"],
-            },
-        )
+        goodput = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
+        fields = {name: count or None for name, count in counts.items()} | {"goodput": goodput} | of_data
+        self.record = replace(record, continued_from=self._continued_from, **fields)
+        self._continued_from = None
+        self.heartbeat.counts = {**counts, "skipped": self.trainer.skipped, "goodput": goodput}
         for writer in self._writers:
             with self._bearing_failures(type(writer).__name__):
                 writer.write(self.record)
