@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
@@ -15,7 +16,7 @@ from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.stages import Stages, layer_counts, shards_sums, with_end
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
-from pangu.schedule.orders import SIMPLEST, reduces_each, splits_backward
+from pangu.schedule.orders import SIMPLEST, NumbersError, reduces_each, splits_backward
 from pangu.schedule.schedule import Schedule, chunk_stages, make_schedule
 from pangu.schedule.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.schedule.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
@@ -324,6 +325,7 @@ def shortest(plan: Plan) -> int:
     """
     numbers = plan.schedule, plan.pipeline, plan.virtual_stages
     least = max(4 * plan.pipeline, 2 * IN_FLIGHT + 1) + plan.micro_batches % plan.pipeline
-    if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
-        return least
+    with suppress(NumbersError):
+        if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
+            return least
     return plan.micro_batches

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pangu.schedule.actions import Durations, Kind
 from pangu.schedule.check import check
-from pangu.schedule.orders import SCHEDULES
+from pangu.schedule.orders import SCHEDULES, NumbersError
 from pangu.schedule.schedule import Schedule, make_schedule
 from pangu.schedule.simulate import makespan
 
@@ -77,23 +77,33 @@ def _described(cost: _Cost) -> str:
     )
 
 
+def _made(name: str, stages: int, virtual_stages: int, micro_batches: int) -> Schedule | None:
+    """Return a schedule, or None if it does not allow these numbers."""
+    try:
+        return make_schedule(name, stages, virtual_stages, micro_batches)
+    except NumbersError:
+        return None
+
+
 def _more_micro_batches(now: _Cost, durations: Durations) -> _Cost | None:
-    """Return the schedule with enough micro-batches for a good bubble; None if that is too much to simulate."""
+    """Return the schedule with enough micro-batches for a good bubble; None if too many, or not allowed."""
     # With at least as many micro-batches as stages, further ones (in multiples of the stages) add work but no idle
     # time, unless stages are uneven or links slow.
     schedule = now.schedule
     if schedule.stages * len(schedule.stage_of) > MOST_COMPARED:
         return None
     if schedule.micro_batches < schedule.stages:
-        enough = make_schedule(schedule.name, schedule.stages, schedule.virtual_stages, schedule.stages)
+        enough = _made(schedule.name, schedule.stages, schedule.virtual_stages, schedule.stages)
+        if enough is None:
+            return None
         now = _cost(enough, durations)
     per_bubble = now.schedule.micro_batches * now.bubble / (1 - now.bubble)
     rounds = math.ceil(per_bubble * (1 - GOOD_BUBBLE) / GOOD_BUBBLE / schedule.stages - 1e-9)
     micro_batches = max(1, rounds) * schedule.stages
     if micro_batches * len(schedule.stage_of) > MOST_COMPARED:
         return None
-    more = make_schedule(schedule.name, schedule.stages, schedule.virtual_stages, micro_batches)
-    return _cost(more, durations)
+    more = _made(schedule.name, schedule.stages, schedule.virtual_stages, micro_batches)
+    return None if more is None else _cost(more, durations)
 
 
 def _better_schedules(now: _Cost, durations: Durations, num_layers: int) -> list[_Cost]:
@@ -121,8 +131,9 @@ def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterat
     for name, family in SCHEDULES.items():
         least, most = family.virtual_stages
         virtual_stages = least if most is not None else max(2, least)
-        if name != schedule.name and schedule.stages * virtual_stages <= num_layers:
-            other = make_schedule(name, schedule.stages, virtual_stages, schedule.micro_batches)
+        if name == schedule.name or schedule.stages * virtual_stages > num_layers:
+            continue
+        if other := _made(name, schedule.stages, virtual_stages, schedule.micro_batches):
             forward, to_input, to_weight = (
                 [total[stage] / virtual_stages for stage in other.stage_of] for total in stage_seconds
             )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 from pangu.schedule.actions import Kind
 
@@ -80,7 +81,10 @@ def allows(name: str, virtual_stages: int) -> bool:
 def splits_backward(name: str) -> bool:
     """Return whether a schedule computes weight gradients apart from input gradients."""
     family = SCHEDULES[name]
-    return any(kind is W for kind, _, _ in family.order(1, family.virtual_stages[0], 1)[0])
+    for stages, micro_batches in product((1, 2, 4), (1, 2, 3, 4, 8)):
+        with suppress(NumbersError):
+            return any(kind is W for kind, _, _ in family.order(stages, family.virtual_stages[0], micro_batches)[0])
+    raise NumbersError(f"schedule {name}", "must allow 1, 2 or 4 stages with 1, 2, 3, 4 or 8 micro-batches")
 
 
 def reduces_each(name: str) -> bool:

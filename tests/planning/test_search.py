@@ -32,6 +32,7 @@ from pangu.planning.search import (
     time_of,
     with_layout,
 )
+from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b, splits_backward
 from tests.configs import config
 from tests.spawn import repository
 from tools import plan as plan_tool
@@ -129,6 +130,25 @@ def test_ranks_exchange_heads_in_a_ring_where_that_is_fastest(monkeypatch: pytes
     for given in ({"context_kind": "ring", "context_ulysses": 2}, {"context_kind": "gather"}):
         plan = search(where._replace(fixed=fixed | given), top=1).best[0].plan
         assert given.items() <= plan._asdict().items()
+
+
+@pytest.mark.parametrize(("sequences", "allowed"), [(9, False), (10, True), (100, True), (101, False)])
+def test_a_search_leaves_out_numbers_that_a_registered_schedule_refuses(
+    sequences: int, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def even(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
+        if micro_batches % 2:
+            raise NumbersError(f"{micro_batches} micro-batches", "must be even")
+        return one_f_one_b(stages, virtual_stages, micro_batches)
+
+    monkeypatch.setitem(SCHEDULES, "even", replace(SCHEDULES["1f1b"], order=even))
+    refused: Counter[str] = Counter()
+    where = space(2, *SHORT, f"batch.global_size={sequences}")
+    where = where._replace(fixed={"pipeline": 2, "schedule": "even", "micro_size": 1})
+    assert bool(list(enumerate_plans(where, refused))) == allowed
+    reasons = [reason for reason in refused if "must be even" in reason]
+    assert reasons == [f"parallel.schedule: even refuses {sequences} micro-batches: must be even"] * (not allowed)
+    assert not splits_backward("even")
 
 
 def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from pangu.schedule.actions import Durations
 from pangu.schedule.advice import advise
+from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b
 from pangu.schedule.schedule import make_schedule
 
 
@@ -34,6 +39,20 @@ def test_fewer_micro_batches_than_stages() -> None:
     lines = advise(make_schedule("zb_v", 8, 2, 1), Durations(), num_layers=16, micro_size=2)
     assert "16 micro-batches" in lines[1]
     assert "would make it 6.8%: use a smaller batch.micro_size" in lines[1]
+
+
+def test_schedules_that_refuse_these_numbers_are_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor more micro-batches than a schedule allows."""
+
+    def only_3(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
+        if micro_batches != 3:
+            raise NumbersError(f"{micro_batches} micro-batches", "must be 3")
+        return one_f_one_b(stages, virtual_stages, micro_batches)
+
+    monkeypatch.setitem(SCHEDULES, "only_3", replace(SCHEDULES["1f1b"], order=only_3))
+    assert not any("only_3" in line for line in advise(make_schedule("gpipe", 2, 1, 2), Durations(), 2, 1))
+    alone = advise(make_schedule("only_3", 4, 1, 3, reduce_each=True), Durations(), 4, 1)
+    assert not any("micro-batches would make it" in line for line in alone)
 
 
 def test_a_schedule_that_holds_too_much() -> None:
