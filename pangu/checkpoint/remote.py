@@ -24,8 +24,8 @@ from typing import Any
 from pangu.checkpoint.files import adopt, partial_of, start, step_of, superseded
 from pangu.checkpoint.index import NewerFormatError, read_index
 from pangu.checkpoint.standing import FILE, Standing, parse_standing, read_standing
-from pangu.common.errors import UserError, reading
-from pangu.common.files import open_regular
+from pangu.common.errors import UserError, reading, writing
+from pangu.common.files import new_path, open_regular
 from pangu.data.finding import file_system
 
 _log = logging.getLogger("pangu")
@@ -45,7 +45,7 @@ ASIDE = "index.aside.json"
 """Index of a checkpoint that its run does not continue from."""
 CONTINUED = ("metrics.jsonl", "wandb/run-id")
 """Files among them that a run on another machine continues; it makes the others again."""
-_ENTRY = re.compile(r"(step-[0-9]{8}-[0-9a-f]{16})/([^/]+)")
+_NAME = re.compile(r"step-[0-9]{8}-[0-9a-f]{16}")
 
 
 def remote_name(path: Path, index: Mapping[str, Any]) -> str:
@@ -65,11 +65,9 @@ class RemoteRun:
 
     def checkpoints(self, committed: bool = True) -> dict[str, dict[str, int]]:
         """Return the sizes of the files of each remote folder, oldest step first; those with an index, or all."""
-        found: dict[str, dict[str, int]] = {}
-        for name, size in self._sizes("checkpoints").items():
-            if entry := _ENTRY.search(name):
-                found.setdefault(entry[1], {})[entry[2]] = size
-        return {name: found[name] for name in sorted(found) if not committed or "index.json" in found[name]}
+        names = sorted(filter(_NAME.fullmatch, self._listing("checkpoints")))
+        found = {name: self._listing(f"checkpoints/{name}") for name in names}
+        return {name: files for name, files in found.items() if not committed or "index.json" in files}
 
     def standings(self, names: Sequence[str], local: Path) -> list[tuple[Path, Standing]]:
         """Return the local paths of remote checkpoints with their standings: the local ones, where there are any."""
@@ -90,8 +88,8 @@ class RemoteRun:
     def send(self, path: Path, share: int, shares: int) -> bool:
         """Send this rank's share of a local checkpoint's files; return True if all files of all ranks are there."""
         index = read_index(path)
-        name, there = remote_name(path, index), self._sizes(f"checkpoints/{remote_name(path, index)}")
-        sizes = {file.rpartition("/")[2]: size for file, size in there.items()}
+        name = remote_name(path, index)
+        sizes = self._listing(f"checkpoints/{name}")
         for file, entry in sorted(index["files"].items()):
             # the rank that wrote a file sends it; with fewer ranks than then, one sends those of several
             if int(file.split("-")[1]) % shares == share and sizes.get(file) != entry["bytes"]:
@@ -103,13 +101,11 @@ class RemoteRun:
         """Send the small files of a run and of a checkpoint, the index last, and drop other results of its step."""
         name, run = remote_name(path, read_index(path)), path.parent.parent
         for file in (file for pattern in RUN_FILES for file in sorted(run.glob(pattern))):
-            if file.is_file() and not file.is_symlink():
+            if file.is_file() and not any(path.is_symlink() for path in {file, file.parent} - {run}):
                 self._send_file(file, f"{self._root}/{file.relative_to(run)}")
-        with self._talking():
-            for last in (FILE, "index.json"):
-                if (path / last).exists():
-                    with open_regular(path / last, "rb") as opened:
-                        self._system.pipe_file(self._path(name, last), opened.read())
+        for last in (FILE, "index.json"):
+            if (path / last).exists():
+                self._send_file(path / last, self._path(name, last))
         others = (other for other in self.checkpoints() if other[:13] == name[:13] and other != name)
         self.delete(list(others))
 
@@ -117,7 +113,7 @@ class RemoteRun:
         """Delete remote checkpoints, their index first: one that is cut short leaves no damaged checkpoint."""
         for name in names:
             with self._talking():
-                if self._system.exists(self._path(name, "index.json")):
+                if self._size(self._path(name, "index.json")) is not None:
                     self._system.rm_file(self._path(name, "index.json"))
                 self._system.rm(f"{self._root}/checkpoints/{name}", recursive=True)
 
@@ -153,9 +149,7 @@ class RemoteRun:
             raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}{error}") from error
         if remote_name(path, index) != name:
             raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}its index is that of another checkpoint")
-        with self._talking():
-            has_standing = self._system.exists(self._path(name, FILE))
-        if has_standing:
+        if self._size(self._path(name, FILE)) is not None:
             self._fetch_file(self._path(name, FILE), partial / FILE, MOST_STANDING_BYTES)
 
     def fetch(self, name: str, path: Path, share: int, shares: int) -> None:
@@ -165,15 +159,16 @@ class RemoteRun:
             self._fetch_file(self._path(name, file), partial_of(path) / file, files[file]["bytes"], files[file])
 
     def finish(self, path: Path) -> None:
-        """Make a checkpoint that was fetched the local one, and fetch what the run continues besides it."""
-        adopt(path)
+        """Fetch what the run continues besides a checkpoint that was fetched, then make that the local one."""
         for name in CONTINUED:
             target, source = path.parent.parent / name, f"{self._root}/{name}"
-            with self._talking():
-                is_wanted = not target.exists() and self._system.exists(source)
-            if is_wanted:
-                target.parent.mkdir(exist_ok=True)
-                self._fetch_file(source, target)
+            # the longer one: a machine that trained before has the figures up to there
+            if (self._size(source) or 0) > (target.stat().st_size if target.exists() else 0):
+                with writing(target):
+                    target.parent.mkdir(exist_ok=True)
+                    with new_path(target) as partial:
+                        self._fetch_file(source, partial)
+        adopt(path)
 
     def _path(self, name: str, file: str) -> str:
         return f"{self._root}/checkpoints/{name}/{file}"
@@ -182,31 +177,48 @@ class RemoteRun:
         fix = "check the address, the credentials, the network and the room there"
         return reading(self.url, Exception, rule="checkpoint.remote does not answer as it should", fix=fix)
 
-    def _sizes(self, folder: str) -> dict[str, int]:
+    def _listing(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the files and folders in a folder. `find` would leave out what it cannot read."""
         with self._talking():
             self._system.invalidate_cache()
             try:
-                found = self._system.find(f"{self._root}/{folder}", detail=True)
+                found = self._system.ls(f"{self._root}/{folder}", detail=True)
             except FileNotFoundError:
                 return {}
-            return {name: info["size"] for name, info in found.items() if type(info.get("size")) is int}
+            return {info["name"].rstrip("/").rpartition("/")[2]: info.get("size") or 0 for info in found}
+
+    def _size(self, path: str) -> int | None:
+        """Return the size of a file; None: it is missing. `exists` would call that any error."""
+        with self._talking():
+            try:
+                return int(self._system.info(path)["size"])
+            except FileNotFoundError:
+                return None
 
     def _send_file(self, source: Path, target: str, expected: Mapping[str, Any] | None = None) -> None:
-        """Send a file; raise UserError unless it is as `expected` (bytes, sha256), here and there."""
+        """Send a file; raise UserError unless it is as `expected` (bytes, sha256), here and there.
+
+        An object replaces another one when it is complete. A file system would have half a file, or none, if its disk
+        is full or this process is killed, so that a file gets its name last there.
+        """
         digest, sent = hashlib.sha256(), 0
+        is_local = getattr(self._system, "local_file", False)
+        partial = f"{target}.partial" if is_local else target
         with open_regular(source, "rb") as file, self._talking():
-            if getattr(self._system, "local_file", False):  # others need no folders, and would make a bucket
+            if is_local:  # others need no folders, and would make a bucket
                 self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
-            with self._system.open(target, "wb") as opened:
+            with self._system.open(partial, "wb") as opened:
                 while chunk := file.read(CHUNK_BYTES):
                     digest.update(chunk)
                     opened.write(chunk)
                     sent += len(chunk)
                     self._note_progress()
             self._system.invalidate_cache()
-            arrived = self._system.info(target)["size"]
+            arrived = self._system.info(partial)["size"]
             if expected is not None and digest.hexdigest() != expected["sha256"]:
-                self._system.rm_file(target)
+                self._system.rm_file(partial)
+            elif is_local and arrived == sent:
+                self._system.mv(partial, target)
         if expected is not None:
             _require_same(source, digest.hexdigest(), sent, expected)
         if arrived != sent:
@@ -218,9 +230,9 @@ class RemoteRun:
         digest, received = hashlib.sha256(), 0
         # two blocks, so that a full disk is told from a store that fails
         with reading(target, rule="cannot be written"), target.open("xb") as file:
+            if self._size(source) is None:
+                raise UserError(f"{self.url}: {source}{DAMAGED}it is missing")
             with self._talking():
-                if not self._system.exists(source):
-                    raise UserError(f"{self.url}: {source}{DAMAGED}it is missing")
                 opened = self._system.open(source, "rb")
             with opened:
                 while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pangu.common.errors import ConfigError, Problem
@@ -284,8 +285,13 @@ def _local_paths(config: RunConfig) -> Iterator[Problem]:
             rule = f"{path.partition(':')[0]}:// is not supported, only folders mounted on this machine"
             fix = f"use a path such as {path.partition('://')[2] or 'runs/default'}"
             yield Problem(key, path, rule, fix + f" and checkpoint.remote={path}" * (key == "train.output"))
-    if (remote := config.checkpoint.remote) is not None and "://" not in remote:
+    if (remote := config.checkpoint.remote) is None:
+        return
+    kind, mark, folder = remote.partition("://")
+    if not mark:
         yield Problem("checkpoint.remote", remote, "must be a URL", f"use e.g. s3://BUCKET/RUN, or file://{remote}")
+    elif kind in ("file", "local") and Path(folder).resolve() == Path(config.train.output).resolve():
+        yield Problem("checkpoint.remote", remote, "is train.output itself", "use another folder, or null")
 
 
 def _stop_after(config: RunConfig) -> Iterator[Problem]:

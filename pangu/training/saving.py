@@ -167,7 +167,11 @@ class Saver:
         """Wait until all is sent, or makes no progress; each rank for its share. May raise StuckError on all ranks."""
         if (uploader := self.uploader) is not None:
             mesh, doing = self._mesh, f"sending checkpoints to {self._config.checkpoint.remote}"
-            agree_on_long_work(mesh, doing, lambda note: uploader.wait(mesh.timeout_s / 2, note), runs_here=True)
+            # the first rank last: it would give up what others are still sending
+            for runs_here in (not mesh.is_first, mesh.is_first):
+                agree_on_long_work(
+                    mesh, doing, lambda note: uploader.wait(mesh.timeout_s / 2, note), runs_here=runs_here
+                )
 
     def settle(self) -> None:
         """Wait until the last save has ended. A failure is a warning, because older checkpoints are untouched.
@@ -218,7 +222,7 @@ class Saver:
         self.standings.load()
         if self.uploader is not None:
             self.uploader.continue_from(self._trainer.step)
-            self.uploader.wait(SAVE_SECONDS)
+            self.uploader.wait(min(SAVE_SECONDS, self._mesh.timeout_s / 2))  # others wait for this rank meanwhile
         return index
 
     def __enter__(self) -> Self:

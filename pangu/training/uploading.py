@@ -119,10 +119,10 @@ class Uploader:
             except UserError as error:
                 if path.is_dir():
                     problems.append(error)
-        if problems:
-            raise problems[0]
         if has_committed:
             remote.prune(self._folder, self._config.keep, self._config.keep_every)
+        if problems:
+            raise problems[0]
         return is_waiting
 
 

@@ -387,6 +387,10 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
             "checkpoint.remote = b/run: must be a URL; use e.g. s3://BUCKET/RUN, or file://b/run",
         ),
         (
+            "checkpoint.remote=file://runs/x/../default",
+            "is train.output itself; use another folder, or null",
+        ),
+        (
             "checkpoint.resume='gs://b/c'",
             "checkpoint.resume = gs://b/c: gs:// is not supported, only folders mounted "
             "on this machine; use a path such as b/c",

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from pangu.checkpoint import files
 from pangu.checkpoint.files import list_checkpoints
+from pangu.checkpoint.remote import RemoteRun
 from pangu.collectives import agreement, meeting
 from pangu.collectives.agreement import StuckError, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
@@ -114,3 +116,30 @@ def test_a_rank_that_is_stopped_is_named(pool: Pool, keeps: bool, pace: float) -
     """A store in a process that is stopped does not answer, and torch waits for that without end."""
     _, said = pool.run(2, stopped, keeps, pace)
     assert said.startswith("rank 1, saving: rank 0 did not respond within parallel.timeout_s, or exited")
+
+
+def sends(rank: int, world: int, folder: Path, limit_s: float) -> list[str]:
+    """Return the copies at the end of a run whose second rank sends its file for longer than the first one waits."""
+    url = f"file://{folder}/remote"
+    words = (*OVERRIDES, f"parallel.timeout_s={limit_s}", f"train.output={folder}/run", f"checkpoint.remote={url}")
+    trainer, _ = small_trainer(Layout(data=2, zero=1), *words)
+    send = RemoteRun._send_file
+
+    def slow(self: RemoteRun, *arguments: Any) -> None:
+        for _ in range(17 if rank == 1 else 0):
+            time.sleep(limit_s / 10)
+            self._note_progress()
+        send(self, *arguments)
+
+    with patch.object(RemoteRun, "_send_file", slow):
+        saver = Saver(trainer.config, trainer)
+        saver.save(0, {})
+        saver.finish()
+        saver.finish_uploads()
+        return list(RemoteRun(url).checkpoints())
+
+
+@at_some_pace
+def test_the_end_of_a_run_waits_for_the_slowest_rank_that_sends(pool: Pool, tmp_path: Path, pace: float) -> None:
+    for copies in pool.run(2, sends, tmp_path / str(pace), TIMEOUT * pace):
+        assert len(copies) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from pangu.checkpoint import remote
@@ -17,6 +19,7 @@ from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.standing import Standing, write_standing
 from pangu.common.errors import UserError
+from pangu.training.uploading import Uploader
 from tests.training.test_faults import ROLLBACK, poisoned
 from tests.training.test_resume import first_file, flip, train
 
@@ -88,7 +91,7 @@ def kill_at(number: int, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die before the `number`th change of the file system of `url`, or half way through it."""
     changes = itertools.count()
     system = type(fsspec.url_to_fs(url)[0])
-    names, write = ("makedirs", "info", "rm_file", "rm", "mv"), system.pipe_file
+    names = ("makedirs", "info", "rm_file", "rm", "mv")
     before = {name: getattr(system, name) for name in names}
 
     def dies() -> None:
@@ -103,14 +106,7 @@ def kill_at(number: int, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(system, name, call)
 
-    def pipe(self: Any, path: str, value: bytes) -> None:
-        dies()
-        write(self, path, value[: len(value) // 2])
-        dies()
-        write(self, path, value)
-
-    monkeypatch.setattr(system, "pipe_file", pipe)
-    monkeypatch.setattr(remote, "CHUNK_BYTES", 2**14)
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 2**13)
     monkeypatch.setattr(RemoteRun, "_note_progress", property(lambda _: dies), raising=False)
     monkeypatch.setattr(RemoteRun, "__setattr__", lambda self, name, value: self.__dict__.update({name: value}))
 
@@ -245,7 +241,7 @@ def test_a_store_that_fails_is_told_and_counted_and_training_goes_on(
     assert steps() == []
     assert train(tmp_path / "run", 4, COPIED) == losses
     assert steps() == [1, 2, 3, 4], "the next start sends what was left"
-    monkeypatch.setattr(MemoryFileSystem, "find", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
     with pytest.raises(UserError, match=r"Forbidden.*or set checkpoint.remote=null"):
         train(tmp_path / "other", 4, COPIED)
 
@@ -262,8 +258,94 @@ def test_another_machine_follows_a_rollback(tmp_path: Path, monkeypatch: pytest.
     poisoned([21], monkeypatch)
     losses = train(tmp_path / "unbroken", 8, *ROLLBACK)
     poisoned([21], monkeypatch, dies_at=36)
+    limits: list[float] = []
+    wait = Uploader.wait
+    monkeypatch.setattr(Uploader, "wait", lambda self, limit_s, *note: limits.append(limit_s) or wait(self, limit_s))
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "first", 8, *ROLLBACK, COPIED)
+        train(tmp_path / "first", 8, *ROLLBACK, COPIED, "parallel.timeout_s=40")
+    assert limits[0] == 20, "the other ranks wait for the one that waits for the store"
     seen = poisoned([], monkeypatch)
     assert train(tmp_path / "second", 8, *ROLLBACK, COPIED) == losses
     assert seen[0] == 32
+
+
+def test_a_machine_that_trained_before_gets_the_figures_of_the_one_in_between(tmp_path: Path) -> None:
+    losses = train(tmp_path / "unbroken", 5)
+    for machine, steps_made in ("first", 2), ("second", 4), ("first", 5):
+        assert train(tmp_path / machine, steps_made, COPIED) == losses[:steps_made]
+
+
+def test_a_fetch_that_fails_is_made_again_with_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = train(tmp_path / "first", 2, COPIED)
+    fetch = RemoteRun._fetch_file
+
+    def fails(self: RemoteRun, source: str, *arguments: Any) -> None:
+        if source.endswith("metrics.jsonl"):
+            raise UserError("the network is gone")
+        fetch(self, source, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "_fetch_file", fails)
+        with pytest.raises(UserError, match="the network is gone"):
+            train(tmp_path / "second", 3, COPIED)
+    assert train(tmp_path / "second", 3, COPIED)[:2] == losses
+
+
+@pytest.mark.parametrize("call", ["ls", "info"])
+def test_a_file_system_that_fails_hides_no_checkpoint(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = f"checkpoint.remote=file://{tmp_path}/remote"
+    train(tmp_path / "run", 2, copied)
+    shutil.rmtree(tmp_path / "run")
+    works = getattr(LocalFileSystem, call)
+
+    def fails(self: LocalFileSystem, path: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(path, str) and "step-00000002-" in path:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return works(self, path, *arguments, **options)
+
+    monkeypatch.setattr(LocalFileSystem, call, fails)
+    with pytest.raises(UserError, match="Stale file handle"):
+        train(tmp_path / "run", 3, copied)
+
+
+def test_a_full_disk_damages_nothing_that_was_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/remote"
+    train(tmp_path / "run", 2, f"checkpoint.remote={url}")
+
+    def contents() -> dict[Path, bytes]:
+        files = (path for path in (tmp_path / "remote").rglob("*") if path.is_file() and path.suffix != ".partial")
+        return {path: path.read_bytes() for path in files}
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = contents()
+    path = tmp_path / "run/checkpoints/step-00000002"
+    for patterns in remote.RUN_FILES, ():  # the index, too
+        with monkeypatch.context() as patch:
+            patch.setattr(remote, "RUN_FILES", patterns)
+            patch.setattr(LocalFileOpener, "write", full, raising=False)
+            with pytest.raises(UserError, match="No space left on device"):
+                RemoteRun(url).commit(path)
+        assert contents() == before
+
+
+def test_a_damaged_checkpoint_does_not_keep_old_copies(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    flip(first_file(tmp_path / "checkpoints/step-00000003"))
+    train(tmp_path, 8, COPIED, "checkpoint.keep=1", "checkpoint.keep_every=3", "faults.proven_after=1")
+    kept = [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").glob("step-*"))]
+    assert kept[0] == 3
+    assert steps() == kept[1:]
+
+
+def test_links_in_a_run_folder_are_not_followed(tmp_path: Path, store: MemoryFileSystem) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private/key").write_text("secret")
+    train(tmp_path / "run", 1)
+    (tmp_path / "run/tokenizer").symlink_to(tmp_path / "private")
+    train(tmp_path / "run", 2, COPIED)
+    assert steps() == [1, 2]
+    assert not store.exists("/bucket/run/tokenizer/key")
