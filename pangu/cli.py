@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,9 +106,9 @@ def run(path: Path) -> None:
 def main() -> None:
     """Carry out the command line; end the process with its exit status."""
     match sys.argv[1:]:
-        case [] | ["--help" | "-h" | "help"]:
+        case [] | ["--help" | "-h" | "help", *_]:
             print(help_text(), end="")
-        case ["--version"]:
+        case ["--version", *_]:
             print(pangu.__version__)
         case [command, *words] if command in PROGRAMS:
             sys.argv = [f"pangu {command}", *(launched(words) if command == "launch" else words)]
@@ -117,7 +118,8 @@ def main() -> None:
                 print("\ninterrupted", file=sys.stderr)
                 sys.exit(INTERRUPTED)
         case ["complete", _, word, *_] if "COMP_LINE" in os.environ:
-            complete(os.environ["COMP_LINE"][: int(os.environ.get("COMP_POINT", sys.maxsize))], word)
+            line, point = os.environ["COMP_LINE"], os.environ.get("COMP_POINT", "")
+            complete(line[: int(point)] if re.fullmatch("[0-9]{1,9}", point) else line, word)
         case [wrong, *_]:
             near = ", ".join(close_names(wrong, PROGRAMS) or PROGRAMS)
             print(f"error: unknown command: pangu {wrong}; use {near}, or pangu --help", file=sys.stderr)

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+import pangu
+from pangu import __version__
 from pangu.cli import FLAGS, PROGRAMS, complete, file_of, launched, main
 from tests.spawn import repository
 
 PRETRAIN = ["-m", "pangu.pretrain"]
+HELP = str(pangu.__doc__).partition("\n")[0]
 
 
 def test_every_program_of_a_checkout_has_a_command() -> None:
@@ -72,6 +75,26 @@ def test_usage_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit, match="0"):
         main()
     assert capsys.readouterr().out.startswith("usage: pangu inspect ")
+
+
+@pytest.mark.parametrize(("words", "answer"), [(["--version", "x"], __version__), (["--help", "train"], HELP)])
+def test_further_words_change_no_answer(
+    words: list[str], answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pangu", *words])
+    main()
+    assert capsys.readouterr().out.startswith(answer)
+
+
+@pytest.mark.parametrize("point", ["8", "x", "-1", "", "9" * 5000])
+def test_a_shell_may_give_any_place(
+    point: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", "pangu tr")
+    monkeypatch.setenv("COMP_POINT", point)
+    monkeypatch.setattr(sys, "argv", ["pangu", "complete", "pangu", "tr", "pangu"])
+    main()
+    assert capsys.readouterr().out.split() == ["train", "translate"]
 
 
 def test_another_package_named_pangu_is_named(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pangu.checkpoint.files import amend
+from pangu.checkpoint.index import read_index
 from tests.training.test_resume import metrics, train
 from tools.convert_checkpoint import main
 
@@ -50,3 +53,31 @@ def test_a_license_is_an_identifier(tmp_path: Path, name: str, capsys: pytest.Ca
     assert "must be an identifier of the Hugging Face hub" in capsys.readouterr().err
     assert main([*words, "--to", "mindspore"]) == 2
     assert "needs --to huggingface" in capsys.readouterr().err
+
+
+def test_texts_of_a_run_neither_break_a_card_nor_tell_secrets(tmp_path: Path) -> None:
+    train(tmp_path / "run", 1)
+    evil = "x\n```\n## License\n\nMIT |"
+    scores = {"step": 1, "evaluation": {evil: 0.5, "\ud800": 0.25, "afqmc/accuracy": 0.75}}
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write(f"[]\n3\n{json.dumps(scores)}\n")
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    sources = {"train": ["/private/a", "s3://b/c?X-Amz-Signature=key"], "weights": None, "validation": []}
+    config["data"] = {"kind": "indexed", **sources, "tokenizer": None, "packing": config["data"]["packing"]}
+    config["batch"]["by"] = config["checkpoint"]["init_from"] = evil
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
+    _, text = card_of(tmp_path / "run")
+    assert "| afqmc/accuracy | 0.75 |\n" in text
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings == ["# export-0", "## Results", "## Data", "## Training configuration", "## License"]
+    assert text.count("````") == 2
+    assert "private" not in text
+    assert "X-Amz-Signature" not in text
+
+
+def test_a_checkpoint_that_tells_no_step_is_exported(tmp_path: Path) -> None:
+    train(tmp_path / "run", 1)
+    path = tmp_path / "run/checkpoints/step-00000001"
+    amend(path, {key: value for key, value in read_index(path).items() if key != "step"})
+    _, text = card_of(tmp_path / "run")
+    assert "how they were trained is not known" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 import pangu
+from pangu.common.errors import shown
 from pangu.interop.formats.stored import Job, Training
 from pangu.models.size import num_parameters
 
@@ -66,7 +68,7 @@ def _training(training: Training) -> Iterator[str]:
     for record in training.records:
         scores = record.get("evaluation")
         named = {name: record.get(field) for field, name in _FIGURES.items()}
-        named |= scores if isinstance(scores, dict) else {}
+        named |= {_plain(name): score for name, score in scores.items()} if isinstance(scores, dict) else {}
         last |= {name: value for name, value in named.items() if isinstance(value, int | float)}
     if last:
         rows = (
@@ -75,11 +77,12 @@ def _training(training: Training) -> Iterator[str]:
         yield from ("## Results", "", "| | |", "|---|---:|", *rows, "")
     checkpoint, data = (training.config.get(group) for group in ("checkpoint", "data"))
     if isinstance(checkpoint, Mapping) and isinstance(began := checkpoint.get("init_from"), str):
-        yield from (f"Training began with the weights of `{Path(began).name}`.", "")
+        yield from (f"Training began with the weights of {_plain(Path(began).name)}.", "")
     if isinstance(data, Mapping):
         told = {key: data[key] for key in _DATA if data.get(key) is not None}
         if isinstance(data.get("train"), list):
-            told["train"] = [Path(str(name)).name for name in data["train"]]  # without the folders of a machine
+            # without the folders of a machine, and what signs a URL
+            told["train"] = [Path(str(name).partition("?")[0]).name for name in data["train"]]
         yield from ("## Data", "", *_fenced(told), "")
     yield from (
         "## Training configuration",
@@ -89,4 +92,11 @@ def _training(training: Training) -> Iterator[str]:
 
 
 def _fenced(values: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("```yaml", yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).rstrip(), "```")
+    text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).rstrip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    yield from (f"{fence}yaml", text, fence)
+
+
+def _plain(text: str) -> str:
+    """Return a text of somebody's file so that Markdown shows it as it is, on one line."""
+    return re.sub(r"([!-,;-@[-^`{-~])", r"\\\1", shown(text))

@@ -51,7 +51,8 @@ class PanguSource(WeightSource):
         self.packing = dict(vars(config.data.packing))
         run = self._path.resolve().parent.parent
         self.generation = read_json_object(run / GENERATION) if (run / GENERATION).is_file() else {}
-        records = [record for record in read_records(run / "metrics.jsonl") if record["step"] <= self._index["step"]]
+        step = self._index.get("step", 0)
+        records = [record for record in read_records(run / "metrics.jsonl") if record["step"] <= step]
         self.training = Training(read_yaml(run / "config.yaml"), records) if records else None
         if config.model.experts is not None:
             self.balance = ExpertBalance(config.model)
