@@ -265,8 +265,8 @@ class CheckpointConfig:
     max_failed_saves: Natural = 3
     """Failed saves in a row that are tolerated; one more ends the run."""
     remote: Filename | None = None
-    """URL of a folder (`s3://BUCKET/RUN`, `gs://`, `hdfs://`, any of fsspec) to which checkpoints are copied while
-    training continues, and from which a run with an empty run folder continues. null: none."""
+    """URL of a folder in an object store (`s3://BUCKET/RUN`, `gs://`) or of `file://` to which checkpoints are copied
+    while training continues, and from which a run with an empty run folder continues. null: none."""
 
 
 @dataclass(frozen=True)
