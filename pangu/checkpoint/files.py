@@ -3,7 +3,7 @@
     checkpoints/step-00000100/
         index.json                            facts of the run; global shape, dtype and pieces of every tensor
         tensors-00000-00000.safetensors, ...  writer, number of the file
-        standing.json                         proven or condemned (`standing.py`); absent until that is known
+        standing.json                         when it was saved, proven or condemned (`standing.py`); may be absent
 
 A tensor is called `KIND/NAME`: KIND is `weight` (the fp32 master) or a name of the optimizer's state, NAME the global
 name of the logical tensor. Nothing in a checkpoint depends on the layout that wrote it, and loading one runs no code.
@@ -28,6 +28,7 @@ from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.checkpoint.standing import Standing, indispensable, read_standing
 from pangu.common.errors import UserError, reading
 from pangu.common.files import flush, write_atomically
+from pangu.config.checkpoint import CheckpointConfig
 
 FORMAT = "pangu-checkpoint"
 VERSION = 3
@@ -144,16 +145,14 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
-def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete the oldest checkpoints until `keep` are left (0: all).
+def prune(folder: Path, config: CheckpointConfig) -> None:
+    """Delete the checkpoints that are `superseded`.
 
-    Checkpoints of every `keep_every`-th step stay and do not count; those a rollback may need
-    (`standing.indispensable`) stay too. Raises UserError that names those that the disk refuses to delete; they stay
-    complete.
+    Raises UserError that names those that the disk refuses to delete; they stay complete.
     """
     problems = []
-    checkpoints = [(path, read_standing(path)) for path in list_checkpoints(folder)] if keep else []
-    for path in superseded(checkpoints, keep, keep_every):
+    checkpoints = [(path, read_standing(path)) for path in list_checkpoints(folder)] if config.keep else []
+    for path in superseded(checkpoints, config):
         try:
             _delete(path)
         except OSError as error:
@@ -162,11 +161,22 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
         raise UserError("\n".join(problems))
 
 
-def superseded(checkpoints: Sequence[tuple[Path, Standing]], keep: int, keep_every: int) -> list[Path]:
-    """Return the checkpoints, of all from the oldest to the newest, that `prune` deletes."""
-    passing = [path for path, _ in checkpoints if not keep_every or step_of(path) % keep_every]
-    needed = indispensable(checkpoints)
-    return [path for path in passing[: -keep or None] if path not in needed] if keep else []
+def superseded(checkpoints: Sequence[tuple[Path, Standing]], config: CheckpointConfig) -> list[Path]:
+    """Return the checkpoints to delete, of all from the oldest to the newest, so that `keep` are left (0: all).
+
+    Those of `keep_every` stay and do not count; those of `keep_every_hours` and `keep_best`, and those a rollback may
+    need (`standing.indispensable`), stay too.
+    """
+    passing = [path for path, _ in checkpoints if not config.keep_every or step_of(path) % config.keep_every]
+    believed = [(path, standing) for path, standing in checkpoints if not standing.condemned]
+    first_of_period: dict[float, Path] = {}
+    for path, standing in believed:
+        if config.keep_every_hours is not None and standing.saved_s is not None:
+            first_of_period.setdefault(standing.saved_s // (3600 * config.keep_every_hours), path)
+    losses = [(one.validation_loss, path) for path, one in believed if one.validation_loss is not None]
+    best = [path for _, path in sorted(losses)[: config.keep_best]]
+    needed = indispensable(checkpoints) | {*best, *first_of_period.values()}
+    return [path for path in passing[: -config.keep] if path not in needed] if config.keep else []
 
 
 def tidy(folder: Path, step: int) -> list[Path]:

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from pangu.checkpoint.files import adopt, partial_of, start, step_of, superseded
-from pangu.checkpoint.index import NewerFormatError, read_index
+from pangu.checkpoint.index import START, NewerFormatError, read_index
 from pangu.checkpoint.standing import FILE, Standing, parse_standing, read_standing
 from pangu.common.errors import UserError, reading, writing
 from pangu.common.files import new_path, open_regular
+from pangu.config.checkpoint import CheckpointConfig
 from pangu.data.finding import file_system
 
 _log = logging.getLogger("pangu")
@@ -38,7 +39,7 @@ MOST_INDEX_BYTES = 2**30
 MOST_STANDING_BYTES = 2**20
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "nodes.json", "summary.json", "chat_template.jinja", "transformers.json"),
-    *("wandb/run-id", "tokenizer.model", "tokenizer/*"),
+    *("wandb/run-id", "tokenizer.model", "tokenizer/*", f"checkpoints/{START}"),
 )
 """Files of a run folder that are copied with each checkpoint."""
 ASIDE = "index.aside.json"
@@ -109,6 +110,20 @@ class RemoteRun:
         others = (other for other in self.checkpoints() if other[:13] == name[:13] and other != name)
         self.delete(list(others))
 
+    def send_start(self, local: Path) -> None:
+        """Send the facts of a run that went back to its beginning, if it did; no checkpoint may ever follow them."""
+        if (local / START).exists():
+            self._send_file(local / START, f"{self._root}/checkpoints/{START}")
+
+    def fetch_start(self, local: Path) -> None:
+        """Fetch what `send_start` has sent, unless it is there."""
+        target, source = local / START, f"{self._root}/checkpoints/{START}"
+        if not target.exists() and self._size(source) is not None:
+            with writing(target):
+                local.mkdir(parents=True, exist_ok=True)
+                with new_path(target) as partial:
+                    self._fetch_file(source, partial, MOST_INDEX_BYTES)
+
     def delete(self, names: Iterable[str]) -> None:
         """Delete remote checkpoints, their index first: one that is cut short leaves no damaged checkpoint."""
         for name in names:
@@ -117,12 +132,12 @@ class RemoteRun:
                     self._system.rm_file(self._path(name, "index.json"))
                 self._system.rm(f"{self._root}/checkpoints/{name}", recursive=True)
 
-    def prune(self, local: Path, keep: int, keep_every: int) -> None:
+    def prune(self, local: Path, config: CheckpointConfig) -> None:
         """Delete checkpoints like `files.prune`, and what interrupted uploads of earlier steps have left."""
         listed = self.checkpoints(committed=False)
         names = [name for name, files in listed.items() if "index.json" in files]
-        standings = self.standings(names, local) if keep else []
-        old = {path.name for path in superseded(standings, keep, keep_every)}
+        standings = self.standings(names, local) if config.keep else []
+        old = {path.name for path in superseded(standings, config)}
         left = [
             name for name in listed if name < max(names, default="") and not {"index.json", ASIDE} & {*listed[name]}
         ]

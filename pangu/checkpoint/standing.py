@@ -1,4 +1,4 @@
-"""Standing of a checkpoint: proven by good steps that followed it, or condemned by faults.
+"""Standing of a checkpoint: proven by good steps that followed it, or condemned by faults; and when it was saved.
 
 A finite but wrong update can be saved before its effect shows. `standing.json` next to `index.json` records what
 happened after the checkpoint was written, so that a run never returns twice to a state that leads to a fault. One
@@ -11,6 +11,7 @@ process writes it, atomically; a checkpoint without it is neither proven nor con
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,10 @@ class Standing:
     """True if no run should continue from it."""
     faults: tuple[str, ...] = ()
     """Faults of steps that followed it before the next proven one, newest last."""
+    saved_s: float | None = None
+    """When it was saved, in seconds since 1970 (UTC); None: a version that did not note it has saved it."""
+    validation_loss: float | None = None
+    """Validation loss of its step; None: not measured."""
 
     def blamed(self, fault: str, condemn: bool = False) -> Standing:
         """Return the standing after one more fault."""
@@ -71,7 +76,9 @@ def _standing(value: Any) -> Standing:
     faults = value.get("faults", []) if isinstance(value, dict) else None
     if not isinstance(faults, list) or not all(isinstance(fault, str) for fault in faults):
         return Standing()
-    return Standing(value.get("proven") is True, value.get("condemned") is True, tuple(faults))
+    figures = (value.get(name) for name in ("saved_s", "validation_loss"))
+    known = (float(one) if type(one) in (int, float) and math.isfinite(one) else None for one in figures)
+    return Standing(value.get("proven") is True, value.get("condemned") is True, tuple(faults), *known)
 
 
 def write_standing(path: Path, standing: Standing) -> None:

@@ -270,6 +270,11 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
         near = multiples_near(checkpoint.every, checkpoint.keep_every)
         rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
         yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, any_of(near))
+    apart, validation = checkpoint.every, config.validation.every
+    if checkpoint.keep_best and apart and (not validation or (apart % validation and validation % apart)):
+        rule = f"needs checkpoints of validated steps: checkpoint.every = {apart}, validation.every = {validation}"
+        fix = f"use 0, or set validation.every={apart} or another divisor or multiple of checkpoint.every"
+        yield Problem("checkpoint.keep_best", checkpoint.keep_best, rule, fix)
 
 
 def _local_paths(config: RunConfig) -> Iterator[Problem]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pangu.common.errors import Problem
 from pangu.config.build import findings
+from pangu.config.checkpoint import CheckpointConfig
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
-from pangu.config.schema import CheckpointConfig
 
 
 def expert_problems(model: ModelConfig) -> list[Problem]:

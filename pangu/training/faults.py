@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects, largest
-from pangu.config.schema import FaultsConfig
+from pangu.config.faults import FaultsConfig
 from pangu.topology.mesh import Mesh
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms

@@ -291,7 +291,8 @@ class Loop:
         """Save a checkpoint; non-finite weights or moments are a fault of the run instead."""
         tensors = find_non_finite(self.trainer)
         if tensors is None:
-            saver.save(self.samples, self.spikes.state(), self._position)
+            loss = self.record.validation_loss if self.record and self.record.step == self.trainer.step else None
+            saver.save(self.samples, self.spikes.state(), self._position, loss)
             return
         fault = f"no checkpoint is saved, because of non-finite values in {tensors}"
         if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict
@@ -13,9 +14,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from pangu.checkpoint.arena import Arena
-from pangu.checkpoint.files import Slice, amend, checkpoint_path, prune, tidy
+from pangu.checkpoint.files import Slice, amend, checkpoint_path, partial_of, prune, tidy
 from pangu.checkpoint.index import read_index, read_start, write_start
+from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.run_folder import identity
+from pangu.checkpoint.standing import Standing, write_standing
 from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import StuckError, agree, complete
 from pangu.collectives.long_work import agree_on_long_work
@@ -63,6 +66,8 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     folder, mesh = Path(config.train.output) / "checkpoints", trainer.mesh
 
     def clear() -> tuple[list[Path], dict[str, Any]]:
+        if config.checkpoint.remote is not None:
+            RemoteRun(config.checkpoint.remote).fetch_start(folder)
         if not folder.exists():
             return [], {}
         return tidy(folder, -1), read_start(folder)
@@ -107,11 +112,18 @@ class Saver:
             self.uploader = Uploader(config.checkpoint, self._folder, self._mesh)
             self.uploader.continue_from(trainer.step)
 
-    def save(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        samples: int,
+        watch: Mapping[str, Any],
+        position: Mapping[str, Any] | None = None,
+        validation_loss: float | None = None,
+    ) -> None:
         """Copy the state of the run and start to write it, once the previous save has settled.
 
         `samples`: position in the order of the data from which the run continues; `watch`: state of
-        `faults.SpikeDetector`; `position`: of the data (`Stream.position`), there or before.
+        `faults.SpikeDetector`; `position`: of the data (`Stream.position`), there or before; `validation_loss`: of the
+        step, if it was validated.
         """
         self.settle()
         trainer = self._trainer
@@ -136,13 +148,14 @@ class Saver:
         self.standings.note(watch.get("good_steps", 0), writing=False)
         self.standings.add(path, watch.get("good_steps", 0))
         slices = trainer.state(owned=True)
+        write = partial(self._write, path, facts=facts, validation_loss=validation_loss)
         self._save = Future()
         if self._arena is not None:
             copies, trainer.copied = self._arena.copy(slices)
-            arguments = (self._save, partial(self._write, path, copies, facts))
+            arguments = (self._save, partial(write, copies))
             Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
         else:
-            complete(self._save, partial(self._write, path, slices, facts))
+            complete(self._save, partial(write, slices))
 
     @property
     def has_failed(self) -> bool:
@@ -236,22 +249,25 @@ class Saver:
         if self.uploader is not None and error is not None and not isinstance(error, LocalError):
             self.uploader.wait(SAVE_SECONDS)  # that a checkpoint is condemned must be known there
 
-    def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
+    def _write(
+        self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any], validation_loss: float | None
+    ) -> Path:
         """Write a checkpoint together with the other ranks, and delete those that are too old."""
-        mesh, keep = self._mesh, self._config.checkpoint
+        mesh = self._mesh
 
-        def flush_figures() -> None:
+        def finish() -> None:
+            write_standing(partial_of(path), Standing(saved_s=time.time(), validation_loss=validation_loss))
             # a run that continues from the checkpoint counts on the figures of the steps before it
             figures = self._folder.parent / "metrics.jsonl"
             if figures.exists():  # who saves without a run has none
                 with writing(figures):
                     flush(figures)
 
-        write_together(mesh, path, slices, facts, flush_figures)
+        write_together(mesh, path, slices, facts, finish)
         doing = f"deleting checkpoints older than {path}"
         try:
             agree_on_long_work(
-                mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), runs_here=mesh.is_first
+                mesh, doing, lambda _: prune(self._folder, self._config.checkpoint), runs_here=mesh.is_first
             )
         except StuckError:
             raise

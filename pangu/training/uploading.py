@@ -13,7 +13,8 @@ from pangu.checkpoint.remote import DAMAGED, RemoteRun
 from pangu.checkpoint.standing import Standing, read_standing
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.common.errors import UserError
-from pangu.config.schema import CheckpointConfig, RunConfig
+from pangu.config.checkpoint import CheckpointConfig
+from pangu.config.schema import RunConfig
 from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
@@ -96,6 +97,7 @@ class Uploader:
         remote, mesh = RemoteRun(self._config.remote, self._note_progress), self._mesh
         if self._abandoned is not None and mesh.is_first:
             step = self._abandoned
+            remote.send_start(self._folder)
             remote.abandon(step)
             self._abandoned = None if self._abandoned == step else self._abandoned
         problems, is_waiting, has_committed = [], False, False
@@ -120,7 +122,7 @@ class Uploader:
                 if path.is_dir():
                     problems.append(error)
         if has_committed:
-            remote.prune(self._folder, self._config.keep, self._config.keep_every)
+            remote.prune(self._folder, self._config)
         if problems:
             raise problems[0]
         return is_waiting

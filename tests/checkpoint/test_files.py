@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pangu.checkpoint.files import (
     list_checkpoints,
     prune,
     start,
+    superseded,
     tidy,
     write_slices,
 )
@@ -30,6 +32,8 @@ from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
 from pangu.checkpoint.reading import load, newest_checkpoint
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
 from pangu.common.errors import UserError
+from pangu.config.checkpoint import CheckpointConfig
+from tests.configs import config
 
 TENSORS = {"weight/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/b": torch.zeros(4).double()}
 
@@ -88,17 +92,21 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def retention(keep: int, **keys: Any) -> CheckpointConfig:
+    return replace(config().checkpoint, keep=keep, **keys)
+
+
 def test_half_written_checkpoints_are_not_listed_and_the_oldest_go(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         write(tmp_path, step)
     (tmp_path / ".step-00000011.partial").mkdir()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002", "step-00000010"]
-    prune(tmp_path, 0)
+    prune(tmp_path, retention(0))
     assert len(list_checkpoints(tmp_path)) == 3
-    prune(tmp_path, 1, keep_every=2)  # 2 and 10 stay for ever
+    prune(tmp_path, retention(1, keep_every=2))  # 2 and 10 stay for ever
     assert len(list_checkpoints(tmp_path)) == 3
     write_standing(tmp_path / "step-00000010", Standing(proven=True))
-    prune(tmp_path, 2)
+    prune(tmp_path, retention(2))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 
 
@@ -108,10 +116,35 @@ def test_what_a_rollback_may_need_is_not_pruned(tmp_path: Path) -> None:
         write(tmp_path, step)
     for step, standing in {1: {"proven": True}, 2: {"proven": True}, 3: {"condemned": True}}.items():
         write_standing(tmp_path / f"step-0000000{step}", Standing(**standing))
-    prune(tmp_path, 1)
+    prune(tmp_path, retention(1))
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "4", "7"]
-    prune(tmp_path, 3)
+    prune(tmp_path, retention(3))
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "4", "7"]
+
+
+def test_the_first_checkpoint_of_a_period_and_the_best_stay() -> None:
+    """Pruned after every save, as in a run; those of versions that noted neither, and condemned ones, are nothing."""
+    hours = (0.0, 0.4, 0.9, 1.6, 2.1, 2.4, None, 2.9, 3.8)
+    losses = (5.0, 4.0, 1.0, 3.0, None, 2.0, 9.0, 8.0, 7.0)
+
+    def left(keys: dict[str, Any], condemned: int = 0) -> str:
+        kept: list[tuple[Path, Standing]] = []
+        for step, (hour, loss) in enumerate(zip(hours, losses, strict=True), start=1):
+            saved_s = None if hour is None else 3600 * (500_000 + hour)
+            standing = Standing(step != condemned, step == condemned, saved_s=saved_s, validation_loss=loss)
+            kept.append((Path(f"step-{step:08d}"), standing))
+            old = superseded(kept, retention(2, **keys))
+            kept = [entry for entry in kept if entry[0] not in old]
+        return "".join(path.name[-1] for path, _ in kept)
+
+    assert left({}) == "89"
+    assert left({"keep_every_hours": 1.0}) == "14589"
+    assert left({"keep_every_hours": 2.0}) == "1589"
+    assert left({"keep_every_hours": 1.0}, condemned=1) == "24589"
+    assert left({"keep_best": 1}) == "389"
+    assert left({"keep_best": 3}) == "34689"
+    assert left({"keep_best": 1}, condemned=3) == "689"
+    assert left({"keep_best": 1, "keep_every_hours": 2.0, "keep_every": 7}) == "135789"
 
 
 def test_where_a_run_continues() -> None:

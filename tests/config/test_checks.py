@@ -273,6 +273,13 @@ CONTRADICTIONS = {
     "checkpoint.keep_every=150": (
         "checkpoint.keep_every = 150: must be a multiple of checkpoint.every = 100; nearest valid values: 100, 200"
     ),
+    "checkpoint.keep_best=1 validation.every=0": (
+        "checkpoint.keep_best = 1: needs checkpoints of validated steps: checkpoint.every = 100, validation.every = 0"
+    ),
+    "checkpoint.keep_best=2 validation.every=150": (
+        "checkpoint.keep_best = 2: needs checkpoints of validated steps: checkpoint.every = 100, validation.every = 150"
+    ),
+    "checkpoint.keep_every_hours=0": "checkpoint.keep_every_hours = 0.0: must be above 0",
     "checkpoint.resume=a checkpoint.init_from=b": (
         "checkpoint.init_from = b: checkpoint.resume = a already provides the weights"
     ),

@@ -16,7 +16,8 @@ from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.standing import read_standing
 from pangu.common.errors import LostError, UserError
 from pangu.config.build import build
-from pangu.config.schema import FaultsConfig, RunConfig
+from pangu.config.faults import FaultsConfig
+from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout

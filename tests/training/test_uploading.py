@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.standing import Standing, write_standing
 from pangu.common.errors import UserError
 from pangu.training.uploading import Uploader
+from tests.configs import config
 from tests.training.test_faults import ROLLBACK, poisoned
 from tests.training.test_resume import first_file, flip, train
 
@@ -142,7 +144,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_a_whole_checkpoint_and_is_fini
     def upload() -> None:
         assert RemoteRun(url).send(new, 0, 1)
         RemoteRun(url).commit(new)
-        RemoteRun(url).prune(new.parent, 1, 0)
+        RemoteRun(url).prune(new.parent, replace(config().checkpoint, keep=1))
 
     kills = 0
     for number in itertools.count():
@@ -267,6 +269,21 @@ def test_another_machine_follows_a_rollback(tmp_path: Path, monkeypatch: pytest.
     seen = poisoned([], monkeypatch)
     assert train(tmp_path / "second", 8, *ROLLBACK, COPIED) == losses
     assert seen[0] == 32
+
+
+def test_another_machine_follows_a_rollback_to_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no checkpoint is left, it leaves out the batches that the first machine left out."""
+    words = (*ROLLBACK, "checkpoint.every=3")
+    poisoned([9], monkeypatch)
+    losses = train(tmp_path / "unbroken", 6, *words)
+    poisoned([9], monkeypatch, dies_at=24)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "first", 6, *words, COPIED)
+    assert steps() == []
+    seen = poisoned([], monkeypatch)
+    assert train(tmp_path / "second", 6, *words, COPIED) == losses
+    assert seen[0] == 20
+    assert (tmp_path / "second/checkpoints/start.json").exists()
 
 
 def test_a_machine_that_trained_before_gets_the_figures_of_the_one_in_between(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Configuration of checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pangu.config.bounds import Filename, Natural, Positive
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving of checkpoints, and the initial state of a run."""
+
+    every: Natural
+    """Steps between checkpoints; the last step is always saved. 0 saves nothing at all."""
+    asynchronous: bool
+    """Write checkpoints while training continues, from a copy in as much host memory; an accelerator overlaps the copy
+    with the next step, too. false: training waits until the checkpoint is written."""
+    keep: Natural
+    """Number of newest checkpoints to keep; 0: all."""
+    keep_every: Natural
+    """Keep checkpoints at multiples of this many steps forever; 0: none."""
+    resume: Filename
+    """`auto`: continue if the run folder holds a checkpoint; `none`: refuse a run folder that holds one; otherwise the
+    path of a checkpoint folder to continue from."""
+    init_from: Filename | None
+    """Path of a checkpoint folder whose weights, and nothing else, initialize a new run (fine-tuning). A run folder
+    that holds a checkpoint is continued as `resume` says. null: random initialization."""
+    # younger than the first run folders, whose config.yaml lacks them
+    upcycle: bool = False
+    """Initialize experts from a dense checkpoint in `init_from`: each expert is a copy of its layer's dense
+    feed-forward layer (Komatsuzaki et al. 2022), and the router is initialized as in a new run. The first logits equal
+    the dense model's, as the weights of a token's experts sum to 1."""
+    max_failed_saves: Natural = 3
+    """Failed saves in a row that are tolerated; one more ends the run."""
+    remote: Filename | None = None
+    """URL of a folder in an object store (`s3://BUCKET/RUN`, `gs://`) or of `file://` to which checkpoints are copied
+    while training continues, and from which a run with an empty run folder continues. null: none."""
+    keep_every_hours: Positive | None = None
+    """Keep the first checkpoint of every period of this many hours (of UTC) forever, besides the newest. null: none."""
+    keep_best: Natural = 0
+    """Number of checkpoints with the lowest validation loss to keep besides the newest, among those of a step that was
+    validated; 0: none."""
