@@ -41,3 +41,6 @@ class CheckpointConfig:
     keep_best: Natural = 0
     """Number of checkpoints with the lowest validation loss to keep besides the newest, among those of a step that was
     validated; 0: none."""
+    verify_every_hours: Positive | None = None
+    """Hours between verifications of each checkpoint in the run folder: a thread of the first rank reads it again,
+    slowly, and names bit rot. null: none."""

@@ -196,6 +196,9 @@ class TrainConfig:
     threads: Count | None = None
     """CPU threads per process. null: your `OMP_NUM_THREADS`, otherwise this process's share of the cores that it may
     use and that its container grants. Threads that wait for each other take CPU time, too."""
+    alert_command: tuple[str, ...] = ()
+    """Program and its arguments, started without a shell at failures and at the end of the run, with a line of JSON on
+    its standard input (`event`, `message`, `run`, ...). Training does not wait for it. []: none."""
 
     @property
     def stop_after_s(self) -> float | None:

@@ -12,7 +12,7 @@ from pangu.common.files import open_regular, parse_json
 
 _OPTIONAL = (
     *("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_"),
-    *("max_attention_logit", "rollbacks", "goodput"),
+    *("max_attention_logit", "rollbacks", "goodput", "damaged_"),
 )
 """Prefixes of the fields that are omitted from a line when they are None."""
 
@@ -59,6 +59,8 @@ class StepRecord:
     """Number of consecutive failed saves so far; None if the last one succeeded."""
     failed_uploads: int | None = None
     """Number of consecutive failed attempts to copy checkpoints to `checkpoint.remote`; None if there are none."""
+    damaged_checkpoints: int | None = None
+    """Checkpoints that `checkpoint.verify_every_hours` has found damaged; None if there are none."""
     data_wait_s: float = 0.0
     """Seconds that the first rank waited for its micro-batches, which are read one step ahead."""
     padding: float | None = None

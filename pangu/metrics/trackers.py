@@ -35,6 +35,7 @@ _GROUPS = {
         "rollbacks",
         "failed_saves",
         "failed_uploads",
+        "damaged_checkpoints",
     ),
     "speed": ("goodput", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),

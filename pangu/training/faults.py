@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean, stdev
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects, largest
+from pangu.common.errors import UserError
 from pangu.config.faults import FaultsConfig
 from pangu.topology.mesh import Mesh
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
+
+log = logging.getLogger("pangu")
 
 NAMED_RANKS = 4
 """Largest number of ranks named in a message."""
@@ -174,3 +179,13 @@ def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         suspects = [entry for entry, norm_is_finite in zip(group, finite, strict=True) if not norm_is_finite]
         names += [name for name, tensor in suspects if not bool(tensor.isfinite().all())]
     return list(dict.fromkeys(names))
+
+
+@contextmanager
+def telling(message: str) -> Iterator[None]:
+    """Log the reason of the block if it fails, so that its own error does not hide that."""
+    try:
+        yield
+    except UserError:
+        log.error(message)
+        raise

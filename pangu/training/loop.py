@@ -25,7 +25,7 @@ from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
 from pangu.topology.recording import stop
-from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite
+from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.profile import PROFILED, Profile, find_stragglers
 from pangu.training.replicas import find_replica_difference
@@ -283,7 +283,8 @@ class Loop:
         if result.skipped:
             mesh = self.trainer.mesh
             of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
-            log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks))
+            alert = None if self.config.precision.loss_scale else "skipped_step"  # fp16 skips steps to find its scale
+            log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks), extra={"alert": alert})
         fault = self.spikes.fault(result)
         return fault is not None and self._answer(fault, saver)
 
@@ -303,19 +304,19 @@ class Loop:
         trainer, faults = self.trainer, self.config.faults
         message = f"step {trainer.step}: {fault}"
         if faults.action == "warn":
-            log.warning(message)
+            log.warning(message, extra={"alert": "fault"})
             return False
         rollbacks = len(self.spikes.rollbacks)
         if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
             raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached; lower optimizer.lr")
-        with _telling(message):
+        with telling(message):
             saver.settle()
             goes_back = faults.action == "rollback"
             blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
         if faults.action == "stop":
             fix = "set faults.action=rollback to continue from the newest proven checkpoint without these batches"
             raise UserError(f"{message}; {blamed}; {fix}")
-        log.warning("%s: rolling back; %s", message, blamed)
+        log.warning("%s: rolling back; %s", message, blamed, extra={"alert": "rollback"})
         with self._interlude("rolling back"):
             step, until = trainer.step, trainer.step + faults.skip_after
             end = self.samples + num_samples(self.config, until) - num_samples(self.config, step)
@@ -343,7 +344,7 @@ class Loop:
             last = (step - 1) // every * every
             message = f"train.check_replicas: after step {step} replicas differ: {difference}; check the device"
             fault = f"step {step}: replicas differ, last compared in {last}"
-            with _telling(message):
+            with telling(message):
                 saver.settle()
                 continues = saver.standings.condemn_after(last, fault)
             raise UserError(f"{message}; {continues}")
@@ -381,13 +382,3 @@ class Loop:
     def tokens(self) -> int:
         """Tokens trained on, without skipped and undone ones."""
         return (self.samples - self.spikes.left_out) * self.config.model.sequence
-
-
-@contextmanager
-def _telling(message: str) -> Iterator[None]:
-    """Log the reason of the block if it fails, so that its own error does not hide that."""
-    try:
-        yield
-    except UserError:
-        log.error(message)
-        raise

@@ -299,7 +299,8 @@ def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: fl
     stragglers = above_median(gather_objects(seconds / flops, mesh.group("world")), factor)
     for rank, times in stragglers.items():
         name = mesh.named([rank])
-        log.warning("step %d: %s takes %.1f x the median rank's time; check its device", trainer.step + 1, name, times)
+        slow = "step %d: %s takes %.1f x the median rank's time; check its device"
+        log.warning(slow, trainer.step + 1, name, times, extra={"alert": "straggler"})
     return stragglers
 
 

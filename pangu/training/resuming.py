@@ -55,7 +55,7 @@ def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -
             return path
         problems += lines
         for line in lines:
-            log.warning("skipping a checkpoint: %s", line)
+            log.warning("skipping a checkpoint: %s", line, extra={"alert": "damaged_checkpoint"})
     if not order and config.faults.action == "rollback" and not any(standing.proven for _, standing in found):
         return None
     fix = ", or checkpoint.resume=CHECKPOINT to continue from a condemned one" if len(order) < len(found) else ""

@@ -45,6 +45,7 @@ from pangu.topology.backends import backend_of, describe_environment, record_col
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.training.alerts import Alerts
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.describe import advise_less_memory, describe
 from pangu.training.determinism import deterministic
@@ -136,6 +137,8 @@ def run(
         if launch.world > 1:
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
+        alerts = config.train.alert_command
+        agree(mesh, lambda: stack.enter_context(Alerts(alerts, output)), runs_here=mesh.is_first)
         forecast = None
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
@@ -339,7 +342,8 @@ def _stop(loop: Loop, signals: StopSignals) -> None:
     saved = "no checkpoint is saved (checkpoint.every = 0); the same command starts where this one did"
     if loop.checkpoint:
         saved = f"{loop.checkpoint} is saved; start the same command again to continue"
-    log.info("stopped after step %d (%s): %s", loop.trainer.step, loop.stopped, saved)
+    stopped = "stopped after step %d (%s): %s"
+    log.info(stopped, loop.trainer.step, loop.stopped, saved, extra={"alert": "stopped"})
     if loop.trainer.mesh.is_first:
         draw_pictures(loop)
     if loop.stopped == "SIGTERM":

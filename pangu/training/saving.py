@@ -31,6 +31,7 @@ from pangu.training.resuming import begin_with, in_sequences_of, intact, load_ch
 from pangu.training.standings import Standings
 from pangu.training.step import Trainer
 from pangu.training.uploading import Uploader, all_checkpoints
+from pangu.training.verifying import Verifier
 
 log = logging.getLogger("pangu")
 
@@ -111,6 +112,9 @@ class Saver:
         if config.checkpoint.remote is not None:
             self.uploader = Uploader(config.checkpoint, self._folder, self._mesh)
             self.uploader.continue_from(trainer.step)
+        self._verifier = None
+        if config.checkpoint.verify_every_hours is not None and trainer.mesh.is_first:
+            self._verifier = Verifier(self._folder, config.checkpoint.verify_every_hours)
 
     def save(
         self,
@@ -171,10 +175,10 @@ class Saver:
 
     @property
     def failures(self) -> dict[str, int]:
-        """Failures in a row: `failed_saves` and, with `checkpoint.remote`, `failed_uploads`."""
-        return {"failed_saves": self.failed} | (
-            {} if self.uploader is None else {"failed_uploads": self.uploader.failed}
-        )
+        """Failures in a row: `failed_saves` and `failed_uploads`; and `damaged_checkpoints`; as far as they can be."""
+        uploads = {} if self.uploader is None else {"failed_uploads": self.uploader.failed}
+        damaged = {} if self._verifier is None else {"damaged_checkpoints": len(self._verifier.damaged)}
+        return {"failed_saves": self.failed} | uploads | damaged
 
     def finish_uploads(self) -> None:
         """Wait until all is sent, or makes no progress; each rank for its share. May raise StuckError on all ranks."""
@@ -202,7 +206,7 @@ class Saver:
             if self.failed > self._most_failed:
                 rule = f"checkpoint.max_failed_saves = {self._most_failed}"
                 raise UserError(f"failed saves in a row: {self.failed} ({rule}); the last one: {error}") from error
-            log.warning("%s", error)
+            log.warning("%s", error, extra={"alert": "failed_save"})
 
     @property
     def is_writing(self) -> bool:

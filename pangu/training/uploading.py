@@ -65,7 +65,8 @@ class Uploader:
                 note_progress()
         if not self._idle.is_set():
             fix = "the same command sends the rest when it starts again"
-            log.warning("%s: not all is sent within %g s; %s", self._config.remote, limit_s, fix)
+            words = self._config.remote, limit_s, fix
+            log.warning("%s: not all is sent within %g s; %s", *words, extra={"alert": "failed_upload"})
 
     def _note_progress(self) -> None:
         self._progress += 1
@@ -80,11 +81,13 @@ class Uploader:
                 is_waiting = self._send_all()
                 is_late = is_waiting and delay_s == MOST_SECONDS
                 if is_late and not self.failed:
-                    log.warning("%s: files of other ranks have not arrived yet", self._config.remote)
+                    late = "%s: files of other ranks have not arrived yet"
+                    log.warning(late, self._config.remote, extra={"alert": "failed_upload"})
                 self.failed = int(is_late)
             except (UserError, OSError) as error:
                 self.failed, is_waiting = self.failed + 1, False
-                log.warning("%s; training continues, and the next save tries again", error)
+                failed = "%s; training continues, and the next save tries again"
+                log.warning(failed, error, extra={"alert": "failed_upload"})
             if not is_waiting:
                 delay_s = None
                 with self._lock:

@@ -59,6 +59,7 @@ def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make)
     plain_figures |= {
         "failed_saves": 2,
         "failed_uploads": 1,
+        "damaged_checkpoints": 3,
         "rollbacks": 4,
         "goodput": 0.75,
         "mtp_loss": 5.5,

@@ -203,7 +203,15 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
     )
     dense = f"checkpoint.init_from={tmp_path}/4/checkpoints/step-00000002"
     copied = f"checkpoint.remote=file://{tmp_path}/remote"
-    words = ("data=synthetic", *quiet, copied, dense, "model.experts=2", "checkpoint.upcycle=true")
+    words = (
+        "data=synthetic",
+        *quiet,
+        copied,
+        dense,
+        "model.experts=2",
+        "checkpoint.upcycle=true",
+        "checkpoint.verify_every_hours=1",
+    )
     run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))
     with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached"):
         run(composed(*SMALL, "data=synthetic", *quiet, *ROLLBACK, f"train.output={tmp_path}/rollback"))
