@@ -145,7 +145,12 @@ MODEL_OF_FILES = {
     "runs/tiny_chat": "runs/tiny",
     "data.tokenizer={kind: pangu, path: vocab.model}": "data.tokenizer={kind: pangu, path: my/tokenizer.model}",
 }
-OTHER_RUNS = {"2": "1", "runs/tiny_chat": "runs/tiny", "runs/own": "runs/quickstart"}
+OTHER_RUNS = {
+    "2": "1",
+    "runs/tiny_chat": "runs/tiny",
+    "runs/own": "runs/quickstart",
+    "runs/gpt2_fineweb": "runs/quickstart",
+}
 TRAINED_STEP = {
     f"runs/{name}": "runs/quickstart/checkpoints/step-00000020"
     for name in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import fields
@@ -21,14 +22,20 @@ from tests.end_to_end.commands import SMALL, called, metrics, pretrain
 from tests.end_to_end.pages import Command, chinese, commands, run_python_block
 from tests.spawn import repository
 
-FIRST, MEMORY, CHOICES = (
-    repository() / f"docs/{name}.md" for name in ("first-model", "out-of-memory", "hyperparameters")
+FIRST, MEMORY, CHOICES, GPT2 = (
+    repository() / f"docs/{name}.md" for name in ("first-model", "out-of-memory", "hyperparameters", "gpt2-124m")
 )
 
 
 def rows_of_memory(page: Path) -> list[tuple[str, str, str]]:
     """Keys, GiB and seconds of the table of costs."""
     pattern = r"^\| `(parallel[^`]+)` \| ([\d.]+) \| ([\d.]+) \|"
+    return re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def rows_of_gpus(page: Path) -> list[tuple[str, ...]]:
+    """Device, seconds of a step, GiB, hours and dollars of each row."""
+    pattern = r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$"
     return re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
@@ -110,6 +117,41 @@ def test_first_guesses_are_those_of_the_presets(page: Path) -> None:
         run = config(f"+config={name}")
         guess = (run.optimizer.lr, run.batch.global_size, run.model.sequence, run.lr_schedule.warmup_steps)
         assert guess == (float(rate), int(size), int(sequence), int(warmup)), name
+
+
+def test_the_rehearsal_of_gpt2_from_text_to_a_loss(tmp_path: Path) -> None:
+    (tmp_path / "rehearsal").mkdir()
+    for page in (repository() / "docs").glob("*.md"):
+        if not page.name.endswith(".zh.md"):
+            shutil.copy(page, tmp_path / "rehearsal" / f"{page.stem}.txt")
+    with chdir(tmp_path):
+        for words in commands(GPT2):
+            command = Command.of(words)
+            assert command is not None
+            if any(word.startswith(("rehearsal/", "data.train=[rehearsal/")) for word in words):
+                few = ["train.steps=60", "validation.every=60", "checkpoint.every=0"] if command.trains else []
+                done = called(command.program, *command.arguments, *few)
+                assert done.returncode == 0, f"{words}\n{done.stderr}"
+        first, *_, last = metrics(tmp_path / "runs/rehearsal")
+    assert first["loss"] == pytest.approx(math.log(257), abs=0.2)
+    assert last["validation_loss"] < first["loss"] - 1.5
+    assert last["validation_loss"] == pytest.approx(last["loss"], abs=0.5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", rows_of_gpus(GPT2), ids=lambda row: row[0])
+def test_gpu_figures_of_the_tutorial_of_gpt2_are_those_of_plans(row: tuple[str, ...]) -> None:
+    cluster, seconds, gib, hours, dollars = row
+    plan = commands(GPT2)[0]
+    done = called("tools/plan", *plan[2:], f"cluster={cluster}")
+    ((step, memory),) = re.findall(r"step time ([\d.]+) s .*memory ([\d.]+) of", done.stdout)
+    total = 19560 * float(step) / 3600
+    assert (step, memory, f"{total:.1f}", f"{3 * total:.0f}") == (seconds, gib, hours, dollars)
+
+
+def test_the_tutorial_of_gpt2_has_the_same_figures_in_both_languages() -> None:
+    assert rows_of_gpus(chinese(GPT2)) == rows_of_gpus(GPT2)
+    assert len(rows_of_gpus(GPT2)) == 3
 
 
 def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(tmp_path: Path) -> None:
