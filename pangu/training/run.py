@@ -137,8 +137,8 @@ def run(
         if launch.world > 1:
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
-        alerts = config.train.alert_command
-        agree(mesh, lambda: stack.enter_context(Alerts(alerts, output)), runs_here=mesh.is_first)
+        alerts = config.train.alert_command  # one rank starts it; all are sent a bool, which can be pickled
+        agree(mesh, lambda: bool(stack.enter_context(Alerts(alerts, output))), runs_here=mesh.is_first)
         forecast = None
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
