@@ -267,6 +267,8 @@ def measure(
     ends = (any(getattr(part, end) for part in parts.values()) for end in ("first", "last"))
     together = ModelPart(cast(range, tuple(layers)), *ends)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
+    first, replies = schedule.actions
+    later = replace(schedule, actions=(tuple(action for action in first if action.micro), replies))
     traces: list[Trace] = []
     # dry runs of full steps look for races
     with (
@@ -284,6 +286,8 @@ def measure(
             trainer.config = replace(trainer.config, batch=batch)
             if trainer.model.head is not None:
                 trainer.model.head.chunk = trainer.config.loss_chunk
+            if traces:
+                trainer.stages = replace(built, schedule=later)
             recorder.restart()
             carry_out(audit, trainer, micro_batches(trainer.config, layout))
             recorder.finish()
@@ -294,7 +298,8 @@ def measure(
 def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedule:
     """Return a schedule that runs each chunk on its own, forward and backward, once for each kind of backward.
 
-    A first micro-batch of the first chunk creates what all share. The second stage, never carried out, has the others.
+    A first micro-batch of the first chunk, which later sizes leave out, creates what all share. The second stage, never
+    carried out, has the others.
     """
     micros = [(0, False), *((micro, split) for micro, split in enumerate(splits, 1))]
 

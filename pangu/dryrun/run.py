@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pangu.common.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun.audit import Audit
@@ -25,8 +24,8 @@ from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.stages import Stages, plan_stages
-from pangu.schedule.actions import COMPUTE
 from pangu.schedule.held import held_in
+from pangu.schedule.orders import SCHEDULES, NumbersError
 from pangu.schedule.schedule import Schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -133,15 +132,13 @@ def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> 
     The stage still reaches its highest number of micro-batches in flight for each chunk, with the gradients summed
     meanwhile, and there is one micro-batch between the first and the last.
     """
-    total, held = stages.schedule.micro_batches, _held(stages.schedule, stage)
-    for count in range(_repeated(stages.schedule) + 2, total):
-        fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
-        try:
-            shorter = plan_stages(replace(config, batch=fewer), layout)
-        except ConfigError:
-            continue  # the schedule does not support so few
-        if _held(shorter.schedule, stage) == held:
-            return replace(config, batch=fewer), shorter
+    schedule, wanted = stages.schedule, _held(stages.schedule, stage, stages.schedule.micro_batches)
+    for count in range(_repeated(schedule) + 2, schedule.micro_batches):
+        with suppress(NumbersError):  # the schedule does not support so few
+            if _held(schedule, stage, count) == wanted:
+                fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
+                config = replace(config, batch=fewer)
+                return config, plan_stages(config, layout)
     return config, stages
 
 
@@ -150,10 +147,9 @@ def _repeated(schedule: Schedule) -> int:
     return IN_FLIGHT if schedule.reduce_each else 1
 
 
-def _held(schedule: Schedule, stage: int) -> list[set[tuple[int, ...]]]:
+def _held(schedule: Schedule, stage: int, micro_batches: int) -> list[set[tuple[int, ...]]]:
     """Return what a stage holds at its peaks, and at the points with the most reductions in flight."""
-    computed = (action for action in schedule.actions[stage] if action.kind in COMPUTE)
-    order = [(action.kind, action.chunk, cast(int, action.micro)) for action in computed]
+    order = SCHEDULES[schedule.name].order(schedule.stages, schedule.virtual_stages, micro_batches)[stage]
     return [set(held_in(order, schedule.name, skipped)) for skipped in (0, IN_FLIGHT * schedule.reduce_each)]
 
 

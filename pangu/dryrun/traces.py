@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pangu.config.expert_layout import least_data
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
 from pangu.dryrun.roles import run_with_progress
@@ -27,7 +28,7 @@ from pangu.schedule.spans import (
     keys_of,
     module_kinds,
 )
-from pangu.topology.placement import TensorRank
+from pangu.topology.placement import PlacementTable, TensorRank
 
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Configuration groups that a module's work depends on."""
@@ -176,9 +177,8 @@ def shortened(chunk: Sequence[str]) -> Chunk:
 
 def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
     """Yield chunks of the model's first layers of each kind, in the form that `measure.measure` takes."""
-    whole = ModelPart.whole(config.model)
-    table = place_tensors(config.model, [whole], TensorRank(), config.train.frozen)
-    contents = [_content(kind) for name, kind in module_kinds(config, table, whole).items() if name[:7] == "layers."]
+    kinds = module_kinds(config, whole_table(config.model, config.train.frozen), ModelPart.whole(config.model))
+    contents = [_content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
     for chunk in chunks:
         layers: list[int] = []
         start = -_RECOMPUTED
@@ -188,6 +188,12 @@ def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, 
                 start = layers[-1] + 1 - _RECOMPUTED if "recomputed" in kind.split() else start
         first, last = (any(kind.startswith(name) for kind in chunk) for name in ("embedding", "head"))
         yield {"layers": layers, "start": start, "first": first, "last": last}
+
+
+@lru_cache(maxsize=100)
+def whole_table(model: ModelConfig, frozen: tuple[str, ...]) -> PlacementTable:
+    """Return the placement of a whole model on one tensor-parallel rank."""
+    return place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
 
 
 def _content(kind: str) -> str:

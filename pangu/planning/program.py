@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, product
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pangu.config.schema import RunConfig
-from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
-from pangu.models.parameters import ModelPart, place_tensors
+from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened, whole_table
+from pangu.models.parameters import ModelPart
 from pangu.pipeline.stages import Stages, layer_counts, shards_sums, with_end
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
@@ -21,7 +21,6 @@ from pangu.schedule.schedule import Schedule, chunk_stages, make_schedule
 from pangu.schedule.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.schedule.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
 from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.stage_parameters import StageParameters
 
@@ -251,14 +250,10 @@ class Program:
         key = part.content, plan.recompute, plan.recomputed, "activations" in plan.offload
         if key not in self._kinds:
             config = configured(self.config, plan)
-            kinds = tuple(tuple(module_kinds(config, self._table, one).values()) for one in part.chunks.values())
+            table = whole_table(config.model, config.train.frozen)
+            kinds = tuple(tuple(module_kinds(config, table, one).values()) for one in part.chunks.values())
             self._kinds[key] = kinds, tuple(map(shortened, kinds))
         return self._kinds[key]
-
-    @cached_property
-    def _table(self) -> PlacementTable:
-        model = self.config.model
-        return place_tensors(model, [ModelPart.whole(model)], TensorRank(), self.config.train.frozen)
 
     def module_plan(self, plan: Plan) -> Plan:
         """Return a plan reduced to the fields that affect the work of a module."""

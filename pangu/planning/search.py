@@ -46,8 +46,8 @@ LONG = 16_384
 """Sequence length in tokens from which a search considers context parallelism."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
-AHEAD = 32
-"""Number of layouts that are measured together."""
+AHEAD = 8
+"""Number of layouts that are measured together: more keep more cores busy, but measure more that is not needed."""
 CONFIRMED = 3
 """Number of fastest layouts that are carried out in a dry run."""
 
@@ -189,21 +189,15 @@ def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str])
 
 
 def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield layouts with every stage's ledger, and the peak memory of the largest stage measured in a dry run.
-
-    The dry run carries out the fewest micro-batches after which the schedule repeats.
-    """
-    jobs, more = [], []
-    for one in tried:
-        ledger, plan = space.program.describe(one.plan), one.plan._replace(micro_batches=shortest(one.plan))
-        more.append(ledger.stages[ledger.peak_stage].peak - space.program.describe(plan).stages[ledger.peak_stage].peak)
-        values = asdict(configured(space.config, plan))
+    """Yield layouts with every stage's ledger, and the peak memory of the largest stage measured in a dry run."""
+    ledgers, jobs = [space.program.describe(one.plan) for one in tried], []
+    for one, ledger in zip(tried, ledgers, strict=True):
+        values = asdict(configured(space.config, one.plan))
         values["parallel"] |= {"auto": False, "layouts": ()}
-        jobs.append((values, plan.layout.rank(Coordinates(ledger.peak_stage, 0, 0))))
+        jobs.append((values, one.plan.layout.rank(Coordinates(ledger.peak_stage, 0, 0))))
     measured = measured_gib(jobs, space.cluster.memory, space.program.note_progress)
-    for one, needed, left in zip(tried, measured, more, strict=True):
-        stages = memory_of(space.program.describe(one.plan), space.cluster)
-        yield one._replace(memory=tuple(stages), measured=needed + left / 2**30)
+    for one, ledger, needed in zip(tried, ledgers, measured, strict=True):
+        yield one._replace(memory=tuple(memory_of(ledger, space.cluster)), measured=needed)
 
 
 def _refined(space: Space, best: Sequence[Candidate], changes: Sequence[dict[str, Any]]) -> Iterator[Candidate]:
