@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from pangu.checkpoint.reading import newest_checkpoint
 from pangu.collectives.agreement import agree
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, writing
 from pangu.common.exit_status import exit_status
 from pangu.data.boundaries import describe_ids
@@ -45,7 +46,7 @@ _EXAMPLE = """examples:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_arguments(parser)
     parser.add_argument(

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, writing
 from pangu.common.exit_status import exit_status
 from pangu.common.files import parse_json, write_atomically
@@ -34,7 +35,7 @@ _EXAMPLE = """examples:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
+from pangu.common.commands import as_typed
 from pangu.common.cores import available_cores
 from pangu.common.errors import UserError, allocating, writing
 from pangu.common.exit_status import exit_status
@@ -78,7 +79,7 @@ _HEAD = "# Measured by tools/calibrate.py on "
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE.yaml", help="cluster file to write")
     parser.add_argument(

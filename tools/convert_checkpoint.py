@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, shown
 from pangu.common.exit_status import exit_status
 from pangu.config.build import build
@@ -60,7 +61,7 @@ class _ModelTypes(argparse.Action):
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--from", dest="source", choices=FORMATS, required=True, help="format of the input")
     parser.add_argument("--to", dest="target", choices=FORMATS, required=True, help="format of the output")

@@ -20,6 +20,7 @@ from rich.text import Text
 from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import read_tensor
 from pangu.checkpoint.standing import Standing, read_standing
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable
 from pangu.common.exit_status import exit_status
 from pangu.metrics.text import size
@@ -35,7 +36,7 @@ _EXAMPLE = """example:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="folder with an index.json, e.g. RUN/checkpoints/step-00000100")
     parser.add_argument("--verify", action="store_true", help="compare all files with their checksums")

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, reading, shown
 from pangu.common.exit_status import exit_status
 from pangu.config.data import PackingConfig, TokenizerConfig
@@ -45,7 +46,7 @@ _ERRORS = (KeyError, TypeError, ValueError, AttributeError)
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "prefix", nargs="+", help="a path without .bin and .idx (several are blended), or a folder of conversations"

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import writing
 from pangu.common.exit_status import exit_status
 from pangu.config.cluster import cluster_in
@@ -63,7 +64,7 @@ MOST_TOKENS = 1e20
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
     parser.add_argument("--sharding", action="store_true", help="how each weight is split, and which collectives run")

@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 from rich.progress import Progress
 
+from pangu.common.commands import as_typed
 from pangu.common.cores import available_cores
 from pangu.common.errors import UserError, printable, writing
 from pangu.common.exit_status import exit_status
@@ -36,7 +37,7 @@ _EXAMPLE = """example:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")

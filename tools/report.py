@@ -11,6 +11,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, writing
 from pangu.common.exit_status import exit_status
 from pangu.common.files import write_atomically
@@ -29,7 +30,7 @@ _PORT = 6007
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of them")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (report.html)")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, writing
 from pangu.common.exit_status import exit_status
 from pangu.common.files import write_atomically
@@ -29,7 +30,7 @@ _EXAMPLE = """example:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="the file is PREFIX.model")

@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status
 from pangu.interop.translation.checked import check
@@ -36,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; what is not ours is the other program's."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=_EXAMPLE,
+        epilog=as_typed(_EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s --from PROGRAM [--keep-going] FILE | ARGUMENTS",

@@ -47,6 +47,8 @@ def read_index(path: Path) -> dict[str, Any]:
     if not file.exists():
         inside = list_checkpoints(path / "checkpoints")
         more = f"; this is a run folder, use its newest checkpoint {inside[-1]}" if inside else ""
+        if (path / "config.json").exists():
+            more = "; this is a model of transformers, import it with tools/convert_checkpoint.py --from huggingface"
         raise UserError(f"{path}: no checkpoint here (index.json is missing){more}")
     index = read_json(file, shared=True)
     if not isinstance(index, dict) or index.get("format") != FORMAT:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from pangu.common.commands import as_typed
 from pangu.common.console import guard_console, output_failure
 from pangu.common.errors import FIRST_SPEAKS_SECONDS, LocalError, LostError, UserError, printable, writing
 
@@ -58,7 +59,7 @@ def _status_of(action: Callable[[], object], says: str, first: bool) -> int:
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(FIRST_SPEAKS_SECONDS)
-        text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else as_typed(str(error)))
         print(f"{says}: {text}", file=sys.stderr, flush=True)
         tell_launcher(text)
         return RETRYABLE if isinstance(error, LostError) else USER_ERROR

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
+from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, shown
 from pangu.common.exit_status import exit_status
 from pangu.config.build import describe, hints_of, options_of, tag_of
@@ -82,7 +83,7 @@ def overview(configs: Path) -> str:
     folders = sorted(path for path in configs.iterdir() if path.is_dir())
     options = [(folder.name, ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))) for folder in folders]
     groups = [(name, docstrings(RunConfig)[name]) for name in hints_of(RunConfig)]
-    return _OVERVIEW.format(options=_columns(options), groups=_columns(groups))
+    return as_typed(_OVERVIEW).format(options=_columns(options), groups=_columns(groups))
 
 
 class Entry(NamedTuple):

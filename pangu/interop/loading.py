@@ -144,7 +144,11 @@ def _checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, or the newest one of the run folder `path`."""
     newest = newest_checkpoint(path)
     if newest == path and not (path / "index.json").exists():
-        raise UserError(f"{path}: neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)")
+        if not path.exists():
+            kinds = "a run folder, a checkpoint, or a model of transformers, which `hf download` fetches"
+            raise UserError(f"{path}: does not exist, and nothing is downloaded; give the folder of {kinds}")
+        rule = "neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)"
+        raise UserError(f"{path}: {rule} nor a model of transformers (no config.json)")
     return newest
 
 

@@ -181,6 +181,8 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     key = override.key_or_group
     if not key:
         raise OverrideParseException(word, "names no key")
+    if key == "config" and not word.startswith(("+", "~")):
+        word = f"+{word}"
     if override.is_sweep_override():
         name, _, value = word.partition("=")
         ways = [shlex.quote(f"{name}={one}") for one in (f"[{value}]", _text(value))]

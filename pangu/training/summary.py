@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-import pangu
+from pangu.common.commands import FILES, is_installed_command
 from pangu.common.errors import UserError, writing
 from pangu.common.files import read_json_object, write_atomically
 from pangu.config.data import StdlibData
@@ -29,8 +29,6 @@ log = logging.getLogger("pangu")
 
 FIGURES = ("loss", "validation_loss", "validation_perplexity", "evaluation")
 """Figures of the last step, which the summary repeats."""
-_FILES = {"train": "pretrain.py", "launch": "scripts/launch.py", "generate": "scripts/generate.py"}
-"""Mapping from a command of `pangu` to its file in a checkout."""
 
 
 def finish(loop: Loop, texts: list[str], seconds: float) -> None:
@@ -144,7 +142,6 @@ def _changed(words: Sequence[str], *changes: str) -> list[str]:
 
 def _program(command: str) -> list[str]:
     """Return the words that start a program of this project, the last of which is its name or file."""
-    script = Path(sys.argv[0])
-    if sys.argv[0].startswith("pangu ") or script.resolve().parent == Path(pangu.__file__).resolve().parent:
-        return ["pangu", command] if shutil.which("pangu") else ["python", "-m", "pangu.cli", command]
-    return ["python", str(script.parent / _FILES[command])]
+    if is_installed_command():
+        return ["pangu", command] if shutil.which("pangu") else ["python", "-m", "pangu", command]
+    return ["python", str(Path(sys.argv[0]).parent / f"{FILES[command]}.py")]

@@ -12,6 +12,12 @@ from torch.distributed.run import get_args_parser
 import pangu
 from pangu import __version__
 from pangu.cli import FLAGS, PROGRAMS, complete, file_of, launched, main
+from pangu.common.commands import FILES, as_typed
+from pangu.config.build import build
+from pangu.config.help import START
+from pangu.config.schema import RunConfig
+from pangu.training.command import compose
+from tests.configs import config
 from tests.spawn import repository
 
 PRETRAIN = ["-m", "pangu.pretrain"]
@@ -21,6 +27,24 @@ HELP = str(pangu.__doc__).partition("\n")[0]
 def test_every_program_of_a_checkout_has_a_command() -> None:
     files = {path.resolve() for folder in ("tools", "scripts") for path in (repository() / folder).glob("*.py")}
     assert {file_of(command) for command in PROGRAMS} == {*files, repository() / "pangu" / "pretrain.py"}
+
+
+def test_messages_name_the_commands_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(FILES) == list(PROGRAMS)
+    text = f"{START}\nsee /home/me/tools/plan.py; written by tools/preprocess_data.py"
+    monkeypatch.setattr(sys, "argv", [str(repository() / "pretrain.py")])
+    assert as_typed(text) == text
+    for started in ("pangu train", str(repository() / "pangu/pretrain.py")):
+        monkeypatch.setattr(sys, "argv", [started])
+        said = as_typed(text)
+        assert "\n  pangu launch --nproc-per-node=2 train +config=quickstart\n" in said
+        assert "\n  pangu train --help\n" in said
+        assert said.endswith("see /home/me/tools/plan.py; written by pangu prepare")
+        assert "pretrain.py" not in said
+
+
+def test_a_recipe_needs_no_plus() -> None:
+    assert config("+config=gpt2_124m") == build(RunConfig, compose(repository() / "configs", ["config=gpt2_124m"]))
 
 
 @pytest.mark.parametrize(

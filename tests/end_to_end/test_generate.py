@@ -124,6 +124,8 @@ def test_bad_prompts_and_folders_are_named(folder: Path, tmp_path: Path, capsys:
     assert f"{prompts}, line 2: must be a JSON object like" in capsys.readouterr().err
     assert main([str(tmp_path), "--prompt", "a"]) == 2
     assert f"generate: {tmp_path}: neither a run folder" in capsys.readouterr().err
+    assert main(["Qwen/Qwen3-0.6B", "--prompt", "a"]) == 2
+    assert "generate: Qwen/Qwen3-0.6B: does not exist, and nothing is downloaded; " in capsys.readouterr().err
 
 
 def test_only_the_first_of_several_processes_speaks(folder: Path) -> None:
