@@ -35,3 +35,7 @@ class FaultsConfig:
     proven_after: Count = 50
     """Good steps after which a checkpoint is proven. A fault before that, or a second one after it, condemns the
     checkpoint, and no run continues from it automatically. The last proven one is always kept."""
+    verify_weights: bool = False
+    """Compare in every step, bit for bit, the weights that several ranks computed with alike, in the message of the
+    gradient norm. A difference names rank and host, and is a fault of a device, its memory or a link: see `action`; a
+    rollback leaves no batches out."""

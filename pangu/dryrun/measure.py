@@ -261,6 +261,7 @@ def measure(
         splits: whether weight gradients are computed separately; both values to measure both ways.
     """
     config, layout = chosen.config, replace(chosen.layout, pipeline=2)
+    config = replace(config, faults=replace(config.faults, verify_weights=False))  # `StageProgram` counts that
     parts = {2 * place + 1: _part(chunk) for place, chunk in enumerate(chunks)}
     schedule = _schedule(parts, splits)
     layers = sorted({layer for part in parts.values() for layer in part.layers})

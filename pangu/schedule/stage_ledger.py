@@ -23,6 +23,7 @@ from pangu.schedule.ledger import Fold, Pass
 from pangu.schedule.schedule import Schedule
 from pangu.schedule.spans import Axis, Collective, Matmul, Trace, Work
 from pangu.topology.placement import TensorRank, in_fp8
+from pangu.zero.grouping import COPY_AXES, COPY_PARTS
 from pangu.zero.homes import exchanges, matrix_rounds, working_bytes
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES, Formats
@@ -99,6 +100,9 @@ class StageProgram:
             for flat, held in zip(flats, shards, strict=True)
         ]
         self._trained = [each for each in zip(flats, shards, self._buffers, strict=True) if each[0].trained]
+        summed = flats if config.faults.verify_weights else ()
+        self._compared = len(summed), float(formats.weights * sum(flat.padded for flat in summed))
+        """Flat parameters whose weights are summed once per step, and the bytes of these."""
         self._flat_of = {name: flat.index for flat in flats for name in flat.names}
         self._in_fp8 = [name for flat in flats for name in flat.fp8]
         if (words := self._flat_of.get("embedding.word.weight")) is not None:
@@ -193,7 +197,8 @@ class StageProgram:
             sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
         partial = sum(held.partial for _, held, _ in self._trained)
         sent += [Collective("all_reduce", "tensor", partial * width)] * (partial > 0)
-        world = [8 * (2 + (config.model.mtp_layers > 0))]  # norm and losses
+        compared = len(COPY_AXES) * COPY_PARTS * config.faults.verify_weights
+        world = [8 * (2 + (config.model.mtp_layers > 0) + compared)]  # norm and losses
         if config.precision.matmul == "fp8":
             shapes = logical_shapes(config.model).items()
             world.append(3 * 4 * sum(in_fp8(name, shape) for name, shape in shapes))
@@ -233,9 +238,11 @@ class StageProgram:
         shapes = sum((one.shapes for one in rounds), Counter())
         matmuls = tuple(each for shape, count in shapes.items() for each in _iterations(self._config, shape, count))
         copied = sum(copied_bytes(flat, formats) for flat, *_ in self._trained)
+        launches += self._compared[0]
         if any(flat.main_on_host for flat, *_ in self._trained):
-            return Work(matmuls, 0.0, launches, host_bytes=copied), moved, int(working) * bool(rounds)
-        return Work(matmuls, moved, launches, host_bytes=copied), 0.0, int(working)
+            on_device = Work(matmuls, self._compared[1], launches, host_bytes=copied)
+            return on_device, moved, int(working) * bool(rounds)
+        return Work(matmuls, moved + self._compared[1], launches, host_bytes=copied), 0.0, int(working)
 
     def _pass(self, state: int, action: Action | None) -> tuple[Pass, int]:
         """Return the ledger of an action and the state of the flat parameters after it; None: the end of the step."""

@@ -74,16 +74,17 @@ class SpikeDetector:
             f"deviation of the {len(previous)} steps before (faults.spike)"
         )
 
-    def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int) -> dict[str, Any]:
+    def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int | None) -> dict[str, Any]:
         """Return the entries that change in the `index` of the checkpoint that a run goes back to.
 
         Args:
             index: Index of the checkpoint; empty for the beginning of the run.
             step: Step in which the `fault` was found.
             fault: Description of the fault.
-            end: First sample, in the order of the data, that is not skipped.
+            end: First sample, in the order of the data, that is not skipped; None: no sample is.
         """
         start, state = index.get("samples", 0), index.get("watch", {})
+        end = start if end is None else end
         event = {"step": step, "fault": fault, "back_to": index.get("step", 0), "left_out": [start, end]}
         left_out = state.get("left_out", 0) + end - start
         return {"samples": end, "watch": {**state, "rollbacks": [*self.rollbacks, event], "left_out": left_out}}

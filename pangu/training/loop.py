@@ -28,7 +28,7 @@ from pangu.topology.recording import stop
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.profile import PROFILED, Profile, find_stragglers
-from pangu.training.replicas import find_replica_difference
+from pangu.training.replicas import find_replica_difference, find_weight_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
 from pangu.training.step import PendingResult, StepResult, Trainer
@@ -285,6 +285,12 @@ class Loop:
             of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
             alert = None if self.config.precision.loss_scale else "skipped_step"  # fp16 skips steps to find its scale
             log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks), extra={"alert": alert})
+        if result.weight_sums is not None:
+            with self._interlude("comparing replicas"):
+                difference = find_weight_difference(self.trainer, result.weight_sums)
+            differs = f"weights differ (faults.verify_weights): {difference}; check the device"
+            if self._answer(differs, saver, is_of_data=False):
+                return True
         fault = self.spikes.fault(result)
         return fault is not None and self._answer(fault, saver)
 
@@ -299,8 +305,11 @@ class Loop:
         if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
             raise UserError(f"step {self.trainer.step}: {fault}")
 
-    def _answer(self, fault: str, saver: Saver) -> bool:
-        """Handle a fault as configured; return True if the run has gone back. May raise UserError on all ranks."""
+    def _answer(self, fault: str, saver: Saver, is_of_data: bool = True) -> bool:
+        """Handle a fault as configured; return True if the run has gone back. May raise UserError on all ranks.
+
+        One that is not of data is of a device: the state before the step may be wrong, but no batches are.
+        """
         trainer, faults = self.trainer, self.config.faults
         message = f"step {trainer.step}: {fault}"
         if faults.action == "warn":
@@ -308,19 +317,24 @@ class Loop:
             return False
         rollbacks = len(self.spikes.rollbacks)
         if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
-            raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached; lower optimizer.lr")
+            fix = "; lower optimizer.lr" * is_of_data
+            raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached{fix}")
         with telling(message):
             saver.settle()
             goes_back = faults.action == "rollback"
-            blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
+            if is_of_data:
+                blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
+            else:  # the weights of this step are those after the one before
+                blamed = saver.standings.condemn_after(trainer.step - 2, message)
         if faults.action == "stop":
-            fix = "set faults.action=rollback to continue from the newest proven checkpoint without these batches"
-            raise UserError(f"{message}; {blamed}; {fix}")
+            fix = "; set faults.action=rollback to continue from the newest proven checkpoint without these batches"
+            raise UserError(f"{message}; {blamed}{fix * is_of_data}")
         log.warning("%s: rolling back; %s", message, blamed, extra={"alert": "rollback"})
         with self._interlude("rolling back"):
             step, until = trainer.step, trainer.step + faults.skip_after
             end = self.samples + num_samples(self.config, until) - num_samples(self.config, step)
-            self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
+            skipped = end if is_of_data else None
+            self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, skipped)))
         self._step_began = None
         place = saver.newest or "the beginning"
         log.warning("rolled back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pangu.collectives.reduce import gather_objects
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
+from pangu.zero.grouping import COPY_AXES
 
 AXES = ("replicas", "expert_replicas", "tensor", "pipeline")
 """Axes along which ranks hold copies."""
@@ -51,6 +52,22 @@ def find_replica_difference(trainer: Trainer) -> str | None:
     return None if not texts else texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
 
 
+def find_weight_difference(trainer: Trainer, sums: Tensor) -> str:
+    """Return a text with the ranks whose weights differ according to the `sums` of a step, equal on all ranks."""
+    compared = trainer.parameters.unsharder.sums
+    assert compared is not None
+    mesh, found, values = trainer.mesh, list[str](), sums.tolist()
+    for axis in COPY_AXES:
+        if (group := mesh.group(axis)) is not None:
+            pairs = zip(compared.rows, values, strict=True)
+            mine = {(name, (), ()): value for (of_axis, name), value in pairs if of_axis == axis}
+            found += _differences(mesh, axis, dict(zip(group.ranks, gather_objects(mine, group), strict=True)))
+    texts = list(dict.fromkeys(text for texts in gather_objects(found, mesh.group("world")) for text in texts))
+    if not texts:
+        return "the sums that each rank keeps are equal, so the message that compares them was changed on its way"
+    return texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
+
+
 def _without_local(digests: Mapping[Key, Any]) -> dict[Key, Any]:
     return {key: digest for key, digest in digests.items() if not key[0].startswith("local/")}
 
@@ -66,7 +83,8 @@ def _differences(mesh: Mesh, axis: str, rows: Mapping[int, Mapping[Key, Any]]) -
         wrong = [rank for rank, digest in copies.items() if digest != common] if most else list(copies)
         ranks = ", ".join(_named(mesh, rank) for rank in wrong)
         others = "the other copies" if most else "each other"
-        yield f"{key[0]} from element {list(key[1])} on: {ranks} ({axis} axis) from {others}"
+        place = f" from element {list(key[1])} on" if key[1] else ""
+        yield f"{key[0]}{place}: {ranks} ({axis} axis) from {others}"
 
 
 def _named(mesh: Mesh, rank: int) -> str:

@@ -47,6 +47,7 @@ from pangu.zero.matrices import WholeMatrices
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.stage_parameters import FlatNumbers
 from pangu.zero.weight_products import WeightProducts
+from pangu.zero.weight_sums import NUMBERS
 
 if TYPE_CHECKING:
     from pangu.training.autotune import Choices
@@ -72,6 +73,8 @@ class StepResult:
     """Mean over the modules of multi-token prediction of their mean losses, without their factor."""
     max_attention_logit: float | None = None
     """Largest attention logit of all heads, with QK-clip."""
+    weight_sums: Tensor | None = None
+    """Sums of this rank's weights (`WeightSums.rows`), on the device, if copies on several ranks differ."""
 
     @property
     def skipped(self) -> bool:
@@ -84,11 +87,12 @@ class PendingResult:
     """Result of a step, in flight to the host."""
 
     numbers: Tensor
-    """Loss, norm, loss scale, loss of multi-token prediction, number of ranks that raised each flag, expert statistics
-    and the largest attention logit: fp64, in host memory, valid after `end`."""
+    """Loss, norm, loss scale, loss of multi-token prediction, number of ranks that raised each flag, comparison of the
+    weights, expert statistics and the largest attention logit: fp64, in host memory, valid after `end`."""
     lr: float
     norms: Norms
     end: Moment
+    weight_sums: Tensor | None = None
 
 
 class Trainer:
@@ -228,6 +232,8 @@ class Trainer:
         # masks are a function of (seed, step, sample): no generator has a state to save
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
         self.parameters.gradients.start_step()
+        if self.parameters.unsharder.sums is not None:
+            self.parameters.unsharder.sums.start_step()
         if self.balance is not None:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         if self.logits is not None:
@@ -276,8 +282,10 @@ class Trainer:
         """
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = "adding up loss and norm"
-        # one collective for the norm, the loss and the flags of all ranks
-        sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._has_mtp)
+        compared = self.parameters.unsharder.sums
+        weight_sums, comparison = (None, None) if compared is None else compared.finish_step()
+        # one collective for the norm, the loss and the flags of all ranks, and for the comparison of their weights
+        sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._has_mtp, comparison)
         if self._has_mtp:
             sums[2] *= self._per_token / self.config.loss.mtp_weight
         if self.scales is not None:
@@ -307,7 +315,8 @@ class Trainer:
         if self.scales is not None:
             self.scales.finish_update(self.step)
         self.step += 1
-        return PendingResult(on_host, rate, self.parameters.gradients.norms, Moment(self.mesh.device))
+        end = Moment(self.mesh.device)
+        return PendingResult(on_host, rate, self.parameters.gradients.norms, end, weight_sums)
 
     def read(self, pending: PendingResult) -> StepResult:
         """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""
@@ -317,10 +326,12 @@ class Trainer:
         if self.balance is not None:
             flags, experts = self.balance.split(flags)
         mtp_loss = flags.pop(0) if self._has_mtp else None
+        weight_sums = None
+        if pending.weight_sums is not None:
+            flags, comparison = flags[:-NUMBERS], flags[-NUMBERS:]
+            weight_sums = pending.weight_sums if any(comparison) else None
         raised = tuple(map(bool, flags))
-        result = StepResult(
-            loss, norm, pending.lr, scale, raised, experts=experts, mtp_loss=mtp_loss, max_attention_logit=logit
-        )
+        result = StepResult(loss, norm, pending.lr, scale, raised, [], experts, mtp_loss, logit, weight_sums)
         if not result.skipped:
             return result
         self.skipped += 1

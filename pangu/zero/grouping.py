@@ -14,6 +14,10 @@ from pangu.topology.placement import PlacementTable
 F = TypeVar("F")
 ALIGNMENT = 32
 """Alignment of local shards, in elements, so that 128-byte loads of fp32 stay aligned."""
+COPY_AXES = ("replicas", "expert_replicas", "tensor", "ends", "pipeline")
+"""Axes along which ranks hold copies of weights."""
+COPY_PARTS = 4
+"""Numbers of each of these axes in the message that compares the copies (`weight_sums`)."""
 IN_FLIGHT = 2
 """Maximum number of full unreduced gradients of flat parameters at a time, if reduced after each micro-batch."""
 

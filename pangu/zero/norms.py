@@ -77,9 +77,14 @@ def norm_and_loss(
     mesh: Mesh,
     norms: Norms = torch._foreach_norm,
     losses: int = 1,
+    more: Tensor | None = None,
 ) -> Tensor:
-    """Return fp64 [1 + losses + flags], in one all-reduce: gradient norm, sums of `loss`, numbers of raised flags."""
-    sums = torch.zeros(1 + losses + len(flags), dtype=torch.float64, device=mesh.device)
+    """Return fp64 [1 + losses + flags + more], in one all-reduce.
+
+    These are the gradient norm, the sums of `loss`, the numbers of raised flags, and the sums of `more`.
+    """
+    num_more = 0 if more is None else len(more)
+    sums = torch.zeros(1 + losses + len(flags) + num_more, dtype=torch.float64, device=mesh.device)
     # Only shards that count (`counts`) are in `gradients`; a non-finite element makes the norm non-finite. `loss` is
     # the fp64 sum of this replica's token losses (or [losses] sums), and None on stages other than the last.
     if gradients:
@@ -89,6 +94,8 @@ def norm_and_loss(
     for place, raised in enumerate(flags, start=1 + losses):
         if raised:
             sums[place].fill_(1.0)
+    if more is not None:
+        sums[-num_more:] = more
     all_reduce(sums, mesh.group("world"))
     sums[0].sqrt_()
     return sums

@@ -22,6 +22,7 @@ from pangu.zero.gradients import GradientSum
 from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 from pangu.zero.unshard import Unsharder
+from pangu.zero.weight_sums import WeightSums
 
 
 class ShardedParameters:
@@ -74,6 +75,9 @@ class ShardedParameters:
         parameters = cls(model, stage, mesh, DTYPES[config.precision.compute], message, config.train.seed)
         if parameters.unshards:
             model.hooks = parameters.unsharder
+        if config.faults.verify_weights:
+            sums = WeightSums(parameters.flat_parameters, stage.table, parameters.unsharder, mesh)
+            parameters.unsharder.sums = sums
         return parameters
 
     @property
@@ -170,6 +174,8 @@ class ShardedParameters:
                 flat.lend_gradients(False)
             self.unsharder.publish(filterfalse(self._published.__contains__, flats))
 
-    def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool], losses: int = 1) -> Tensor:
+    def norm_and_loss(
+        self, loss: Tensor | None, flags: Sequence[bool], losses: int = 1, more: Tensor | None = None
+    ) -> Tensor:
         """Return gradient norm, summed loss and flag counts as in `norms.norm_and_loss`."""
-        return norm_and_loss(self._counted, loss, flags, self._mesh, self.norms, losses)
+        return norm_and_loss(self._counted, loss, flags, self._mesh, self.norms, losses, more)

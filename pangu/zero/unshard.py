@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation, UnshardRules
 from pangu.zero.stage_parameters import StageParameters
+
+if TYPE_CHECKING:
+    from pangu.zero.weight_sums import WeightSums
 
 
 class _Passing(Function):
@@ -52,6 +55,8 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
         super().__init__(stage, flats)
         self._mesh, self._stream = mesh, stream
         self._handles: dict[FlatParameter, Handle] = {}
+        self.sums: WeightSums | None = None
+        """Sums over the bits of weights, to which gathered ones are added before they are freed; None: none."""
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
         """Execute an operation."""
@@ -65,6 +70,8 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
             case Operation.WAIT_UNSHARD:
                 self._handles.pop(flat).wait()
             case Operation.RESHARD:
+                if self.sums is not None:
+                    self.sums.add(flat)
                 flat.free()
 
     @contextmanager

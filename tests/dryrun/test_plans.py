@@ -87,6 +87,29 @@ def test_plans_with_qk_clip(number: int, drawn_cases: list[Case], process: Share
     assert_planned(chosen_of(case)[0], process, name_of(case))
 
 
+@pytest.mark.parametrize("number", range(0, SHORT, 5))
+def test_plans_with_compared_weights(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
+    case = {**drawn_cases[number], "verified": "true"}
+    assert_planned(chosen_of(case)[0], process, name_of(case))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_compared_weights_are_read_once_in_a_step(zero: int, process: SharedWorker) -> None:
+    """However many micro-batches there are; the plan counts the bytes as the dry run does."""
+    size = f"precision=bf16 model.layers=6 model.hidden=192 batch.global_size=16 parallel.data=2 parallel.zero={zero}"
+    bytes_of, planned = {}, {}
+    for verified in ("false", "true"):
+        whole = values(f"{size} faults.verify_weights={verified}")
+        chosen = choose_layout(whole, 1)
+        program, plan = Program(chosen.config), plan_of(*chosen)
+        program.prepare([plan])
+        (stage,) = program.describe(plan).stages
+        planned[verified] = stage.update.bytes
+        bytes_of[verified] = process.report(whole, 0)["memory_bound_bytes"]
+    more = planned["true"] - planned["false"]
+    assert more == pytest.approx(bytes_of["true"] - bytes_of["false"], rel=0.01)
+
+
 @pytest.mark.parametrize("layout", ["parallel.bucket_mib=1000", "train.frozen=[layers.*,embedding.*]"])
 def test_no_more_reductions_are_in_flight_the_more_micro_batches_there_are(layout: str, process: SharedWorker) -> None:
     """One reduction in a micro-batch: from the third one on as many begin as end."""

@@ -333,6 +333,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"batch.micro_size={case['micro_size']}",
         f"model.attention={case['attention']}",
         "train.check_step=true",
+        f"faults.verify_weights={case.get('verified', 'true')}",
         *RECOMPUTE[case["recompute"]].split(),
     ]
     if case["experts"] != "null":

@@ -156,6 +156,7 @@ def train(trainer: Trainer, steps: range) -> dict[str, Any]:
             trainer.forward_backward(loader.micro_batches(size * step))
             gradients.append(whole(trainer, of_gradients=True))  # an optimizer may write its update in their place
             results.append(trainer.read(trainer.update()))
+            assert results[-1].weight_sums is None, "copies of weights differ"
     held_out = [stream[1000 + i] for i in range(4)]
     batches = [batch_of(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
     return {

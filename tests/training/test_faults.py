@@ -22,6 +22,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.training import loop
 from pangu.training.faults import Goodput, SpikeDetector, culprits
 from pangu.training.process import Heartbeat
 from pangu.training.profile import above_median
@@ -446,3 +447,62 @@ def test_a_heartbeat_is_not_written_in_every_fast_step(tmp_path: Path) -> None:
             heartbeat.beat(step, "training")
         assert json.loads((tmp_path / "heartbeat.json").read_text())["step"] == 0
     assert json.loads((tmp_path / "heartbeat.json").read_text())["step"] == 99
+
+
+def differing(steps: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let copies of the weights differ in these steps, once in each."""
+    left, read = set(steps), Trainer.read
+
+    def with_sums(trainer: Trainer, pending: PendingResult) -> StepResult:
+        result = read(trainer, pending)
+        if trainer.step not in left:
+            return result
+        left.discard(trainer.step)
+        return replace(result, weight_sums=torch.zeros(0))
+
+    monkeypatch.setattr(Trainer, "read", with_sums)
+    monkeypatch.setattr(loop, "find_weight_difference", lambda trainer, sums: "layers.0: rank 3 on node7")
+
+
+DIFFER = "weights differ (faults.verify_weights): layers.0: rank 3 on node7; check the device"
+
+
+def test_weights_that_differ_end_a_run_that_continues_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of step 4 are what step 3 left, and may be in its checkpoint."""
+    losses = train(tmp_path / "unbroken", 6)
+    with monkeypatch.context() as patch:
+        differing([4], patch)
+        with pytest.raises(UserError) as raised:
+            train(tmp_path / "run", 6)
+    folder = tmp_path / "run/checkpoints"
+    fix = f"start the same command again to continue from {folder}/step-00000002, which is older than the fault"
+    assert str(raised.value) == f"step 4: {DIFFER}; {fix}"
+    assert read_standing(folder / "step-00000003").condemned
+    assert train(tmp_path / "run", 6) == losses
+
+
+def test_a_rollback_because_of_a_device_leaves_no_batch_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = train(tmp_path / "unbroken", 6)
+    differing([4, 5], monkeypatch)
+    assert train(tmp_path / "run", 6, "faults.action=rollback") == losses
+    assert f"step 5: {DIFFER}: rolling back; " in capsys.readouterr().err
+    events = read_index(tmp_path / "run/checkpoints/step-00000006")["watch"]["rollbacks"]
+    assert [(event["step"], event["back_to"], event["left_out"]) for event in events] == [
+        (4, 2, [8, 8]),
+        (5, 3, [12, 12]),
+    ]
+    differing([2, 3], monkeypatch)
+    with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached$"):
+        train(tmp_path / "again", 6, "faults.action=rollback", "faults.max_rollbacks=1")
+
+
+def test_a_warning_lets_a_run_with_different_weights_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    differing([2], monkeypatch)
+    assert len(train(tmp_path, 3, "faults.action=warn")) == 3
+    assert f"step 2: {DIFFER}" in capsys.readouterr().err
