@@ -103,3 +103,25 @@ def test_replicas_go_back_together(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 8))
     assert done.stderr.count("step-00000004, 2 steps before, is proven") == 1
     assert done.stderr.count("step-00000004: continuing after step 4 with sample 28") == 1
+
+
+def test_replicas_whose_weights_differ_go_back_and_leave_no_batch_out(tmp_path: Path) -> None:
+    """A bit is turned over on rank 1 before step 6, whose weights step 5 has left; step 4 is the newest checkpoint."""
+    code = [
+        "if RANK == 1 and trainer.step == 5 and 'flipped' not in globals():",
+        "    globals()['flipped'] = True",
+        "    trainer.parameters.unsharder.wait()",
+        "    trainer.parameters.flat_parameters[0].weights.data.view(__import__('torch').int32)[3] ^= 1 << 20",
+        r"print(f'batch {batches[0].samples[0]}\n', end='', flush=True)",
+        "forward_backward(trainer, batches)",
+    ]
+    words = ("faults.action=rollback", "faults.verify_weights=true", "parallel.zero=2", "train.steps=7")
+    done = run_changed(tmp_path, code, *words)
+    assert done.returncode == 0, done.stderr
+    # step 6, after which a checkpoint is due, is read at once
+    first = (0, 4, 8, 12, 16, 20, 16, 20, 24)
+    assert sorted(map(int, re.findall(r"batch (\d+)", done.stdout))) == sorted([*first, *(n + 2 for n in first)])
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 8))
+    named = r"step 6: weights differ \(faults.verify_weights\): flat parameter 0 \(.*\): rank 0 on \S+, rank 1 on \S+ "
+    assert len(re.findall(named, done.stderr)) == 1, done.stderr
+    assert done.stderr.count("step-00000004: continuing after step 4 with sample 16") == 1
