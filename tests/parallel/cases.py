@@ -88,6 +88,8 @@ GROUPS = {
     "{names:['*.mlp.*','*.query.*'],lr_multiplier:2,weight_decay_multiplier:0.25}] "
     "weight_decay_schedule={start:0.3,shape:linear}",
 }
+STAGES = {"none": "", "grow": "batch.stages=[{until:1,global_size:%d,sequence:8}]"}
+"""Whether all steps are alike, or the first one takes fewer and shorter sequences, see `first_batch`."""
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
     "schedule": tuple(CHUNKS),
@@ -122,6 +124,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "matmul": ("compute", "fp8"),
     "frozen": tuple(FROZEN),
     "groups": tuple(GROUPS),
+    "stages": tuple(STAGES),
     # the model
     "rotation": tuple(ROTATIONS),
     "router": tuple(ROUTERS),
@@ -262,6 +265,10 @@ RULES = (
     among("latent", "full", "direct", then="rotation", needs=("plain", "yarn")),
     among("optimizer", "muon_clip", then="qk_norm", needs=("false",)),
     among("kv_heads", "4", "2", then="tensor", needs=("1", "2", "4")),
+    among("stages", "grow", then="rows", needs=("documents", "one_text", "no_masks")),
+    among(
+        "stages", "grow", then="context", needs=("1", "2", "4")
+    ),  # each of 8 ranks would have two parts of 8 positions
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
     among("balance_sequences", "2", then="balance", needs=("sequence",)),
     among("expert", "4", then="tensor", needs=("1", "2", "4")),
@@ -291,7 +298,13 @@ def layout_of(case: Case) -> Layout:
 
 def sequences(*cases: Case) -> int:
     """Size of a global batch that all of them can have."""
-    return math.lcm(*(int(c["data"]) * int(c["micro_batches"]) * int(c["micro_size"]) for c in cases))
+    samples = 2 if cases[0].get("stages") == "grow" else 1
+    return math.lcm(samples, *(int(c["data"]) * int(c["micro_batches"]) * int(c["micro_size"]) for c in cases))
+
+
+def first_batch(*cases: Case) -> int:
+    """Size of the global batch of a first stage that all of them can have: whole samples, each cut into 2 sequences."""
+    return math.lcm(2, *(int(c["data"]) * int(c["micro_size"]) for c in cases))
 
 
 def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
@@ -313,6 +326,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
         *GROUPS[case.get("groups", "none")].split(),
+        *((STAGES["grow"] % first_batch(case, *others),) if case.get("stages") == "grow" else ()),
         *DROPOUT[case["dropout"]].split(),
         *ROWS[case["rows"]].split(),
         *(f"model.{name}={VALUES.get(name, {}).get(case[name], case[name])}" for name in MODEL if name in case),

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.config.data import PackingConfig
+from pangu.config.schema import RunConfig
+from pangu.config.stages import num_samples
 from pangu.data.batch import Batch, Row, batch_of
 from pangu.data.loader import Loader
 from pangu.data.stream import Stream
@@ -20,6 +22,7 @@ from pangu.evaluation.generation import Reader
 from pangu.evaluation.inference import LoadedModel, mean_loss
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.training.stages import BatchStages
 from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import Shard
 from tests.configs import tiny
@@ -123,11 +126,16 @@ def small_trainer(layout: Layout, *overrides: str) -> tuple[Trainer, list[Batch]
     """A trainer, and the micro-batches of its first step."""
     config = tiny(*overrides, *parallel_keys(layout))
     trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu"), config.parallel.timeout_s))
-    at, batch = trainer.mesh.at, config.batch
-    with Loader(
-        samples_of(config.data.packing), config.data.packing, batch.global_size, batch.micro_size, at.data, layout.data
-    ) as loader:
+    BatchStages(config).enter(trainer)
+    with loader_of(trainer, config) as loader:
         return trainer, loader.micro_batches(0)
+
+
+def loader_of(trainer: Trainer, config: RunConfig) -> Loader:
+    """The loader of a rank, of the batches of each stage."""
+    mesh, batch, packing = trainer.mesh, config.batch, config.data.packing
+    sizes = (batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data)
+    return Loader(samples_of(packing), packing, *sizes, stage_at=BatchStages(config).loader_stage_at)
 
 
 def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: str) -> dict[str, Any]:
@@ -149,11 +157,12 @@ def train(trainer: Trainer, steps: range) -> dict[str, Any]:
     config, mesh = trainer.config, trainer.mesh
     first = whole(trainer, of_gradients=False)
     results, gradients = [], []
-    size, packing = config.batch.global_size, config.data.packing
+    stages, packing = BatchStages(config), config.data.packing
     stream = samples_of(packing)
-    with Loader(stream, packing, size, config.batch.micro_size, mesh.at.data, mesh.layout.data) as loader:
+    with loader_of(trainer, config) as loader:
         for step in steps:
-            trainer.forward_backward(loader.micro_batches(size * step))
+            stages.enter(trainer)
+            trainer.forward_backward(loader.micro_batches(num_samples(config, step), step))
             gradients.append(whole(trainer, of_gradients=True))  # an optimizer may write its update in their place
             results.append(trainer.read(trainer.update()))
             assert results[-1].weight_sums is None, "copies of weights differ"

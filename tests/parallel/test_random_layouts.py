@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pangu.config.checks import check
+from pangu.config.stages import num_samples
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.resuming import load_checkpoint
@@ -79,7 +80,7 @@ def one_step(
     found["ratios"] = trust_ratios(trainer)
     if checkpoint is None:
         with Saver(config, trainer) as saver:
-            saver.save(config.batch.global_size, {})
+            saver.save(num_samples(config, 1), {})
     return found
 
 
