@@ -290,6 +290,86 @@ def test_muon_of_deepspeed(
     assert "unknown" not in done.stdout
 
 
+def curriculum(folder: Path, kind: str, schedule: dict[str, Any], **more: Any) -> subprocess.CompletedProcess[str]:
+    """A translation of a curriculum of sequence lengths from 64 to 1024 tokens, in batches of 48."""
+    settings = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 64, "max_difficulty": 1024, **more}
+    settings |= {"schedule_type": kind, "schedule_config": schedule}
+    batch = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2}
+    (folder / "ds.json").write_text(json.dumps({**batch, "curriculum_learning": settings}))
+    return translate("deepspeed", folder / "ds.json")
+
+
+def stages_of(done: subprocess.CompletedProcess[str]) -> list[tuple[int, int | None]]:
+    translated = built(done, "data=synthetic", "validation.every=0")
+    assert translated.model.sequence == 1024
+    return [(stage.until, stage.sequence) for stage in translated.batch.stages]
+
+
+def test_lengths_by_step_of_deepspeed(tmp_path: Path) -> None:
+    """A length holds up to its last step, counted from 1 there, and `until` steps are before the next stage here."""
+    done = curriculum(tmp_path, "fixed_discrete", {"difficulty": [64, 256, 512, 1024], "max_step": [10, 25, 40]})
+    assert stages_of(done) == [(10, 64), (25, 256), (40, 512)]
+    assert "curriculum: sequences grow" not in done.stdout
+    assert "the end of each sample is discarded" in section(done, "different in effect")
+    assert "no counterpart" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "degree", "unit"), [("fixed_linear", 1, 8), ("fixed_root", 2, 8), ("fixed_root", 3, 96)]
+)
+def test_growing_lengths_of_deepspeed(kind: str, degree: int, unit: int, tmp_path: Path) -> None:
+    """Each step has the largest divisor of 1024 up to its length there of which 48 sequences are whole samples."""
+    schedule = {"total_curriculum_step": 300, "difficulty_step": unit, "root_degree": degree}
+    done = curriculum(tmp_path, kind, schedule)
+    possible = [64, 128, 256, 512, 1024]  # of 32 tokens a sample has 32 parts
+    stages = stages_of(done)
+    for step in range(1, 400):
+        grown = int((step / 300) ** (1 / degree) * 960 + 64)
+        length = min(1024, max(grown // unit * unit, -(-64 // unit) * unit))
+        here = next((sequence for until, sequence in stages if step <= until), 1024)
+        assert here == max(one for one in possible if one <= length), step
+    assert len(stages) >= 3
+    assert "curriculum: sequences grow through the divisors" in section(done, "different in effect")
+
+
+def test_curricula_without_a_counterpart_are_told(tmp_path: Path) -> None:
+    odd = curriculum(tmp_path, "fixed_discrete", {"difficulty": [96, 1024], "max_step": [10]})
+    assert "schedule_config.difficulty [96, 1024]: curriculum: lengths that do not divide" in odd.stdout
+    other = curriculum(tmp_path, "custom", {})
+    assert "schedule_type custom: curriculum: lengths that do not divide" in section(other, "no counterpart")
+    steps = {"total_curriculum_step": 9, "difficulty_step": 8}
+    words = curriculum(tmp_path, "fixed_linear", steps, curriculum_type="vocabularyrarity")
+    assert "curriculum_type vocabularyrarity: samples are not sorted" in section(words, "no counterpart")
+    off = curriculum(tmp_path, "fixed_linear", steps, enabled=False)
+    assert all("batch.stages" not in done.stdout.partition("#")[0] for done in (odd, other, words, off))
+    missing = curriculum(tmp_path, "fixed_root", steps)
+    assert missing.returncode == 2
+    assert "schedule_config.root_degree: is required by schedule_type = fixed_root" in missing.stderr
+    backwards = curriculum(tmp_path, "fixed_discrete", {"difficulty": [64, 512, 1024], "max_step": [9, 9]})
+    assert "max_step = [9, 9]: must be increasing, and one less than" in backwards.stderr
+
+
+def test_a_curriculum_of_truncated_samples(tmp_path: Path) -> None:
+    """DeepSpeed's data efficiency has it as one metric among others."""
+    metric = {"clustering_type": "single_cluster", "difficulty_type": "value", "min_difficulty": 256}
+    metric |= {"max_difficulty": 1024, "schedule_type": "fixed_linear"}
+    metric |= {"schedule_config": {"total_curriculum_step": 100, "difficulty_step": 8}}
+    learning = {"enabled": True, "data_cluster_path": "x"}
+    learning |= {"curriculum_metrics": {"seqlen_truncate": metric, "rarity": {"a": 1}}}
+    sampling = {"enabled": True, "num_epochs": 1, "curriculum_learning": learning}
+    values = {
+        "train_batch_size": 48,
+        "train_micro_batch_size_per_gpu": 2,
+        "data_efficiency": {"enabled": True, "data_sampling": sampling},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    done = translate("deepspeed", tmp_path / "ds.json")
+    assert stages_of(done) == [(33, 256), (99, 512)]
+    assert section(done, "no counterpart").count("data_efficiency") == 1
+    assert "curriculum_metrics.rarity.a 1: samples are not sorted" in section(done, "no counterpart")
+    assert "unknown" not in done.stdout
+
+
 def test_torchtitan() -> None:
     done = translate("torchtitan", LAUNCHES / "llama3_8b.toml")
     translated = built(done, "data.train=[/data/web]")

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import pairwise
+from math import floor, isqrt
+
+from pangu.common.errors import UserError
 from pangu.interop.translation.table import Translation
 
 _ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _LAMB = ("lamb", "fusedlamb")
+_SAMPLING = "data_efficiency.data_sampling"
+_CURRICULA = {
+    "curriculum_learning": ("curriculum_learning.enabled",),
+    f"{_SAMPLING}.curriculum_learning.curriculum_metrics.seqlen_truncate": (
+        *("data_efficiency.enabled", f"{_SAMPLING}.enabled", f"{_SAMPLING}.curriculum_learning.enabled"),
+    ),
+}
+"""Sections that lengthen sequences, with the settings that switch them on."""
+_LAST_STEP = 2**53
+"""Larger than the number of steps of any run."""
 
 
 def translate(source: Translation) -> None:
     """Fill in the overrides. Raises UserError for values of the wrong type."""
     source.set_direct()
-    for rule in (_batch, _precision, _optimizer, _schedule):
+    for rule in (_batch, _precision, _optimizer, _schedule, _curriculum):
         rule(source)
     moved = {"offload_optimizer.device": "optimizer", "offload_param.device": "parameters"}
     names = {f"zero_optimization.{name}": part for name, part in moved.items()}
@@ -116,3 +131,81 @@ def _schedule(source: Translation) -> None:
     if shape == "cosine" and isinstance(rate, float):
         ratio = source.number(f"{prefix}cos_min_ratio") or 0.0
         source.set("lr_schedule.min_lr", ratio * rate, f"{prefix}cos_min_ratio")
+
+
+def _curriculum(source: Translation) -> None:
+    """Translate sequences that grow from step to step."""
+    for section, switches in _CURRICULA.items():
+        if all(map(source.flag, switches)):
+            kinds = {f"{section}.curriculum_type": "seqlen", f"{section}.clustering_type": "single_cluster"}
+            others = [name for name, kind in kinds.items() if name in source.given and source.text(name) != kind]
+            for name in others:
+                source.lacks(name, "data_order")
+            if not others:
+                source.absent = {name: why for name, why in source.absent.items() if not name.startswith(section)}
+                _lengths(source, section)
+
+
+def _lengths(source: Translation, section: str) -> None:
+    """Translate the sequence lengths of a curriculum, which has one for each step, counted from 1."""
+    longest, kind = source.count(f"{section}.max_difficulty"), source.text(f"{section}.schedule_type")
+    if longest is None or kind not in ("fixed_discrete", "fixed_linear", "fixed_root"):
+        source.lacks(f"{section}.{'max_difficulty' if longest is None else 'schedule_type'}", "curriculum")
+        return
+    if kind == "fixed_discrete":
+        lengths, ends = (_counts(source, f"{section}.schedule_config.{name}") for name in ("difficulty", "max_step"))
+        if len(lengths) != len(ends) + 1 or any(end <= begin for begin, end in pairwise(ends)):
+            rule = "must be increasing, and one less than schedule_config.difficulty has"
+            raise source.wrong(f"{section}.schedule_config.max_step", rule)
+        longest = max(lengths)
+        if not set(lengths) <= set(_lengths_of_stages(longest, source)):
+            source.lacks(f"{section}.schedule_config.difficulty", "curriculum")
+            return
+    else:
+        lengths, ends = _grown_lengths(source, section, _lengths_of_stages(longest, source))
+        source.differs("curriculum_lengths")
+    source.set("model.sequence", longest, f"{section}.max_difficulty")
+    stages = [{"until": end, "sequence": length} for length, end in zip(lengths[:-1], ends, strict=True)]
+    source.set("batch.stages", stages, f"{section}.schedule_type")
+    source.differs("curriculum_tokens")
+
+
+def _lengths_of_stages(longest: int, source: Translation) -> list[int]:
+    """Return the sequence lengths that a stage can have: a step takes whole samples of the longest length."""
+    size = source.count("train_batch_size") or 0
+    parts = [n for n in range(1, isqrt(longest) + 1) if longest % n == 0]
+    return sorted(n for n in {*parts, *(longest // part for part in parts)} if size % (longest // n) == 0)
+
+
+def _grown_lengths(source: Translation, section: str, possible: list[int]) -> tuple[list[int], list[int]]:
+    """Return the largest of the `possible` lengths up to that of each step, and the last step of all but the last."""
+
+    def given(name: str) -> int:
+        if (value := source.count(f"{section}.{name}")) is None:
+            raise UserError(f"{section}.{name}: is required by schedule_type = {kind}")
+        return value
+
+    kind, longest = source.text(f"{section}.schedule_type"), possible[-1]
+    least, unit = given("min_difficulty"), given("schedule_config.difficulty_step")
+    steps = given("schedule_config.total_curriculum_step")
+    degree = given("schedule_config.root_degree") if kind == "fixed_root" else 1
+    if least > longest:
+        raise source.wrong(f"{section}.min_difficulty", f"must not exceed max_difficulty = {longest}")
+
+    def length(step: int) -> int:
+        grown = floor((step / steps) ** (1 / degree) * (longest - least) + least)
+        return min(longest, max(grown - grown % unit, -(-least // unit) * unit))
+
+    begins = {1: max((one for one in possible if one <= length(1)), default=possible[0])}
+    for one in possible:
+        if one > begins[1]:
+            # of lengths that are reached in one step, the last one stays
+            begins[bisect_left(range(1, _LAST_STEP), one, key=length) + 1] = one
+    return [*begins.values()], [begin - 1 for begin in begins][1:]
+
+
+def _counts(source: Translation, name: str) -> list[int]:
+    words = source.words(name)
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise source.wrong(name, "must be a list of whole numbers of at least 1")
+    return [int(word) for word in words]
