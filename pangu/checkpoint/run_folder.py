@@ -25,7 +25,7 @@ GENERATION = "transformers.json"
 """File with ids and sampling of a model that came from transformers, for exporting it again."""
 CHAT_TEMPLATE = "chat_template.jinja"
 """File in a run folder, and in an export, with the chat template of fine-tuning."""
-FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
+FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "trackers", "wandb")
 
 
 def make_run_folder(output: Path) -> None:

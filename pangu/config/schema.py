@@ -254,9 +254,21 @@ class MetricsConfig:
     wandb: Literal["auto", "online", "offline", "off"]
     """Weights & Biases. `auto`: online if the machine is logged in, otherwise offline into the run folder."""
     wandb_project: Filename
-    """Project name at Weights & Biases."""
+    """Project name at Weights & Biases and all `trackers`."""
     trust_ratios: bool
     """Write LAMB's trust ratio of every tensor into metrics.jsonl and the trackers, each step."""
+    trackers: tuple[str, ...] = ()
+    """Other trackers: mlflow, comet, aim, swanlab, or names that packages give as entry points of `pangu.trackers`."""
+    run_name: Filename | None = None
+    """Name of the run at trackers and wandb; null: they choose one."""
+    run_group: Filename | None = None
+    """Name of a group of runs at trackers and wandb."""
+    run_tags: tuple[str, ...] = ()
+    """Tags of the run at trackers and wandb."""
+    prometheus_port: Annotated[int, Bounds(least=1, most=65535)] | None = None
+    """Port at which the first process serves the latest metrics as text for Prometheus; null: none."""
+    prometheus_host: Filename = "127.0.0.1"
+    """Address at which they are served; 0.0.0.0: all addresses of the machine, to everybody who reaches them."""
 
 
 @dataclass(frozen=True)

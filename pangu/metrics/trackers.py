@@ -1,25 +1,25 @@
-"""Writers for TensorBoard and for Weights & Biases; no failure of the latter stops or delays training."""
+"""Writers for TensorBoard and for experiment trackers; no failure of a tracker stops or delays training."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-import netrc
-import os
 import queue
-import secrets
 import sys
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, Protocol
 
 from pangu.common.errors import writing
 from pangu.common.files import open_regular, write_atomically
 from pangu.metrics.record import StepRecord
 
 _log = logging.getLogger(__name__)
-_START_SECONDS = 20
-_FINISH_SECONDS = 60
+START_SECONDS = 20
+FINISH_SECONDS = 60
+"""Longest time in seconds that a tracker may take to start and to finish."""
 _GROUPS = {
     "train": (
         "loss",
@@ -43,7 +43,7 @@ _GROUPS = {
 
 
 def tracked(record: StepRecord) -> dict[str, float]:
-    """Return metrics under the names by which TensorBoard and wandb group them, e.g. `train/loss`, without None."""
+    """Return metrics under the names by which TensorBoard and trackers group them, e.g. `train/loss`, without None."""
     figures = {
         f"{group}/{name.removeprefix('validation_')}": value
         for group, names in _GROUPS.items()
@@ -85,60 +85,79 @@ class TensorBoardWriter:
             self._events.close()
 
 
-def logged_in() -> bool:
-    """Return whether this machine holds a wandb key, in the environment or in the user's netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in candidates:
-        try:
-            entry = netrc.netrc(Path(path).expanduser()).authenticators(host)
-            if entry and entry[2]:
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+@dataclass(frozen=True)
+class TrackedRun:
+    """Run as a tracker sees it."""
+
+    output: Path
+    """Run folder."""
+    config: Mapping[str, Any]
+    """Resolved configuration."""
+    project: str
+    name: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    resumed_step: int = 0
+    """Step of the checkpoint that the run continues from; 0: a new run."""
+
+    def folder(self, tracker: str) -> Path:
+        """Return the folder for the files of a tracker."""
+        return self.output / tracker if tracker == "wandb" else self.output / "trackers" / tracker
+
+    def known_id(self, tracker: str) -> str | None:
+        """Return the id that a tracker gave to this run, or None for a new run: resumed runs continue their curves."""
+        path = self.folder(tracker) / "run-id"
+        if self.resumed_step > 0 and path.exists():
+            with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+                return file.read(100).strip() or None
+        return None
+
+    def keep_id(self, tracker: str, new: str) -> str:
+        """Write the id of the run at a tracker into the run folder, and return it."""
+        path = self.folder(tracker) / "run-id"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, new.encode())
+        return new
 
 
-def run_id(output: Path, resumed_step: int) -> str:
-    """Return the run's wandb id, kept in the run folder: resumed runs continue their curves, new ones start others."""
-    path = output / "wandb" / "run-id"
-    if resumed_step > 0 and path.exists():
-        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-            if known := file.read(100).strip():
-                return known
-    new = secrets.token_hex(4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, new.encode())
-    return new
+class Tracker(Protocol):
+    """Connection to a tracker, used by one thread."""
+
+    def log(self, figures: dict[str, float], step: int) -> object:
+        """Send the metrics of a step, named as by `tracked`."""
+
+    def finish(self, status: int) -> object:
+        """Send what is left; `status` is 0 unless the run failed."""
 
 
-class WandbWriter:
-    """Writer that passes metrics to a thread that talks to wandb.
+class Service(NamedTuple):
+    """Way to connect to a tracker."""
+
+    name: str
+    package: str
+    """Python package that it needs."""
+    start: Callable[[TrackedRun], Tracker]
+    """Function that connects; it may raise any error."""
+    give_up: Callable[[], object] = lambda: None
+    """Function that is called after an error."""
+
+
+class TrackerWriter:
+    """Writer that passes metrics to a thread that talks to a tracker.
 
     Connecting, sending and finishing may fail or hang for minutes on a cluster without internet access, so only the
     thread waits. A failure becomes one warning, after which the metrics go to the other writers alone.
     """
 
-    def __init__(
-        self,
-        output: Path,
-        mode: Literal["auto", "online", "offline"],
-        project: str,
-        resumed_step: int,
-        resolved_config: dict[str, Any],
-    ) -> None:
-        """Start the thread and return at once; `auto` is online if logged in, otherwise offline into `output`/wandb."""
+    def __init__(self, service: Service, run: TrackedRun) -> None:
+        """Start the thread and return at once."""
         # What is left to send; an integer is the exit status and ends the thread.
         self._queue: queue.SimpleQueue[StepRecord | int] = queue.SimpleQueue()
-        self._failed = False
-        self._thread = threading.Thread(
-            target=self._work, args=(output, mode, project, resumed_step, resolved_config), daemon=True
-        )
+        self._service, self._failed = service, False
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         try:
             # Not in the thread: concurrent imports from two threads can see half-initialized modules.
-            import wandb  # noqa: F401, PLC0415 - optional package
+            importlib.import_module(service.package)
         except Exception as error:
             self._fail(error)
         else:
@@ -155,53 +174,27 @@ class WandbWriter:
             return
         # While an exception passes through the caller's `finally`, the run is marked as failed.
         self._queue.put(0 if sys.exc_info()[0] is None else 1)
-        self._thread.join(_START_SECONDS + _FINISH_SECONDS)
+        self._thread.join(START_SECONDS + FINISH_SECONDS)
         if self._thread.is_alive():
-            self._fail(TimeoutError(f"it did not finish within {_START_SECONDS + _FINISH_SECONDS} s"))
+            self._fail(TimeoutError(f"it did not finish within {START_SECONDS + FINISH_SECONDS} s"))
 
     def _fail(self, error: BaseException) -> None:
         if self._failed:  # one warning is enough
             return
         self._failed = True
         reason = (str(error).splitlines() or [""])[0][:200]
-        _log.warning("wandb is disabled for the rest of this run (%s: %s)", type(error).__name__, reason)
+        name = self._service.name
+        _log.warning("%s is disabled for the rest of this run (%s: %s)", name, type(error).__name__, reason)
 
-    def _work(self, output: Path, mode: str, project: str, resumed_step: int, config: dict[str, Any]) -> None:
-        import wandb  # noqa: PLC0415 - optional package
-
+    def _work(self, run: TrackedRun) -> None:
         try:
-            run = _start(output, mode, project, resumed_step, config)
+            tracker = self._service.start(run)
             while isinstance(item := self._queue.get(), StepRecord):
-                run.log(tracked(item), step=item.step)
-            run.finish(exit_code=item)
+                tracker.log(tracked(item), item.step)
+            tracker.finish(item)
         except Exception as error:
             self._fail(error)
-            # Otherwise wandb tries once more when the interpreter exits, and prints a traceback.
             try:
-                wandb.teardown()
+                self._service.give_up()
             except Exception:
-                _log.debug("wandb could not be torn down", exc_info=True)
-
-
-def _start(output: Path, mode: Any, project: str, resumed_step: int, config: dict[str, Any]) -> Any:
-    """Start or resume the wandb run; raise any error of wandb."""
-    import wandb  # noqa: PLC0415 - optional package
-
-    if mode == "auto":
-        # Clusters without internet access commonly set WANDB_MODE for everyone.
-        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
-    if mode == "online" and not logged_in():
-        raise RuntimeError("not logged in: run `wandb login`, or set metrics.wandb=offline")
-    options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": _START_SECONDS}
-    if "finish_timeout" in wandb.Settings.model_fields:  # newer than the other settings
-        options["finish_timeout"] = _FINISH_SECONDS
-    wandb.setup(settings=wandb.Settings(silent=True))  # suppresses a line that the login prints
-    return wandb.init(
-        project=project,
-        dir=str(output),
-        id=run_id(output, resumed_step),
-        resume="allow",
-        mode=mode,
-        config=config,
-        settings=wandb.Settings(**options),
-    )
+                _log.debug("%s could not be given up", self._service.name, exc_info=True)

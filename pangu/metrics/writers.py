@@ -14,9 +14,11 @@ from rich.text import Text
 from pangu.common.errors import writing
 from pangu.common.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
+from pangu.metrics.prometheus import PrometheusWriter
 from pangu.metrics.record import StepRecord, from_json, read_lines, to_json
+from pangu.metrics.services import service_of, wandb_service
 from pangu.metrics.text import compact, duration
-from pangu.metrics.trackers import TensorBoardWriter, WandbWriter
+from pangu.metrics.trackers import TensorBoardWriter, TrackedRun, TrackerWriter
 
 
 class Writer(Protocol):
@@ -124,8 +126,8 @@ def make_writers(
 ) -> list[Writer]:
     """Return the writers of a configuration, which write into the run folder `output`.
 
-    The run continues from the checkpoint of `resumed_step`, 0 for a new run; wandb shows `resolved_config` as its
-    configuration. Raise `UserError` if the run folder cannot be written.
+    The run continues from the checkpoint of `resumed_step`, 0 for a new run; trackers show `resolved_config` as its
+    configuration. Raise `UserError` if the run folder cannot be written or a tracker is unknown.
     """
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -135,6 +137,11 @@ def make_writers(
     ]
     if config.tensorboard:
         writers.append(TensorBoardWriter(output / "tensorboard", resumed_step))
-    if config.wandb != "off":
-        writers.append(WandbWriter(output, config.wandb, config.wandb_project, resumed_step, resolved_config))
+    names = config.wandb_project, config.run_name, config.run_group, config.run_tags
+    run = TrackedRun(output, resolved_config, *names, resumed_step)
+    services = [wandb_service(config.wandb)] if config.wandb != "off" else []
+    services += map(service_of, config.trackers)
+    writers += [TrackerWriter(service, run) for service in services]
+    if config.prometheus_port is not None:
+        writers.append(PrometheusWriter(config.prometheus_host, config.prometheus_port))
     return writers

@@ -18,9 +18,14 @@ import wandb
 
 from pangu.metrics import trackers
 from pangu.metrics.record import StepRecord
-from pangu.metrics.trackers import WandbWriter, logged_in, run_id, tracked
+from pangu.metrics.services import logged_in, wandb_service
+from pangu.metrics.trackers import TrackedRun, TrackerWriter, tracked
 
 Make = Callable[..., StepRecord]
+
+
+def writer_of(output: Path, mode: str, config: dict[str, Any] | None = None) -> TrackerWriter:
+    return TrackerWriter(wandb_service(mode), TrackedRun(output, config or {}, "zh", "a", "b", ("c",)))
 
 
 class FakeRun:
@@ -59,7 +64,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_every_step_reaches_wandb(tmp_path: Path, record: Make, calls: list[dict[str, Any]], caplog: Any) -> None:
-    writer = WandbWriter(tmp_path, "offline", "zh", 0, {"model": {"layers": 2}})
+    writer = writer_of(tmp_path, "offline", {"model": {"layers": 2}})
     for step in (1, 2):
         writer.write(record(step=step))
     writer.close()
@@ -67,12 +72,13 @@ def test_every_step_reaches_wandb(tmp_path: Path, record: Make, calls: list[dict
     assert call["run"].logged == [(tracked(record()), 1), (tracked(record()), 2)]
     assert call["run"].exit_code == 0
     assert (call["project"], call["dir"], call["mode"]) == ("zh", str(tmp_path), "offline")
+    assert (call["name"], call["group"], call["tags"]) == ("a", "b", ("c",))
     assert call["config"] == {"model": {"layers": 2}}
     assert warnings_of(caplog) == []
 
 
 def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
-    writer = WandbWriter(tmp_path, "offline", "zh", 0, {})
+    writer = writer_of(tmp_path, "offline")
 
     def train() -> None:
         try:
@@ -102,12 +108,12 @@ def test_auto_is_online_only_if_logged_in(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    WandbWriter(tmp_path, "auto", "zh", 0, {}).close()
+    writer_of(tmp_path, "auto").close()
     assert [call["mode"] for call in calls] == [mode]
 
 
 def test_online_without_a_key_says_what_to_do(tmp_path: Path, calls: list[dict[str, Any]], caplog: Any) -> None:
-    WandbWriter(tmp_path, "online", "zh", 0, {}).close()
+    writer_of(tmp_path, "online").close()
     assert calls == []  # wandb would have asked for a key on the terminal
     (warning,) = warnings_of(caplog)
     assert "wandb login" in warning
@@ -131,12 +137,15 @@ def test_logged_in_reads_netrc_for_the_right_server(tmp_path: Path, monkeypatch:
     assert not logged_in()
 
 
+@pytest.mark.usefixtures("calls")
 def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path: Path) -> None:
-    first = run_id(tmp_path, resumed_step=0)
-    assert run_id(tmp_path, resumed_step=10) == first
-    assert (tmp_path / "wandb" / "run-id").read_text() == first
-    assert run_id(tmp_path, resumed_step=0) != first
-    assert run_id(tmp_path / "elsewhere", resumed_step=10) != first
+    new, resumed = (TrackedRun(tmp_path, {}, "zh", resumed_step=step) for step in (0, 10))
+    assert resumed.known_id("wandb") is None
+    assert new.keep_id("wandb", "first") == "first"
+    assert resumed.known_id("wandb") == "first"
+    assert (tmp_path / "wandb" / "run-id").read_text() == "first"
+    assert new.known_id("wandb") is None
+    assert resumed.known_id("mlflow") is None
 
 
 @pytest.mark.parametrize("method", ["log", "finish"])
@@ -154,7 +163,7 @@ def test_a_failure_during_the_run_is_one_warning(
     torn_down: list[bool] = []
     monkeypatch.setattr(FakeRun, method, fail)
     monkeypatch.setattr(wandb, "teardown", lambda: torn_down.append(True))
-    writer = WandbWriter(tmp_path, "offline", "zh", 0, {})
+    writer = writer_of(tmp_path, "offline")
     for step in range(1, 50):
         writer.write(record(step=step))
         time.sleep(0.001)
@@ -168,7 +177,7 @@ def test_a_failure_during_the_run_is_one_warning(
 
 def test_a_broken_installation_is_one_warning(tmp_path: Path, record: Make, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises ImportError
-    writer = WandbWriter(tmp_path, "offline", "zh", 0, {})
+    writer = writer_of(tmp_path, "offline")
     writer.write(record())
     writer.close()
     assert len(warnings_of(caplog)) == 1
@@ -184,9 +193,9 @@ def test_a_server_that_does_not_answer_holds_up_nothing(
         answered.set()
 
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(trackers, "_START_SECONDS", 0.2)
-    monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.2)
-    writer = WandbWriter(tmp_path, "offline", "zh", 0, {})
+    monkeypatch.setattr(trackers, "START_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
+    writer = writer_of(tmp_path, "offline")
     writer.write(record())
     writer.close()
     assert not answered.is_set()
@@ -200,11 +209,12 @@ def run_in_process(tmp_path: Path, body: str, **environment: str) -> subprocess.
     code = """
         from pathlib import Path
         from pangu.metrics.record import StepRecord
-        from pangu.metrics import trackers
-        from pangu.metrics.trackers import WandbWriter
+        from pangu.metrics import services, trackers
+        from pangu.metrics.trackers import TrackedRun, TrackerWriter
 
         def use(mode, resumed_step=0):
-            writer = WandbWriter(Path("run"), mode, "pangu-tests", resumed_step, {"model": {"layers": 2}})
+            run = TrackedRun(Path("run"), {"model": {"layers": 2}}, "pangu-tests", resumed_step=resumed_step)
+            writer = TrackerWriter(services.wandb_service(mode), run)
             for step in range(resumed_step + 1, resumed_step + 4):
                 writer.write(StepRecord(step, 10, 5.0, 1e-3, 1.0, 1.0, 10.0, 1.0, None, 1.0, 0, None))
             writer.close()
@@ -234,7 +244,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive(tmp_path: Path) -> 
     body = """
         import threading, wandb
         wandb.init = lambda **_: threading.Event().wait()
-        trackers._START_SECONDS = trackers._FINISH_SECONDS = 0.1
+        trackers.START_SECONDS = trackers.FINISH_SECONDS = 0.1
         use("offline")
     """
     done = run_in_process(tmp_path, body)
@@ -244,7 +254,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive(tmp_path: Path) -> 
 
 def test_real_run_without_a_network_is_one_line(tmp_path: Path) -> None:
     # Nothing listens on port 9 (discard) of this machine.
-    body = "trackers._START_SECONDS = 1; use('auto')"
+    body = "services.START_SECONDS = 1; use('auto')"
     done = run_in_process(tmp_path, body, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (0, "")
     (line,) = done.stderr.splitlines()

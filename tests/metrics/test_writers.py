@@ -16,7 +16,7 @@ from pangu.common.errors import UserError
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
-from pangu.metrics.trackers import TensorBoardWriter, WandbWriter
+from pangu.metrics.trackers import TensorBoardWriter, TrackerWriter
 from pangu.metrics.writers import ConsoleWriter, JsonLinesWriter, make_writers, progress_line
 
 Make = Callable[..., StepRecord]
@@ -152,7 +152,7 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path, record: Make) ->
     [
         (False, "off", [JsonLinesWriter, ConsoleWriter]),
         (True, "off", [JsonLinesWriter, ConsoleWriter, TensorBoardWriter]),
-        (False, "offline", [JsonLinesWriter, ConsoleWriter, WandbWriter]),
+        (False, "offline", [JsonLinesWriter, ConsoleWriter, TrackerWriter]),
     ],
 )
 def test_configuration_chooses_the_writers(
@@ -162,7 +162,7 @@ def test_configuration_chooses_the_writers(
     wandb: Literal["offline", "off"],
     kinds: list[type],
 ) -> None:
-    monkeypatch.setattr(WandbWriter, "_work", lambda *_: None)
+    monkeypatch.setattr(TrackerWriter, "_work", lambda *_: None)
     output = tmp_path / "new" / "run"
     (tmp_path / "new").mkdir()
     writers = make_writers(

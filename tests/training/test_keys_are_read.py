@@ -143,7 +143,15 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
     quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
     library = ("model.vocab=1024", f"data.folder={prepared.folder}")
     runs = [
-        (*library, "validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline", *evaluate),
+        (
+            *library,
+            "validation.every=1",
+            "sample.tokens=2",
+            "sample.prompts=[x]",
+            "metrics.wandb=offline",
+            *evaluate,
+            "metrics.prometheus_port=9",
+        ),
         (
             "data=indexed",
             f"data.train=[{tmp_path}/corpus]",
