@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from contextlib import nullcontext
 from typing import Any
@@ -115,6 +116,32 @@ def repaired(rank: int, world: int) -> list[bool]:
 
 def test_a_weight_that_is_made_again_is_no_longer_reported(ranks: Ranks) -> None:
     assert ranks.run(2, repaired) == [[False, True, False]] * 2
+
+
+def campaign(rank: int, world: int, steps: int) -> list[tuple[int | None, str | None]]:
+    """The rank on which a bit of a drawn weight is turned over before each step, if any, and what the step finds; the
+    update makes the weight again."""
+    trainer, chance = make(Layout(data=world, zero=2), BF16), random.Random(0)
+    flats, found = trainer.parameters.flat_parameters, list[tuple[int | None, str | None]]()
+    for _ in range(steps):
+        culprit = chance.randrange(world) if chance.random() < 0.3 else None
+        flat = chance.choice(flats)
+        place, bit = chance.randrange(flat.numel), chance.randrange(7)  # of the mantissa: no step is skipped
+        if rank == culprit:
+            trainer.parameters.unsharder.wait()
+            flat.weights.data.view(torch.int16)[place] ^= 1 << bit
+        sums = step(trainer).weight_sums
+        found.append((culprit, None if sums is None else find_weight_difference(trainer, sums)))
+    return found
+
+
+@pytest.mark.parametrize("steps", [30, pytest.param(3000, marks=pytest.mark.long)])
+def test_every_turned_bit_is_found_and_nothing_else(ranks: Ranks, steps: int) -> None:
+    for answers in ranks.run(3, campaign, steps):
+        assert {culprit for culprit, _ in answers} == {None, 0, 1, 2}
+        for culprit, words in answers:
+            assert (words is None) == (culprit is None)
+            assert words is None or f": rank {culprit} on {socket.gethostname()} (replicas axis)" in words
 
 
 def losses(rank: int, world: int, words: tuple[str, ...]) -> list[tuple[float, float]]:
