@@ -236,7 +236,11 @@ def read_prepared(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder of prepared conversations. Raises UserError if it is missing or incomplete."""
     manifest = _manifest(folder)
     if manifest is None:
-        raise UserError(f"{folder}: has no prepared conversations, or not all of them; the next run prepares them")
+        files = sorted(folder.glob("*.idx"))
+        more = f"; to see its token files, give {files[0].with_suffix('')}" if files else ""
+        raise UserError(
+            f"{folder}: has no prepared conversations, or not all of them; the next run prepares them{more}"
+        )
     return manifest
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
@@ -157,8 +158,9 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
         word = str(error.override)
-        meant = _joined(word, overrides, groups.get("config", ())) or _quoted(word)
-        fix = f"; write {shlex.quote(meant)}" if meant else ""
+        joined = _joined(word, overrides, groups.get("config", ()))
+        meant = _halfwidth(word) or [one for one in (joined or _quoted(word),) if one]
+        fix = f"; write {shlex.join(meant)}" if meant else ""
         raise UserError(f"{shown(word)}: {rule}{fix}") from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
@@ -195,6 +197,12 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
             raise ConfigError([Problem(key, value, "must be the name of an option", fix)])
         return word
     return word if override.is_delete() or key.startswith("hydra.") else f"++{word.lstrip('+')}"
+
+
+def _halfwidth(word: str) -> list[str]:
+    """Return the words that an input method has written in full-width characters (`＝`, `，`); empty: it has not."""
+    words = unicodedata.normalize("NFKC", word.replace("\N{FULLWIDTH COMMA}", " ")).split()
+    return words if words != [word] and all("=" in one and _is_override(one) for one in words) else []
 
 
 def _quoted(word: str) -> str | None:

@@ -15,7 +15,9 @@ from pangu.schedule.simulate import bubble_by_formula, simulate
 from pangu.schedule.timeline import Timeline
 from tests.schedule.formulas import peak_live
 
-NAMES = ["1f1b", "breadth_first", "gpipe", "interleaved", "zb_h1", "zb_v"]
+NAMES = sorted(SCHEDULES)
+WITH_FORMULAS = {"1f1b", "breadth_first", "gpipe", "interleaved", "zb_h1", "zb_v"}
+"""Schedules whose bubble and activations are known as formulas of the numbers."""
 
 
 def computing(schedule: Schedule, stage: int) -> str:
@@ -32,13 +34,14 @@ def virtuals(name: str) -> range:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_for_all_small_numbers(name: str) -> None:
     """1,408 schedules: none is refused or gets stuck, bubble and activations are the formulas' with F = I = W."""
-    assert sorted(SCHEDULES) == NAMES
+    assert set(NAMES) >= WITH_FORMULAS
     for p in range(1, 9):
         for v in virtuals(name):
             for m in range(1, 17):
                 timeline = simulate(make_schedule(name, p, v, m), Durations())
-                assert timeline.bubble == pytest.approx(bubble_by_formula(name, p, v, m), abs=1e-12), (p, v, m)
-                assert timeline.schedule.peak_live() == peak_live(name, p, v, m), (p, v, m)
+                if name in WITH_FORMULAS:
+                    assert timeline.bubble == pytest.approx(bubble_by_formula(name, p, v, m), abs=1e-12), (p, v, m)
+                    assert timeline.schedule.peak_live() == peak_live(name, p, v, m), (p, v, m)
 
 
 def drawn(name: str, p: int, m: int, data: st.DataObject) -> tuple[Schedule, Durations]:
@@ -204,7 +207,7 @@ def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 1, 4), "schedule 2f2b: unknown schedule; use one of 1f1b, breadth_first, gpipe, "),
+        (("2f2b", 2, 1, 4), "schedule 2f2b: unknown schedule; use one of 1f1b, breadth_first, "),
         (("1f1b", 2, 2, 4), "1f1b with virtual_stages = 2: 1f1b needs exactly 1 chunk per stage; use 1"),
         (
             ("interleaved", 2, 1, 4),

@@ -109,3 +109,4 @@ def test_conversations(tmp_path: Path) -> None:
     (tmp_path / "data" / "instructions" / "manifest.json").unlink()
     done = tool(tmp_path / "data" / "instructions", name="inspect_data")
     assert (done.returncode, "has no prepared conversations" in done.stderr) == (2, True)
+    assert re.search(rf"; to see its token files, give {tmp_path}/data/instructions/train\S*\n", done.stderr)

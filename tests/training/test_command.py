@@ -25,6 +25,19 @@ def said(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("\N{FULLWIDTH PLUS SIGN}config=quickstart", "+config=quickstart"),
+        ("train.steps\N{FULLWIDTH EQUALS SIGN}3", "train.steps=3"),
+        ("+config=quickstart\N{FULLWIDTH COMMA}train.steps=3", "+config=quickstart train.steps=3"),
+        ("train.output=a\N{FULLWIDTH COMMA}b", "'train.output=\"a\N{FULLWIDTH COMMA}b\"'"),
+    ],
+)
+def test_full_width_characters_of_an_input_method_are_named_as_what_is_meant(word: str, meant: str) -> None:
+    assert said(word).endswith(f"with quotes around special characters; write {meant}")
+
+
+@pytest.mark.parametrize(
     ("word", "expected"),
     [
         ("optimizer=null", "optimizer = null: must be the name of an option; use one of adam, lamb"),
