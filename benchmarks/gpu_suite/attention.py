@@ -19,7 +19,7 @@ from pangu.config.schema import RunConfig
 from pangu.layers.attention import AttentionCore
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernel_choice import AttentionShape, attention_trial
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
@@ -111,7 +111,7 @@ def variable(case: Case, device: torch.device) -> Attention:
 def by_hash(kernel: str, case: Case, device: torch.device) -> Attention:
     """One of the trainer's kernels that drop the same elements in every layout."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    compute = kernel_named(kernel)(MaskAndBias(case.mask(device), None, case.sequence, dtype, device))
+    compute = KERNELS[kernel](MaskAndBias(case.mask(device), None, case.sequence, dtype, device))
     core = AttentionCore(Builder(PlacementTable()), case.dropout)
     keys = DropoutKeys(0, 0, tuple(range(case.rows))).on(torch.zeros(case.rows, case.sequence, device=device))
     return lambda *parts: core(QKV(*parts), compute, keys)[0]

@@ -50,7 +50,7 @@ def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
         if not matches:
             raise UserError(f"{key} {pattern}: no such file or folder")
         for match, files in matches:
-            known = [file for file in files if _is_known(file)]
+            known = [file for file in files if (parts := suffixes(file))[0] in (TEXT if parts[1] else _KNOWN)]
             if not known and files == [match]:
                 raise UserError(f"{key} {match}: unknown kind of file; supported are {_KINDS}")
             if not known:
@@ -125,11 +125,6 @@ def input_record(source: str) -> tuple[str, int, int]:
             return source, size_of(source), 0
         facts = Path(source).stat()
     return source, facts.st_size, facts.st_mtime_ns
-
-
-def _is_known(name: str) -> bool:
-    suffix, packed = suffixes(name)
-    return suffix in (TEXT if packed else _KNOWN)
 
 
 def suffixes(name: str) -> tuple[str, str]:

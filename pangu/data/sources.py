@@ -86,7 +86,12 @@ def open_sources(
         _check_exist([*data.train, *data.validation])
     tokenizer = fitting_tokenizer(data.tokenizer, model.vocab) if data.tokenizer else None
     if isinstance(data, StreamData):
-        return _open_stream(data, model, seed, tokenizer, global_size, num_validation, note_progress)
+        text, recipes = open_text(data, model, seed, global_size, note_progress)
+        if not num_validation or not (data.holdout or data.validation):
+            return Sources(text, None, tokenizer)
+        validation, of_entries = open_held_out(data, recipes, num_validation, note_progress)
+        names = _short_names(list(of_entries))
+        return Sources(text, validation, tokenizer, {name: of_entries[entry] for name, entry in names.items()})
     train, held_out = data.train, data.validation
     if isinstance(data, InstructionsData):
         train, held_out = dataset_names("train", data.train), dataset_names("validation", data.validation)
@@ -94,23 +99,6 @@ def open_sources(
     parts = {name: held_out[data.validation.index(entry)] for name, entry in _short_names(data.validation).items()}
     alone: dict[str, Stream] = {name: stream((dataset,)) for name, dataset in parts.items()} if len(parts) > 1 else {}
     return Sources(stream(train, shuffle=True), stream(held_out) if held_out else None, tokenizer, alone)
-
-
-def _open_stream(
-    data: StreamData,
-    model: ModelConfig,
-    seed: int,
-    tokenizer: Tokenizer | None,
-    global_size: int,
-    num_validation: int,
-    note_progress: Callable[[], None],
-) -> Sources:
-    train, recipes = open_text(data, model, seed, global_size, note_progress)
-    if not num_validation or not (data.holdout or data.validation):
-        return Sources(train, None, tokenizer)
-    validation, parts = open_held_out(data, recipes, num_validation, note_progress)
-    alone: dict[str, Stream] = {name: parts[entry] for name, entry in _short_names(list(parts)).items()}
-    return Sources(train, validation, tokenizer, alone)
 
 
 def _short_names(prefixes: Sequence[str]) -> dict[str, str]:

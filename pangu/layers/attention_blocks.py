@@ -32,11 +32,6 @@ class Tile(NamedTuple):
     keys: int
 
     @property
-    def is_square(self) -> bool:
-        """True if the queries are at the positions of the keys."""
-        return self.query == self.key
-
-    @property
     def is_before(self) -> bool:
         """True if all keys precede all queries."""
         return self.key + self.keys <= self.query
@@ -162,7 +157,8 @@ class ExplicitBlocks:
             grad_shares = drop((grad_rows @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
             grad_logits = shares.mul_(grad_shares.to(self.wide) - means[:, :, rows])
             if into.bias is not None:
-                self._add_bias(grad_logits, tile, into.bias)
+                of_pairs = grad_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(into.bias.dtype)
+                into.bias.index_add_(0, _distances(tile, of_pairs.device).flatten(), of_pairs)
             if scores.above is not None:
                 grad_logits = scores.above[:, :, rows].add_(grad_logits)
             grad_scores = grouped(grad_logits.to(dtype), heads)
@@ -190,30 +186,21 @@ class ExplicitBlocks:
         bias = bias_of(self.terms, tile, self.wide)
         return logits.to(self.wide) if bias is None else logits + bias
 
-    def _add_bias(self, grad_logits: Tensor, tile: Tile, bias: Tensor) -> None:
-        distances = _places(tile, bias.device)[2].abs().flatten()
-        bias.index_add_(0, distances, grad_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(bias.dtype))
 
-
-def _places(block: Tile, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _distances(block: Tile, device: torch.device) -> Tensor:
     queries = torch.arange(block.query, block.query + block.queries, device=device)[:, None]
-    keys = torch.arange(block.key, block.key + block.keys, device=device)
-    return queries, keys, queries - keys
+    return (queries - torch.arange(block.key, block.key + block.keys, device=device)).abs()
 
 
 def bias_of(terms: MaskAndBias, block: Tile, dtype: torch.dtype) -> Tensor | None:
     """Return the bias [batch or 1, heads / ranks or 1, queries, keys], -inf where masked, or None without both."""
     if terms.bias is None and terms.mask.is_plain_causal and block.is_before:
         return None
-    queries, keys, distances = _places(block, terms.device)
     bias = torch.zeros((), dtype=dtype, device=terms.device)
     if terms.bias is not None:
-        bias = terms.bias.by_distance.detach()[distances.abs()].permute(2, 0, 1).to(dtype)
-    documents = terms.mask.documents
-    rows = 1 if documents is None else documents.shape[0]
-    batch = torch.arange(rows, device=terms.device)[:, None, None, None]
-    seen = terms.mask.rule()(batch, None, queries, keys).expand(rows, 1, block.queries, block.keys)
-    return torch.where(seen, bias, -math.inf)
+        bias = terms.bias.by_distance.detach()[_distances(block, terms.device)].permute(2, 0, 1).to(dtype)
+    queries, keys = (range(first, first + count) for first, count in (block[:2], block[2:]))
+    return torch.where(terms.mask.dense(queries, keys, terms.device), bias, -math.inf)
 
 
 class FlashBlocks:

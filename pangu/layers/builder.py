@@ -73,9 +73,5 @@ class Builder:
         """Return the logical tensors that are stored in a parameter."""
         return self.table.stored_in(self._below(name))
 
-    def fp8_products(self, name: str) -> Any:
-        """Return the fp8 matmuls of a parameter, or None without fp8."""
-        return None if self.scales is None else self.scales.of(self.placements(name)[0].name)
-
     def _below(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

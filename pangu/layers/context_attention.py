@@ -31,7 +31,7 @@ from pangu.layers.biases import Bias
 from pangu.layers.cpu import CpuBlocks
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import TritonBlocks
-from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
 from pangu.layers.recompute import checkpointed
 
@@ -53,7 +53,7 @@ def context_kernel(
 def sequence_kernel(name: str, sinks: bool, drops: bool) -> Callable[[MaskAndBias], Kernel]:
     """Return a factory of kernels for complete sequences, with or without sinks and dropout, based on this kernel."""
     if not sinks or name in ("reference", "flex"):
-        return kernel_named(name)
+        return KERNELS[name]
     # libraries have no sinks, but their sums of exponentials are enough
     return partial(BlockAttention, name=name, drops=drops)
 

@@ -70,7 +70,7 @@ class CpuBlocks:
             total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
 
     def _mask(self, block: Tile) -> tuple[bool, Tensor | None]:
-        if self.terms.bias is None and self.terms.mask.is_plain_causal and block.is_square:
+        if self.terms.bias is None and self.terms.mask.is_plain_causal and block.query == block.key:
             return True, None
         if block not in self._made:
             self._made[block] = bias_of(self.terms, block, self.terms.dtype)

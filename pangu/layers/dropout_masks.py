@@ -17,7 +17,6 @@ factors F and G have a F + b G = 0 mod 2^32 only with |a b| > 10^7, so that colu
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -74,10 +73,6 @@ def _factors(columns: Tensor) -> tuple[Tensor, Tensor]:
     return words, torch.where(high, pairs[0], pairs[1]).to(torch.int32)
 
 
-_kept_factors = functools.lru_cache(maxsize=64)(lambda first, width: _factors(torch.arange(first, first + width)))
-"""Factors of columns on a CPU, where each of the small steps would take its own time."""
-
-
 def _mix(
     low: Tensor, high: Tensor, factors: tuple[Tensor, Tensor], out: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> Tensor:
@@ -104,7 +99,7 @@ def _drop_in_blocks(
     """Compute `drop` in steps that are fast on a CPU."""
     # Comparing into floats and multiplying by them takes a tenth of the time of filling by a mask.
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
-    (low, high), factors = _halves((rows.reshape(-1) ^ key)[..., None]), _kept_factors(first, width)
+    (low, high), factors = _halves((rows.reshape(-1) ^ key)[..., None]), _factors(torch.arange(first, first + width))
     threads = torch.get_num_threads()
     elements = _BLOCK // 2 if threads > 1 and x.numel() <= _LARGE else _BLOCK * threads
     size = min(max(1, elements // width), len(low))

@@ -156,7 +156,10 @@ class Router(nn.Module):
             chosen, admitted = chosen & real, real.expand_as(experts)
         if capacity is not None or options.balance != "global" or padding is not None:
             length: int | Tensor = len(chosen) * self.ranks
-            totals, before = self._of_sequences(chosen)
+            # choices per expert in sequences [batch, experts] and before own chunks [chunks, batch, experts]
+            totals, before = chosen.sum(0), None
+            if self.context is not None:
+                totals, before = self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
             if padding is not None:
                 length = (totals.sum(-1, keepdim=True) // self.count).clamp(min=1)
                 part = (real.to(scores.dtype) / length).squeeze(-1)
@@ -166,12 +169,6 @@ class Router(nn.Module):
                 room = room_of(capacity, length, self.count, self.experts)
                 admitted = within_room(chosen, room, before).gather(-1, experts)
         return Route(experts, chosen.sum((0, 1)), shares, admitted, part)
-
-    def _of_sequences(self, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return choices per expert in sequences [batch, experts] and before own chunks [chunks, batch, experts]."""
-        if self.context is None:
-            return chosen.sum(0), None
-        return self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
 
     def _shares(self, totals: Tensor, choices: int | Tensor, dtype: torch.dtype) -> Tensor:
         """Return the share of each expert in the choices of the sequences that are counted together, [batch, experts].

@@ -106,7 +106,7 @@ def block_mask(mask: AttentionMask, length: int, device: torch.device) -> BlockM
     step = max(1, MOST_PAIRS // (rows * length * FLEX_TILE)) * FLEX_TILE
     part, whole = [], []
     for first in range(0, length, step):
-        seen = mask.dense(length, device, first, min(length, first + step))
+        seen = mask.dense(range(first, min(length, first + step)), range(length), device)
         seen = F.pad(seen, (0, -length % FLEX_TILE, 0, -seen.shape[2] % FLEX_TILE))
         tiles = seen.unflatten(3, (-1, FLEX_TILE)).unflatten(2, (-1, FLEX_TILE))
         whole.append(tiles.all(5).all(3))
@@ -182,21 +182,16 @@ class FlashAttn(Flash):
         return self.package.flash_attn_varlen_func(query, key, value, *lengths, **options)
 
 
-KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
-"""Kernels that run on every device."""
-GPU_KERNELS: dict[str, type[Kernel]] = {
+KERNELS: dict[str, type[Kernel]] = {
+    "reference": Reference,
+    "sdpa": Sdpa,
     "cudnn": Cudnn,
     "flash": Flash,
     "flex": Flex,
     "flash_attn": FlashAttn,
     "triton": Triton,
 }
-
-
-def kernel_named(name: str) -> type[Kernel]:
-    """Return the kernel class of a value of `model.attention`; see `pangu.config.attention` for their abilities."""
-    return KERNELS[name] if name in KERNELS else GPU_KERNELS[name]
-
+"""Kernels by value of `model.attention`; see `pangu.config.attention` for their abilities."""
 
 BUILT_IN: dict[str, Callable[[], bool]] = {
     "flash": torch.backends.cuda.is_flash_attention_available,

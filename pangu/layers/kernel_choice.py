@@ -20,7 +20,7 @@ from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.context_attention import sequence_kernel
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import KERNELS, candidates, missing
+from pangu.layers.gpu_kernels import candidates, missing
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
@@ -42,11 +42,9 @@ def attention_kernels(
     kinds leave only the preferred kernel); `ordered`: sums in a fixed order are required.
     """
     if model.attention != "auto":
-        problems = list(obstacles(model.attention, model, precision, device.type))
-        if not problems and model.attention not in KERNELS:
-            problems = list(missing(model.attention, device))
-        if problems:
-            raise ConfigError(problems)
+        problems = obstacles(model.attention, model, precision, device.type)
+        if found := list(problems) or list(missing(model.attention, device)):
+            raise ConfigError(found)
         return [model.attention]
     order = ["sdpa", "reference"]
     if device.type != "cpu":

@@ -54,7 +54,7 @@ class MaskAndBias:
 
     def dense_mask(self) -> Tensor:
         """Return bool [batch or 1, 1, queries, sequence], true where the query sees the key."""
-        return self.mask.dense(self.length, self.device, self.first)
+        return self.mask.dense(range(self.first, self.length), range(self.length), self.device)
 
     def dense_bias(self, dtype: torch.dtype) -> Tensor:
         """Return the bias [batch or 1, heads / ranks or 1, queries, sequence], -inf where the mask forbids."""

@@ -83,6 +83,6 @@ def _largest(query: Tensor, key: Tensor, block: Tile, terms: MaskAndBias) -> Ite
         scores = grouped(query[:, :, start:stop], groups) @ key[:, :, :seen].transpose(-2, -1)
         scores = scores.view(batch, heads, stop - start, seen)
         if not (terms.mask.is_plain_causal and block.is_before):
-            hidden = terms.mask.hidden((block.query + start, stop - start), (block.key, seen), scores.device)
-            scores.masked_fill_(hidden, -math.inf)
+            places = range(block.query + start, block.query + stop), range(block.key, block.key + seen)
+            scores.masked_fill_(terms.mask.dense(*places, scores.device).logical_not(), -math.inf)
         yield scores.amax((0, 2, 3)) * (1.0 / math.sqrt(size))

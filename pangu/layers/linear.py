@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ class ParallelLinear(nn.Module):
         super().__init__()
         self.placements, self.dim = build.placements(f"{name}.weight"), dim
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
-        self.region, self.store, self.fp8 = build.region, build.layers_store, build.fp8_products(f"{name}.weight")
+        self.region, self.store = build.region, build.layers_store
+        self.fp8: Any = None if build.scales is None else build.scales.of(self.placements[0].name)
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.in_graph: Callable[[ParallelLinear, Tensor], Tensor] | None = None
         """Replacement in the graph of a compiled layer."""
@@ -162,11 +163,11 @@ class PositionEmbedding(nn.Module):
 class LayerNorm(nn.Module):
     """Layer norm (Ba et al. 2016) with biased variance and fp32 statistics."""
 
-    def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
-        """Build gain and bias; `eps` is inside the root; `of_heads`: the normed heads are sharded over ranks."""
+    def __init__(self, build: Builder, name: str, eps: float) -> None:
+        """Build gain and bias; `eps` is inside the root."""
         super().__init__()
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
-        self.eps, self.of_heads, self.kernels = eps, of_heads, NORMS[build.norm]
+        self.eps, self.kernels = eps, NORMS[build.norm]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
@@ -181,6 +182,6 @@ class RMSNorm(LayerNorm):
         return self.kernels[1](x, x.shape[-1:], self.weight, self.eps)
 
 
-def make_norm(build: Builder, name: str, eps: float, kind: str, of_heads: bool = False) -> nn.Module:
+def make_norm(build: Builder, name: str, eps: float, kind: str) -> nn.Module:
     """Return a norm of kind `layernorm` or `rmsnorm`; other arguments as in `LayerNorm`."""
-    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, eps, of_heads)
+    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, eps)

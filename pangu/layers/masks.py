@@ -49,17 +49,9 @@ class AttentionMask:
 
         return sees
 
-    def hidden(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
-        """Return bool [batch or 1, 1, queries, keys]: True where a query does not see a key; each as (first, count)."""
+    def dense(self, queries: range, keys: range, device: torch.device) -> Tensor:
+        """Return bool [batch or 1, 1, queries, keys]: True where a query sees a key, both given by their positions."""
         rows = 1 if self.documents is None else self.documents.shape[0]
         batch = torch.arange(rows, device=device)[:, None, None, None]
-        query, key = (torch.arange(first, first + count, device=device) for first, count in (queries, keys))
-        return self.rule()(batch, None, query[:, None], key).logical_not()
-
-    def dense(self, length: int, device: torch.device, first: int = 0, stop: int | None = None) -> Tensor:
-        """Return bool [batch or 1, 1, stop - first, sequence]: True if row (query, from `first`) sees column (key)."""
-        rows = 1 if self.documents is None else self.documents.shape[0]
-        batch = torch.arange(rows, device=device)[:, None, None, None]
-        keys = torch.arange(length, device=device)
-        queries = keys[first:stop, None]
-        return self.rule()(batch, None, queries, keys).expand(rows, 1, len(queries), length)
+        query, key = (torch.arange(places.start, places.stop, device=device) for places in (queries, keys))
+        return self.rule()(batch, None, query[:, None], key).expand(rows, 1, len(queries), len(keys))

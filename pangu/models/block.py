@@ -130,8 +130,8 @@ class Attention(nn.Module):
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_norm:
-            self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm, of_heads=True)
-            self.key_norm = make_norm(build, "key_norm", config.norm_eps, config.norm, of_heads=True)
+            self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm)
+            self.key_norm = make_norm(build, "key_norm", config.norm_eps, config.norm)
         self.ranks_per_key_head = config.ranks_per_key_head(build.region.size)
         self.output = RowParallelLinear(build, "output")
         recompute = "attention" in options.recompute_parts and build.context is None

@@ -22,7 +22,7 @@ from pangu.layers.context_attention import context_kernel, sequence_kernel
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.layers.experts import Routes
-from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernels import Kernel, MaskAndBias, densely_masked
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
             self.head = Head(build, config.vocab, options.loss_chunk)
             if config.query_layer is not None:
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
-        self.kernel = kernel_named(options.kernel)
+        self.kernel = KERNELS[options.kernel]
         drops = config.attention_dropout > 0
         self._sequence_kernel = sequence_kernel(options.kernel, config.attention_sinks, drops)
         if config.sparse is not None:

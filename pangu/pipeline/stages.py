@@ -62,15 +62,10 @@ def _costs(model: ModelConfig) -> list[float]:
     return costs
 
 
-def _most_shards(layout: Layout) -> int:
-    if not layout.splits_experts:
-        return layout.shards
-    return max(layout.shards, ExpertLayout(layout).shards)
-
-
 def shards_sums(layout: Layout) -> bool:
     """Return whether gradient sums are sharded, if the schedule reduces them after every micro-batch."""
-    return layout.zero >= 2 and _most_shards(layout) > 1
+    of_experts = ExpertLayout(layout).shards if layout.splits_experts else 1
+    return layout.zero >= 2 and max(layout.shards, of_experts) > 1
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from hashlib import blake2b
@@ -191,11 +191,16 @@ def prepare_instructions(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with new_path(folder) as partial, ProgressBar(show_progress, note_progress) as progress:
                 partial.mkdir()
-                manifest = {"recipe": wanted, **_write_all(partial, data, recipe, inputs, model.vocab, progress)}
+                counts = {}
+                for name, records in progress.through(inputs.items(), "Encoding conversations"):
+                    sources, note = [source for source, *_ in records], progress.note_progress
+                    counts[name] = asdict(_write(partial / name, data, recipe, sources, model.vocab, note))
+                sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+                manifest = {"recipe": wanted, "counts": counts, "files": sizes}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
                 remove(folder)
-    for pattern, counts in zip((*data.train, *data.validation), manifest["counts"].values(), strict=True):
-        log.info("%-12s %s: %s", "data", pattern, Counts(**counts))
+    for pattern, found in zip((*data.train, *data.validation), manifest["counts"].values(), strict=True):
+        log.info("%-12s %s: %s", "data", pattern, Counts(**found))
     for prefix in manifest["counts"]:
         write_packing(conversation_packing(data, model, prefix), note_progress)
 
@@ -253,21 +258,6 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         return manifest if whole and isinstance(manifest["recipe"], dict) else None
     except (UserError, OSError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _write_all(
-    folder: Path,
-    data: InstructionsData,
-    recipe: ConversationRecipe,
-    inputs: Mapping[str, Sequence[tuple[str, int, int]]],
-    vocab: int,
-    progress: ProgressBar,
-) -> dict[str, Any]:
-    counts = {}
-    for name, records in progress.through(inputs.items(), "Encoding conversations"):
-        sources = [source for source, *_ in records]
-        counts[name] = asdict(_write(folder / name, data, recipe, sources, vocab, progress.note_progress))
-    return {"counts": counts, "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())}}
 
 
 def _write(

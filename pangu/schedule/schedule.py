@@ -47,19 +47,12 @@ class Schedule:
         }
         return sorted(channels)
 
-    def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
+    def peak_live(self) -> tuple[int, ...]:
         """Return the peak number of activations on each stage, in activations of one chunk for one micro-batch.
 
-        An activation lives from the start of its forward to the end of its backward pass. If the latter is split, the
-        fraction `kept_for_weight` of it (with the output gradient) stays until the end of BACKWARD_WEIGHT: M_W / M_B of
-        arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
+        An activation lives from the start of its forward to the end of its backward pass, of both parts if it is split.
         """
-        added = {
-            Kind.FORWARD: 1.0,
-            Kind.BACKWARD: -1.0,
-            Kind.BACKWARD_INPUT: kept_for_weight - 1.0,
-            Kind.BACKWARD_WEIGHT: -kept_for_weight,
-        }
+        added = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
         changes = [[added[action.kind] for action in actions if action.kind in added] for actions in self.actions]
         return tuple(max(accumulate(of_stage)) for of_stage in changes)
 

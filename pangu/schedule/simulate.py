@@ -198,35 +198,25 @@ def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
     return "deadlock: stages wait for each other: " + "; ".join(lines)
 
 
-def bubble_by_formula(
-    name: str,
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    forward: float = 1.0,
-    backward_input: float = 1.0,
-    backward_weight: float = 1.0,
-) -> float | None:
-    """Return the bubble of a step, idle / (idle + busy), by formula, or None if none applies to these numbers.
+def bubble_by_formula(name: str, stages: int, virtual_stages: int, micro_batches: int) -> float | None:
+    """Return the bubble of a step, idle / (idle + busy), by formula, or None if there is none.
 
-    Times are those of one chunk and one micro-batch, equal for all chunks; messages take no time. With m >= p:
+    Forwards and both parts of backwards take the same time in all chunks, and messages none. With m >= p:
 
     - gpipe, 1f1b: (p-1) / (m+p-1) (arXiv 2104.04473, 2.2, which gives idle / busy, (p-1)/m)
     - interleaved, breadth_first: (p-1) / (v m + p-1) (the same; arXiv 2211.05953)
-    - zb_h1: idle (p-1)(F + I - W) (arXiv 2401.10241, table 2), if W <= F and W <= I
-    - zb_v: idle (p-1) F, if F = I = W
+    - zb_h1, zb_v: idle as long as p-1 forwards (arXiv 2401.10241, table 2)
 
     With m < p each round over the chunks (gpipe to breadth_first) takes p, not m; the zero-bubble schedules are as long
     as the path of the first micro-batch, and the others behind it, allows.
     """
     p, v, m = stages, virtual_stages, micro_batches
-    whole = forward + backward_input + backward_weight
     if name in ("gpipe", "1f1b", "interleaved", "breadth_first"):
-        makespan = ((v - 1) * max(m, p) + m + p - 1) * whole
-    elif name == "zb_h1" and backward_weight <= min(forward, backward_input):
-        makespan = (p + m - 1) * (forward + backward_input) + max(1, m - p + 1) * backward_weight
-    elif name == "zb_v" and forward == backward_input == backward_weight:
-        makespan = max(4 * p - 1 + 2 * m, 3 * p - 1 + 4 * m, p - 1 + 6 * m) * forward
+        makespan = ((v - 1) * max(m, p) + m + p - 1) * 3
+    elif name == "zb_h1":
+        makespan = (p + m - 1) * 2 + max(1, m - p + 1)
+    elif name == "zb_v":
+        makespan = max(4 * p - 1 + 2 * m, 3 * p - 1 + 4 * m, p - 1 + 6 * m)
     else:
         return None
-    return 1 - m * v * whole / makespan
+    return 1 - m * v * 3 / makespan

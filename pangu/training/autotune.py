@@ -30,7 +30,6 @@ from pangu.config.schema import RunConfig
 from pangu.layers import apex
 from pangu.layers.builder import DTYPES
 from pangu.layers.cpu import precisions
-from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of, random
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, one_thread, time_candidates
@@ -209,7 +208,7 @@ def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: 
     """Return the seconds of a micro-batch's attention by kernel; 0: no choice, inf: cannot run."""
     # with parts of sequences there is a choice only where the ranks share heads
     model, ranks = config.model, mesh.layout.tensor * mesh.layout.context
-    is_sure = model.attention != "auto" or mesh.layout.context > 1 or kernels[0] in KERNELS
+    is_sure = model.attention != "auto" or mesh.layout.context > 1 or ABILITIES[kernels[0]].devices is None
     if len(kernels) == 1 and is_sure:
         return {kernels[0]: 0.0}
     whole = AttentionShape(

@@ -63,8 +63,9 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
                 values = compose(configs, overrides)
             if place is None:
                 train(values, given_keys(overrides))
-            else:
-                _show(values)
+            else:  # `--cfg job`
+                build(RunConfig, values)
+                print(OmegaConf.to_yaml(values), end="")
 
         _end(carry_out)
 
@@ -121,12 +122,6 @@ def _with_new_names(composed: DictConfig, overrides: Sequence[str]) -> dict[str,
     for old in sorted(old_names) if is_first_process() else ():
         log.warning("%s is deprecated; set %s instead", old, RENAMED[old])
     return values
-
-
-def _show(values: Mapping[str, Any]) -> None:
-    """Print the configuration for `--cfg job`. Raises ConfigError for unknown keys and values of wrong types."""
-    build(RunConfig, values)
-    print(OmegaConf.to_yaml(values), end="")
 
 
 def _end(action: Callable[[], None]) -> None:

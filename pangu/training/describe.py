@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pangu.config.schema import RunConfig
 from pangu.config.stages import describe_stages, num_samples
 from pangu.layers.sparse import in_words
@@ -30,6 +28,10 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     shared = f" x context {layout.context}" if layout.context > 1 else ""
     of_each = ", each unsplit" if layout.expert_tensor not in (0, layout.tensor) else ""
     spread = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""
+    states = []
+    if largest is not None:
+        more = "plus activations and buffers, which dry_run=true counts"
+        states = [("each device", f"model states of at most {largest.words()} ({more})")]
     rows = [
         ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters}"),
         (
@@ -37,7 +39,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "
             f"devices{spread}, ZeRO stage {layout.zero}{', chosen by the planner' if config.parallel.auto else ''}",
         ),
-        *_states(largest),
+        *states,
         (
             "step",
             f"{batch.global_size} sequences = {tokens:,} tokens; each replica computes {accumulation} "
@@ -70,12 +72,6 @@ def advise_less_memory(config: RunConfig) -> str:
         ways.append("memory.recompute=" + ("selective, then full" if recompute == "none" else "full"))
     less = " or ".join(ways) or "a higher parallel.zero, memory.offload or more devices"
     return f"try {less}; dry_run=true in the same command counts the memory without a run"
-
-
-def _states(largest: StatePlan | None) -> Iterator[tuple[str, str]]:
-    if largest is not None:
-        more = "plus activations and buffers, which dry_run=true counts"
-        yield "each device", f"model states of at most {largest.words()} ({more})"
 
 
 def _kept_in(config: RunConfig, format_: str) -> str:

@@ -205,7 +205,9 @@ def _train(
         bos = begin_id(packing.bos, sources.tokenizer)
         log.info("%-12s %s", "tokenizer", describe_ids(sources.tokenizer, packing.eod, bos))
     prompts = _prompts(config, sources)
-    validation, benchmarks = _measurements(config, sources, mesh, read_benchmarks)
+    validates = sources.validation is not None and config.validation.every
+    validation = Validation(config, sources, mesh) if validates else None
+    benchmarks = read_benchmarks(config) if read_benchmarks and config.evaluate.every else None
     checkpoint = find_checkpoint(config, mesh)
     warn_of_slow_format(config, mesh)
     recorded = None
@@ -318,15 +320,6 @@ def _sources(
     if (position := sources.train.position) is not None:
         require_same_text(mesh, position)
     return sources
-
-
-def _measurements(
-    config: RunConfig, sources: Sources, mesh: Mesh, read_benchmarks: ReadBenchmarks | None
-) -> tuple[Validation | None, Benchmarks | None]:
-    """Return validation and benchmarks, if the run asks for them. Raises UserError if benchmark files are wrong."""
-    validates = sources.validation is not None and config.validation.every
-    validation = Validation(config, sources, mesh) if validates else None
-    return validation, read_benchmarks(config) if read_benchmarks and config.evaluate.every else None
 
 
 def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:

@@ -14,7 +14,7 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import can_run, kernel_named
+from pangu.layers.gpu_kernels import KERNELS, can_run
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.metrics.timing import time_candidates
@@ -39,7 +39,7 @@ def test_what_is_dropped_over_documents() -> None:
     one_hot = torch.eye(length, device=device, dtype=torch.bfloat16).expand(2, heads, -1, -1)
     value = one_hot.clone().requires_grad_()
     keys = DropoutKeys(1, 2, (3, 4)).on(torch.zeros(2, length, device=device))
-    kernel, build = kernel_named("flash")(terms), Builder(PlacementTable())
+    kernel, build = KERNELS["flash"](terms), Builder(PlacementTable())
     left, _ = AttentionCore(build, 0.3)(QKV(query, key, value), kernel, keys)
     (back,) = torch.autograd.grad(left, value, one_hot)
     torch.testing.assert_close(back.mT, left)
@@ -47,7 +47,7 @@ def test_what_is_dropped_over_documents() -> None:
     assert torch.equal(again, left)
     (back,) = torch.autograd.grad(again, value, one_hot)
     torch.testing.assert_close(back.mT, left)
-    whole, _ = AttentionCore(build, 0.0)(QKV(query, key, one_hot), kernel_named("reference")(terms), None)
+    whole, _ = AttentionCore(build, 0.0)(QKV(query, key, one_hot), KERNELS["reference"](terms), None)
     kept = left != 0
     torch.testing.assert_close(left[kept], whole[kept] / 0.7, atol=0.01, rtol=0.02)
     assert float(kept[whole > 1e-3].float().mean()) == pytest.approx(0.7, abs=0.03)
@@ -69,7 +69,7 @@ def flex_and_reference(
     found = []
     for each in (name, "reference"):
         core = AttentionCore(Builder(PlacementTable()), 0.3)
-        kernel = kernel_named(each)(MaskAndBias(AttentionMask(documents), bias, length, dtype, device))
+        kernel = KERNELS[each](MaskAndBias(AttentionMask(documents), bias, length, dtype, device))
         for step in (1, 2):
             output, _ = core(given, kernel, DropoutKeys(1, step, (3, 4)).on(torch.zeros(2, length, device=device)))
         inputs = [*given, *([] if bias is None else [bias.by_distance])]
@@ -117,7 +117,7 @@ def of_triton(case: tuple[int, int, int, str], name: str, dtype: torch.dtype) ->
         bounds = torch.tensor([0, 70, length, length + 70, 2 * length], dtype=torch.int32, device=device)
         mask = AttentionMask(documents, None, bounds)
     core = AttentionCore(Builder(PlacementTable()), 0.3)
-    kernel = kernel_named(name)(MaskAndBias(mask, None, length, dtype, device))
+    kernel = KERNELS[name](MaskAndBias(mask, None, length, dtype, device))
     output, _ = core(given, kernel, DropoutKeys(1, 2, (3, 4)).on(torch.zeros(2, length, device=device)))
     weight = torch.randn(output.shape, device=device, generator=source).bfloat16().to(dtype)
     return [output.detach(), *torch.autograd.grad(output, joined, weight)]

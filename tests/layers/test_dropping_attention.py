@@ -25,7 +25,7 @@ from pangu.layers.attention_blocks import Attended, Drops, ExplicitBlocks, Gradi
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropping_attention import Reach, Tiles, TritonBlocks, head_parts
-from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.models import compiled
@@ -94,7 +94,7 @@ def results(
     if wide:
         given, weight, dtype = QKV(*(part.float() for part in given)), weight.float(), torch.float32
     given = QKV(*(part.detach().requires_grad_() for part in given))
-    made = kernel_named(kernel)(MaskAndBias(masked(documents, window), None, LENGTH, dtype, CPU))
+    made = KERNELS[kernel](MaskAndBias(masked(documents, window), None, LENGTH, dtype, CPU))
     core = AttentionCore(Builder(PlacementTable()), dropout, recompute=again)
     output, _ = core(given, made, KEYS.on(torch.zeros(2, LENGTH)))
     return [output.detach(), *torch.autograd.grad(output, given, weight)]
@@ -130,7 +130,7 @@ def test_nan_is_never_dropped() -> None:
     query, key, value = heads(HEADS, 16)
     key[:, :, 7] = torch.nan
     for name in ("triton", "reference"):
-        made = kernel_named(name)(MaskAndBias(masked(None, None), None, LENGTH, torch.float32, CPU))
+        made = KERNELS[name](MaskAndBias(masked(None, None), None, LENGTH, torch.float32, CPU))
         core = AttentionCore(Builder(PlacementTable()), 0.6, recompute=False)
         output, _ = core(QKV(query, key, value), made, KEYS.on(torch.zeros(2, LENGTH)))
         assert output[:, :, 7:].isnan().all(), name
@@ -154,7 +154,7 @@ def test_reach_is_what_the_mask_allows(documents: Tensor | None, window: int | N
     assert oldest is not None
     assert newest is not None
     queries, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    seen = mask.dense(LENGTH, CPU)[:, 0]
+    seen = mask.dense(range(LENGTH), range(LENGTH), CPU)[:, 0]
     assert torch.equal((keys >= oldest[..., None]) & (keys <= queries), seen)
     assert torch.equal((queries <= newest[:, None]) & (keys <= queries), seen)
 

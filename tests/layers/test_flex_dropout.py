@@ -24,7 +24,7 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.dropout_masks import dropout, is_kept, row_keys
-from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.models import compiled
@@ -68,7 +68,7 @@ def results(kernel: str, case: tuple[Any, ...], recompute: bool = False, probabi
     documents, window, kind, groups, pattern = case
     given, bias, inputs = inputs_of(kind, groups)
     mask = AttentionMask(documents, window, None if documents is None else BOUNDS, blocks_of(pattern))
-    made = kernel_named(kernel)(MaskAndBias(mask, bias, LENGTH, torch.float64, CPU))
+    made = KERNELS[kernel](MaskAndBias(mask, bias, LENGTH, torch.float64, CPU))
     core = AttentionCore(Builder(PlacementTable()), probability, recompute)
     output, _ = core(given, made, KEYS.on(torch.zeros(2, LENGTH)))
     weight = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -119,7 +119,7 @@ def test_all_may_be_dropped() -> None:
 
 
 def attended(given: QKV, keys: DropoutKeys, region: TensorRegion) -> Tensor:
-    kernel = kernel_named("flex")(MaskAndBias(AttentionMask(), None, LENGTH, torch.float64, CPU))
+    kernel = KERNELS["flex"](MaskAndBias(AttentionMask(), None, LENGTH, torch.float64, CPU))
     core = AttentionCore(Builder(PlacementTable(), region=region), 0.4)
     return core(given, kernel, keys.on(torch.zeros(len(keys.samples), LENGTH)))[0]
 
@@ -158,7 +158,7 @@ def test_layers_and_steps_share_what_was_compiled(monkeypatch: pytest.MonkeyPatc
     outputs = []
     for step in range(3):
         for documents in (DOCUMENTS, DOCUMENTS.flip(0)):
-            kernel = kernel_named("flex")(MaskAndBias(AttentionMask(documents), bias, LENGTH, torch.float64, CPU))
+            kernel = KERNELS["flex"](MaskAndBias(AttentionMask(documents), bias, LENGTH, torch.float64, CPU))
             for layer in "ab":
                 core = AttentionCore(Builder(PlacementTable()).at(layer), 0.4)
                 given = QKV(*(part.requires_grad_() for part in heads(HEADS, torch.float64)))

@@ -24,7 +24,7 @@ from pangu.layers.biases import Alibi, Bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import kernel_named
+from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernel_choice import attention_kernels, kernels_of
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
@@ -68,7 +68,7 @@ def blocks_of(pattern: SparseConfig | None) -> BlockPattern | None:
 
 def attend(kernel: str, given: QKV, mask: AttentionMask, bias: Bias | None) -> Tensor:
     core = AttentionCore(Builder(PlacementTable()), 0.0)
-    return core(given, kernel_named(kernel)(MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
+    return core(given, KERNELS[kernel](MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
 
 
 def inputs_of(kind: str, groups: int) -> tuple[QKV, Bias | None, list[Tensor]]:
@@ -283,9 +283,7 @@ def test_flash_equals_reference(case: tuple[Any, ...], flash_operator: FlashOper
 def test_flash_drops_the_same_again(flash_operator: FlashOperator) -> None:
     """Over documents: autograd's gradients are those of what its forward has dropped, which a recompute drops again."""
     given = QKV(*(part.requires_grad_() for part in heads(HEADS, torch.float64)))
-    kernel = kernel_named("flash")(
-        MaskAndBias(AttentionMask(DOCUMENTS, None, BOUNDS), None, LENGTH, torch.float64, CPU)
-    )
+    kernel = KERNELS["flash"](MaskAndBias(AttentionMask(DOCUMENTS, None, BOUNDS), None, LENGTH, torch.float64, CPU))
     keys = DropoutKeys(1, 2, (3, 4)).on(torch.zeros(2, LENGTH))
     runs = []
     for recompute in (False, True):
@@ -310,7 +308,7 @@ def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
     assert bias is not None
     core = AttentionCore(Builder(PlacementTable()), 0.0, residual_scores=True)
     output, scores = core(
-        given, kernel_named("reference")(MaskAndBias(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
+        given, KERNELS["reference"](MaskAndBias(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
     )
     expected = torch.einsum("bhqd,bhkd->bhqk", given.query, given.key) / 4 + below
     torch.testing.assert_close(scores, expected)
@@ -322,7 +320,7 @@ def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
 def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     given = heads(HEADS, torch.float32)
     core = AttentionCore(Builder(PlacementTable()), 0.5)
-    kernel = kernel_named("sdpa")(MaskAndBias(AttentionMask(), None, LENGTH, torch.float32, CPU))
+    kernel = KERNELS["sdpa"](MaskAndBias(AttentionMask(), None, LENGTH, torch.float32, CPU))
     tokens = torch.zeros(2, LENGTH)
     keys = DropoutKeys(1, 2, (3, 4)).on(tokens)
     first, _ = core(given, kernel, keys)

@@ -28,7 +28,7 @@ LENGTHS = st.integers(1, 40)
 
 def mask(pattern: SparseConfig, length: int) -> torch.Tensor:
     """bool [length, length]."""
-    return AttentionMask(sparse=BlockPattern.of(pattern, length, CPU)).dense(length, CPU)[0, 0]
+    return AttentionMask(sparse=BlockPattern.of(pattern, length, CPU)).dense(range(length), range(length), CPU)[0, 0]
 
 
 @given(st.one_of(FIXED, STRIDED), LENGTHS)
@@ -82,10 +82,10 @@ def test_each_document_has_the_pattern_that_it_has_alone(
     total, begin = sum(lengths), 0
     documents = torch.repeat_interleave(torch.arange(len(lengths)) % 2, torch.tensor(lengths))[None]
     sparse = BlockPattern.of(pattern, total, CPU)
-    found = AttentionMask(documents, window, None, sparse).dense(total, CPU)[0, 0]
+    found = AttentionMask(documents, window, None, sparse).dense(range(total), range(total), CPU)[0, 0]
     for length in lengths:
         own = slice(begin, begin + length)
-        alone = AttentionMask(None, window, None, sparse).dense(length, CPU)[0, 0]
+        alone = AttentionMask(None, window, None, sparse).dense(range(length), range(length), CPU)[0, 0]
         assert torch.equal(found[own, own], alone)
         begin += length
 

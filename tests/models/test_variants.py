@@ -437,9 +437,9 @@ def test_a_mask_that_depends_on_the_length_alone_is_made_once(
 ) -> None:
     made, original = [], AttentionMask.dense
 
-    def counted(mask: AttentionMask, length: int, *rest: Any) -> Tensor:
-        made.append(length)
-        return original(mask, length, *rest)
+    def counted(mask: AttentionMask, queries: range, *rest: Any) -> Tensor:
+        made.append(len(queries))
+        return original(mask, queries, *rest)
 
     monkeypatch.setattr(AttentionMask, "dense", counted)
     config = variant(**changes)

@@ -40,7 +40,9 @@ def read_experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[s
     if not routers:
         return {"experts": None}
     dense, every = spread(_has_experts(shapes)) or (0, 1)
-    width, shared = shapes[expert_of(shapes)][1] * ranks, _shared_width(shapes) * ranks
+    width = shapes[expert_of(shapes)][1] * ranks
+    down = "mlp.shared_experts.linear_fc2.weight"
+    shared = ranks * max((shape[1] for name, shape in shapes.items() if name.endswith(down)), default=0)
     if shared % width:
         raise wrong_field("args", _SHARED, shared, f"must be a multiple of moe_ffn_hidden_size = {width}")
     keys = {
@@ -87,11 +89,6 @@ def _router(options: _Options, chosen: int) -> dict[str, Any]:
             raise wrong_field("args", _GROUPS["groups_per_token"], limit, rule, "use all or half as many")
         keys |= {"router.selection": selection, "router.groups": router["groups"], "router.groups_per_token": limit}
     return keys
-
-
-def _shared_width(shapes: _Shapes) -> int:
-    widths = (shape[1] for name, shape in shapes.items() if name.endswith("mlp.shared_experts.linear_fc2.weight"))
-    return max(widths, default=0)
 
 
 def _has_experts(shapes: _Shapes) -> list[int]:
