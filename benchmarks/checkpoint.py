@@ -52,7 +52,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """What this process saves, under names of its own."""
     rank, states = trainer.mesh.rank, trainer.optimizer.state
     state = {}
-    for shard in trainer.shards:
+    for shard in trainer.parameters.shards:
         name = f"{rank}/{shard.placement.name}"
         moments = {kind: states[shard.main][kind] for kind in ("exp_avg", "exp_avg_sq")}
         state |= {f"{name}/{kind}": tensor for kind, tensor in {"weight": shard.main, **moments}.items()}

@@ -30,7 +30,9 @@ def gradients(setting: Setting, values: dict[str, Any]) -> tuple[float, dict[str
         trainer = make_trainer(values, setting.device)
     loss = trainer.train_step(batches_of(trainer.config)).loss
     found = {
-        shard.placement.name: shard.grad.detach().double().cpu() for shard in trainer.shards if shard.grad is not None
+        shard.placement.name: shard.grad.detach().double().cpu()
+        for shard in trainer.parameters.shards
+        if shard.grad is not None
     }
     del trainer
     setting.release()

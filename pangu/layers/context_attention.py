@@ -131,10 +131,6 @@ class BlockAttention:
         output, scores = _Attend.apply(*qkv, self.bias, below, sinks, self, drops)
         return output, scores
 
-    def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Tile]]:
-        """Yield the blocks of a source; see `visits`."""
-        return visits(self.region, self.length, self.window, source)
-
 
 def visits(
     region: ContextRegion | None, length: int, window: int | None, source: int | None
@@ -221,7 +217,7 @@ class _Attend(Function):
         attended: dict[int, Attended] = {}
         states = []
         for source, pair in exchanged(torch.stack((key, value)), attention.region):
-            for queries, keys, block in attention.visits(source):
+            for queries, keys, block in visits(attention.region, attention.length, attention.window, source):
                 passed = Scores(_columns(below, queries, block), _columns(scores, queries, block))
                 part = _part(query, pair, queries, keys)
                 one = attention.blocks.forward(part, block, drops.rows(queries), passed)
@@ -248,7 +244,7 @@ class _Attend(Function):
         exchange = exchanged(torch.stack((key, value)), attention.region)
         for source, pair in exchange:
             grad_pair = torch.zeros_like(pair, dtype=wide)
-            for queries, keys, block in attention.visits(source):
+            for queries, keys, block in visits(attention.region, attention.length, attention.window, source):
                 passed = Scores(_columns(below, queries, block), _columns(grad_scores, queries, block))
                 whole = Attended(output[:, :, queries], log_sum[:, :, queries], next(states))
                 into = Gradients(_part(grad_query, grad_pair, queries, keys), grad_bias)

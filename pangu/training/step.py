@@ -41,7 +41,6 @@ from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Mesh
 from pangu.training.step_check import StepCheck
-from pangu.zero.flat_parameter import Shard
 from pangu.zero.gradients import Norms, layer_products_add
 from pangu.zero.matrices import WholeMatrices
 from pangu.zero.sharded import ShardedParameters
@@ -165,11 +164,6 @@ class Trainer:
                 {placement.name for flat in flats for placement, _ in flat.tensor_ranges(self.parameters.stage.table)}
             )
         self.parameters.publish_updated(flats)
-
-    @property
-    def shards(self) -> list[Shard]:
-        """Shards of logical tensors on this rank, frozen ones included."""
-        return self.parameters.shards
 
     def state(self, every_kind: bool = False, owned: bool = False) -> Iterator[tuple[str, Slice]]:
         """Yield this rank's rectangles as `KIND/NAME`: weights and, after the first update, the optimizer's moments."""

@@ -88,7 +88,7 @@ class Split:
 def trust_ratios(trainer: Trainer) -> dict[str, float]:
     """Return LAMB's trust ratio of each tensor in the last step, gathered from all ranks; {} with Adam."""
     ratios = getattr(trainer.optimizer, "ratios", {})
-    of_rank = {p.placement.name: float(ratios[p.main]) for p in trainer.shards if p.main in ratios}
+    of_rank = {p.placement.name: float(ratios[p.main]) for p in trainer.parameters.shards if p.main in ratios}
     of_ranks = gather_objects(of_rank, trainer.mesh.group("world"))
     return {name: ratio for part in of_ranks for name, ratio in part.items()}
 

@@ -123,7 +123,7 @@ def saving(trainer: Trainer, batches: list[Batch]) -> None:
     trainer.update()
     copies, trainer.copied = Arena(trainer.mesh.device, trainer.state()).copy(trainer.state())
     trainer.update()
-    assert len(list(copies)) > len(trainer.shards)
+    assert len(list(copies)) > len(trainer.parameters.shards)
 
 
 def while_saving() -> tuple[dict[str, dict[str, int]], dict[str, int]]:

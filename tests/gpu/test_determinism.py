@@ -39,7 +39,7 @@ def weights_after(changes: dict[str, Any]) -> str:
         for step in range(4):
             trainer.train_step(loader.micro_batches(size * step))
     digest = hashlib.sha256()
-    for shard in trainer.shards:
+    for shard in trainer.parameters.shards:
         digest.update(shard.main.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 

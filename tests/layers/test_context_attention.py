@@ -16,7 +16,7 @@ from pangu.layers import attention_blocks
 from pangu.layers.attention_blocks import Lengths
 from pangu.layers.biases import Alibi
 from pangu.layers.builder import Builder
-from pangu.layers.context_attention import BlockAttention, context_kernel
+from pangu.layers.context_attention import context_kernel, visits
 from pangu.layers.dropout import Dropout
 from pangu.layers.kernels import QKV, MaskAndBias, Reference
 from pangu.layers.masks import AttentionMask
@@ -106,12 +106,11 @@ def test_parts_are_put_together_again() -> None:
 def test_every_rank_has_as_many_scores_to_compute(ranks: int) -> None:
     """Of keys at or before a query, all ranks together meet each once."""
     length = 24 * ranks
-    terms = MaskAndBias(AttentionMask(), None, length, torch.float32, CPU)
     for kind, sources in (("gather", [None]), ("ring", list(range(ranks)))):
         work, seen = Counter[int](), Counter[tuple[int, int]]()
         for rank in range(ranks):
-            attention = BlockAttention(terms, "reference", ContextRegion(rank, ranks, kind=kind))
-            for _, _, block in (visit for source in sources for visit in attention.visits(source)):
+            region = ContextRegion(rank, ranks, kind=kind)
+            for _, _, block in (visit for source in sources for visit in visits(region, length, None, source)):
                 for query in range(block.query, block.query + block.queries):
                     for key in range(block.key, min(block.key + block.keys, query + 1)):
                         seen[query, key] += 1

@@ -192,7 +192,7 @@ def trainer_with_weights(config, weights):
 
     trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")))
     with torch.no_grad():
-        for shard in trainer.shards:
+        for shard in trainer.parameters.shards:
             shard.main.copy_(weights[shard.placement.name].flatten())
     trainer.parameters.publish()
     return trainer

@@ -142,9 +142,9 @@ def test_a_skipped_step_clips_nothing() -> None:
 
 def test_frozen_weights_are_not_scaled() -> None:
     trainer, step = clipping(1e-6, "train.frozen=[layers.0.attention.*]")
-    before = {one.placement.name: one.main.clone() for one in trainer.shards}
+    before = {one.placement.name: one.main.clone() for one in trainer.parameters.shards}
     step()
-    assert {name.split(".")[1] for name in moved(trainer.shards, before)} == {"1", "2"}
+    assert {name.split(".")[1] for name in moved(trainer.parameters.shards, before)} == {"1", "2"}
 
 
 def test_a_recompute_and_an_evaluation_note_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def rectangles(shards: list[Shard], values: Mapping[str, Tensor]) -> list[tuple[
 
 def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
-    shards = trainer.parameters.trained_shards if of_gradients else trainer.shards
+    shards = trainer.parameters.trained_shards if of_gradients else trainer.parameters.shards
     values = {p.placement.name: p.grad / trainer.loss_scale.scale if of_gradients else p.main for p in shards}
     together: dict[str, Tensor] = {}
     for held in gather_objects(rectangles(shards, values), trainer.mesh.group("world")):

@@ -48,12 +48,12 @@ def spoiled(rank: int, world: int, layout: Layout, culprit: int) -> list[list[st
     """What three steps say, in the second of which two gradients of one rank are not finite in one micro-batch."""
     trainer, batches = small_trainer(layout, *OVERRIDES, "batch.micro_size=1")
     results = [trainer.train_step(batches)]
-    before = [shard.main.clone() for shard in trainer.shards]
+    before = [shard.main.clone() for shard in trainer.parameters.shards]
     if rank == culprit:
         for name, value in zip(NAMES, (torch.inf, torch.nan), strict=True):
             spoil(trainer, name, value)
     results.append(trainer.train_step(batches))
-    assert all(torch.equal(shard.main, old) for shard, old in zip(trainer.shards, before, strict=True))
+    assert all(torch.equal(shard.main, old) for shard, old in zip(trainer.parameters.shards, before, strict=True))
     results.append(trainer.train_step(batches))
     assert [result.skipped for result in results] == [False, True, False]
     return [not_finite(result.norms) for result in results]

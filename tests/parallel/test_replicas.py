@@ -34,7 +34,7 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
     )
     first = find_replica_difference(trainer)
     tied = layout.pipeline > 1 and layout.data == 1
-    places = ((shard, shard.placement) for shard in trainer.shards)
+    places = ((shard, shard.placement) for shard in trainer.parameters.shards)
     shard = next(
         shard
         for shard, at in places

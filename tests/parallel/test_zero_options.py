@@ -189,10 +189,10 @@ def test_masters_on_the_host_lie_beside_the_device() -> None:
 def started_over(rank: int, world: int, layout: Layout, words: tuple[str, ...]) -> None:
     """Compare two steps from the seed with two after a trainer has made others and started over."""
     trainer, batches = small_trainer(layout, *OVERRIDES, *words)
-    weights = [shard.main.clone() for shard in trainer.shards]
+    weights = [shard.main.clone() for shard in trainer.parameters.shards]
     first = [trainer.train_step(batches) for _ in range(2)]
     trainer.start_over()
-    assert all(torch.equal(shard.main, old) for shard, old in zip(trainer.shards, weights, strict=True))
+    assert all(torch.equal(shard.main, old) for shard, old in zip(trainer.parameters.shards, weights, strict=True))
     assert [trainer.train_step(batches) for _ in range(2)] == first
 
 

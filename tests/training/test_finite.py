@@ -21,7 +21,7 @@ def test_weights_and_moments_are_looked_at(words: tuple[str, ...]) -> None:
     trainer.step = 1  # before the first, no moments are saved
     assert find_non_finite(trainer) is None
     trained = trainer.parameters.trained_shards
-    places = {f"weight/{shard.placement.name}": shard.main for shard in (trainer.shards[-1], trained[0])}
+    places = {f"weight/{shard.placement.name}": shard.main for shard in (trainer.parameters.shards[-1], trained[0])}
     places |= {
         f"{kind}/{trained[1].placement.name}": trainer.optimizer.state[trained[1].main][kind] for kind in MOMENTS
     }
