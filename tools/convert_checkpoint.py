@@ -29,6 +29,7 @@ from pangu.interop.formats.convert import FORMATS, MEGATRON, convert, settle_mod
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
 from pangu.interop.formats.huggingface_config import kinds
 from pangu.interop.formats.stored import WeightSource
+from pangu.interop.hub import NAME, HubRepository
 from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
@@ -76,6 +77,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--moe-grouped-gemm; torch_dist: for any layout and either kind of experts (torch)",
     )
     parser.add_argument("--license", help="license for the model card of --to huggingface, e.g. apache-2.0")
+    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the output of --to huggingface, privately")
+    parser.add_argument("--public", action="store_true", help="--push-to-hub makes a new repository that all can read")
     parser.add_argument("--model-types", action=_ModelTypes, nargs=0, help="print transformers' types, and exit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model=pangu_2_6b or model.heads=32")
     options = parser.parse_intermixed_args(arguments)
@@ -87,6 +90,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.license is not None and not re.fullmatch("[a-z0-9][a-z0-9.-]*", options.license):
         rule = "must be an identifier of the Hugging Face hub, e.g. apache-2.0"
         parser.error(f"--license {shown(options.license)}: {rule}")
+    hub = options.push_to_hub
+    if hub is not None and options.target != "huggingface":
+        parser.error(f"--push-to-hub {shown(hub)}: needs --to huggingface, not {options.target}")
+    if hub is not None and not NAME.fullmatch(hub):
+        parser.error(f"--push-to-hub {shown(hub)}: must be ORG/NAME, e.g. my-lab/quickstart")
+    if options.public and hub is None:
+        parser.error("--public: needs --push-to-hub ORG/NAME")
     if options.tensor < 1 or (options.tensor > 1 and (dist or not FORMATS[options.target].ranks)):
         parser.error(f"--tensor {options.tensor}: must be 1, or more with --to megatron --megatron-format torch")
     return options
@@ -139,6 +149,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--output {options.output} exists already; choose another one")
     if not options.input.exists():
         raise UserError(f"--input {options.input} does not exist")
+    # before the conversion, which may take an hour
+    hub = HubRepository(options.push_to_hub) if options.push_to_hub else None
     source = FORMATS[options.source].open(options.input)
     config = configure(source, options.overrides, options.output)
     config = settle_mtp(source, config, options.target)
@@ -175,6 +187,8 @@ def run(options: argparse.Namespace) -> None:
         with suppress(UserError):
             opened, packing = load_tokenizer(tokenizer), config.data.packing
             print(printable(describe_ids(opened, packing.eod, begin_id(packing.bos, opened))))
+    if hub is not None:
+        print(f"uploaded to {hub.upload(options.output, options.public)}")
 
 
 def main(arguments: list[str] | None = None) -> int:
