@@ -33,7 +33,9 @@ SUMMARY = ("last_load", "last_least_load", "validation_loss")
 def train(cores: queue.Queue[int], folder: Path, name: str, preset: str, *overrides: str) -> list[dict[str, Any]]:
     """The records of a run, in `folder/name`, on one of the `cores` that are free."""
     command = [sys.executable, "pretrain.py", f"+config={preset}", *overrides]
-    command += [f"train.output={folder / name}", f"data.folder={folder / 'data'}", "train.device=cpu"]
+    command += [f"train.output={folder / name}", "train.device=cpu"]
+    if not any(word.startswith("data.train=") for word in overrides):
+        command += [f"data.folder={folder / 'data'}"]
     command += ["model.attention=reference", "precision.fp32_matmul=highest"]
     core = cores.get()
     # a process has as many threads as cores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.model_kinds import KINDS
+from benchmarks.optimizers import RATES
 from pangu.config.layout_checks import layout_problems
 from pangu.metrics.record import StepRecord
 from pangu.metrics.writers import progress_line
+from pangu.models.size import num_parameters
 from pangu.prepare.stdlib import StdlibPaths
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics, pretrain
@@ -152,6 +156,27 @@ def test_gpu_figures_of_the_tutorial_of_gpt2_are_those_of_plans(row: tuple[str, 
 def test_the_tutorial_of_gpt2_has_the_same_figures_in_both_languages() -> None:
     assert rows_of_gpus(chinese(GPT2)) == rows_of_gpus(GPT2)
     assert len(rows_of_gpus(GPT2)) == 3
+
+
+@pytest.mark.parametrize("language", [lambda page: page, chinese], ids=["en", "zh"])
+def test_losses_of_the_recipes_are_those_of_the_files_of_results(language: Callable[[Path], Path]) -> None:
+    text = language(repository() / "docs/recipes.md").read_text(encoding="utf-8")
+    results = {
+        name: json.loads((repository() / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+        for name in ("model_kinds", "optimizers", "characters")
+    }
+    for kind, words in KINDS.items():
+        (_, loss) = results["model_kinds"]["runs"][kind][0][-1]
+        size = num_parameters(config(f"+config={words[0]}", *words[1:]).model)
+        assert f"| `{' '.join((f'+config={words[0]}', *words[1:]))}` | {size:,} | {loss:.3f} |" in text
+    for name, (half, rate, double) in RATES.items():
+        last = {
+            row["lr"]: row["validation"][-1][1] for row in results["optimizers"]["runs"] if row["optimizer"] == name
+        }
+        shown = f"| {last[rate]:.3f} | {last[half]:.3f}, {last[double]:.3f} |"
+        assert f"| `optimizer={name} optimizer.lr={rate}` {shown}" in text
+    for row in results["characters"]["rows"]:
+        assert f"| {row['parameters']:,} | {row['held_out_loss']:.3f} | {row['spread']:.3f} |" in text
 
 
 def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(tmp_path: Path) -> None:
