@@ -2,7 +2,8 @@
 memory, in which order does it put layouts, how much slower is the one it picks.
 
 Without --fit the shipped coefficients are used (benchmarks/results/planner_fit.json); with it those of the named
-sources are fitted anew, and each of their rows is predicted by coefficients that were fitted without it."""
+sources are fitted anew, and each of their rows is predicted by coefficients that were fitted without it. With
+--held-out each source is predicted by what all other sources tell of its devices, as one that was never seen is."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"
 _EXAMPLE = """example:
   python -m benchmarks.planner_accuracy --table measurements.csv
+  python -m benchmarks.planner_accuracy --table measurements.csv --held-out
   python -m benchmarks.planner_accuracy --table measurements.csv --fit vTrain,dgxc --json
   python -m benchmarks.planner_accuracy --table measurements.csv --fit all --write planner_fit.json
 
@@ -53,6 +55,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--table", required=True, type=Path, metavar="FILE.csv", help="measurements")
     parser.add_argument("--fit", metavar="SOURCES", help="words of sources' names, separated by commas, or all")
+    parser.add_argument("--held-out", action="store_true", help="leave out one source after the other, without --fit")
     parser.add_argument("--write", type=Path, metavar="FILE.json", help="write the fitted coefficients (with --fit)")
     parser.add_argument("--coefficients", type=Path, default=_SHIPPED, metavar="FILE.json", help="default: shipped")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table in Markdown")
@@ -66,19 +69,21 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError(f"{options.table}: no row can be used: {_join(skipped) or 'there is none'}")
     if options.write is not None and options.fit is None:
         raise UserError("--write needs --fit: there is nothing new to write; --fit all works")
-    if options.fit is None:
+    if options.fit is not None and options.held_out:
+        raise UserError("--held-out and --fit: each says what is fitted to; remove one of them")
+    if options.held_out:
+        predictions = _leave_out_sources(rows)
+    elif options.fit is None:
         predictions = predict_rows(rows, read_coefficients(options.coefficients))
     else:
         predictions = _fit_and_predict(options, rows)
-    report = {**summary(predictions), "skipped": dict(skipped)}
+    report = {**summary(predictions, options.held_out), "skipped": dict(skipped)}
     print(json.dumps(report, indent=2) if options.json else markdown(report))
 
 
 def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[Prediction]:
     """Predict all rows with coefficients of the named sources: theirs by cross-validation, or by other sources'."""
-    scopes: dict[Scope, list[Row]] = defaultdict(list)
-    for row in rows:
-        scopes[row.scope].append(row)
+    scopes = _scopes(rows)
     words = [word.strip().lower() for word in options.fit.split(",") if word.strip()]
     chosen = {
         scope: of_scope
@@ -97,9 +102,27 @@ def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[P
         if scope in large:
             predictions += cross_validated(of_scope)
             continue
-        others = {other: chosen[other] for other in chosen if other[0] != scope[0] and kind_of(other) == kind_of(scope)}
-        predictions += predict_rows(of_scope, pooled(others))
+        predictions += _by_others(of_scope, chosen)
     return predictions
+
+
+def _leave_out_sources(rows: Sequence[Row]) -> list[Prediction]:
+    """Predict all rows, each by what other sources tell of its kind of device and its format."""
+    scopes = _scopes(rows)
+    return [one for of_scope in scopes.values() for one in _by_others(of_scope, scopes)]
+
+
+def _by_others(rows: Sequence[Row], scopes: Mapping[Scope, list[Row]]) -> list[Prediction]:
+    """Predict the rows of a scope by the scopes of other sources."""
+    source, kind = rows[0].source, kind_of(rows[0].scope)
+    return predict_rows(rows, pooled({one: scopes[one] for one in scopes if one[0] != source and kind_of(one) == kind}))
+
+
+def _scopes(rows: Sequence[Row]) -> dict[Scope, list[Row]]:
+    scopes: dict[Scope, list[Row]] = defaultdict(list)
+    for row in rows:
+        scopes[row.scope].append(row)
+    return scopes
 
 
 def read_coefficients(path: Path) -> list[Fitted]:
@@ -126,17 +149,21 @@ def write_coefficients(path: Path, fits: Sequence[Fitted], table: Path) -> None:
         raise UserError(f"{path}: cannot be written: {error}") from error
 
 
-def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the errors by source, and by kind of device where a source has several."""
+def summary(predictions: Sequence[Prediction], by_kind: bool = False) -> dict[str, Any]:
+    """Return the errors by source, by kind of device where a source has several, and if `by_kind` by kind and format
+    over all sources."""
     sources: dict[str, list[Prediction]] = defaultdict(list)
     devices: dict[str, list[Prediction]] = defaultdict(list)
+    kinds: dict[str, list[Prediction]] = defaultdict(list)
     for one in predictions:
         sources[one.row.source].append(one)
         devices["{}, {} {}".format(*one.row.scope)].append(one)
+        kinds["all {} {}".format(*kind_of(one.row.scope))].append(one)
     several = {name: group for name, group in devices.items() if len(group) < len(sources[group[0].row.source])}
     return {
         "sources": {source: summarise(group) for source, group in sources.items()},
         "devices": {name: summarise(group) for name, group in several.items()},
+        "kinds": {name: summarise(group) for name, group in kinds.items() if by_kind},
         "all": summarise(predictions),
     }
 
@@ -147,7 +174,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "| source | rows | mean | median | worst | memory | tau | pick | out of memory |",
         "| --- |" + " ---: |" * 8,
     ]
-    for name, numbers in {**report["sources"], **report["devices"], "all": report["all"]}.items():
+    for name, numbers in {**report["sources"], **report["devices"], **report["kinds"], "all": report["all"]}.items():
         errors = [_format(numbers[key], ".1%") for key in _ERRORS]
         order = _format(numbers["tau"], ".2f"), _format(numbers["pick_slowdown"], ".1%")
         told, failed = numbers["out_of_memory_told"], numbers["out_of_memory_rows"]

@@ -210,13 +210,15 @@ def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
 
 def fitted_for(row: Row, fits: Sequence[Fitted]) -> Fitted:
     """Return what was fitted to a row's scope; else to its source on the same family of devices; else to its device and
-    system, to its device: times and memory each from the first that tells of them."""
+    system, to its device and a system like it: times and memory each from the first that tells of them."""
+    name = row.setups[0].system.name
 
     def distance(one: Fitted) -> int:
         is_unseen = one.scope == ("*", *kind_of(row.scope))
         is_source = one.source == row.source and kind_of(one.scope) == kind_of(row.scope)
-        is_program = is_unseen and one.program == row.setups[0].system.name
-        return (one.scope == row.scope, is_source, is_program, is_unseen, True).index(True)
+        # Megatron's kernels are not those of others: what one lacks is no property of a device.
+        is_like = is_unseen and one.program.startswith("megatron") == name.startswith("megatron")
+        return (one.scope == row.scope, is_source, is_unseen and one.program == name, is_like, True).index(True)
 
     near = sorted((one for one in fits if distance(one) < 4), key=lambda one: (distance(one), -one.rows))
     times = next((one for one in near if one.times), Fitted())

@@ -20,8 +20,8 @@ from pangu.topology.layout import Layout
 
 COLUMNS = ("source", "gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "global_batch")
 """Columns that a table must have."""
-SINCE_2022 = "2205"
-"""Month of the paper from which on Megatron-LM is that of Korthikanti et al. 2022."""
+SINCE_2022, SINCE_2023 = "2205", "2301"
+"""Months of the papers from which on Megatron-LM is that of Korthikanti et al. 2022, and Megatron-Core."""
 FORMAT_RATES = {"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}
 """Peak of a format over that of the 16-bit ones: NVIDIA's data sheets."""
 NOMINAL = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "v100": 12.5}
@@ -186,7 +186,9 @@ def _cluster(device: str, told: str, cluster: ClusterConfig) -> ClusterConfig:
     """Return the cluster of a row, from that of its device's family."""
     rates, links, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
     if (format_ := _format(told)) != "bf16":  # a smaller share of a higher peak is reached
-        rates = replace(rates, tflops=rates.tflops * FORMAT_RATES[format_], efficiency=rates.efficiency * 0.9)
+        faster = FORMAT_RATES[format_]  # attention keeps its 16 bits
+        rates = replace(rates, attention=rates.attention / faster, efficiency=rates.efficiency * 0.9)
+        rates = replace(rates, tflops=rates.tflops * faster)
     _, matmul, nvlink = DERIVATIVES.get(_model_of(device), ("", 1.0, 1.0))
     rates, links = replace(rates, tflops=rates.tflops * matmul), replace(links, gb_s=links.gb_s * nvlink)
     if (network := _network(told)) is not None:
@@ -194,6 +196,8 @@ def _cluster(device: str, told: str, cluster: ClusterConfig) -> ClusterConfig:
         between = replace(between, gb_s=between.gb_s * network / nominal)
     if "40G" in device:  # NVIDIA's data sheet of the A100 of 40 GB
         memory = replace(memory, gib=39.4, gb_s=1555.0)
+    if "HBM2e" in device and cluster.name == "h100":  # six stacks; the H100 PCIe has five and 2,000 GB/s
+        memory = replace(memory, gib=94.9, gb_s=2400.0)
     return replace(cluster, matmul=rates, inside=links, between=between, memory=memory)
 
 
@@ -242,23 +246,25 @@ def _network(told: str) -> float | None:
     return int(node[1]) / 8 if node else None
 
 
-def _system(values: _Values, recompute: Recompute, gated: bool, zero: int) -> System:
+def _system(values: _Values, recompute: Recompute, gated: bool, layout: Layout) -> System:
     """Return the system, by its name or else by what it can do."""
     text = f"{values['source']} {values['note']}".lower()
     if "nanotron" in text:
         return published.NANOTRON
-    if "fsdp" in text or zero >= 2:
+    zero, year = layout.zero, re.search(r"arxiv:(\d{4})", text)
+    if zero == 3 or (layout.pipeline == 1 and (zero == 2 or "fsdp" in text)):
         overlapped = 1.0 if re.search("async ?tp", text) else 0.0
         return replace(published.FSDP, fused="compile" in text or "async" in text, hidden_tensor=overlapped)
-    if family_of(values["gpu"]) not in ("A100", "V100", "Ascend910"):
+    is_older = family_of(values["gpu"]) in ("A100", "V100", "Ascend910")
+    named = _ZERO_BUBBLE.search(values["table"])
+    if not is_older or (year and year[1] >= SINCE_2023 and not named and "zero bubble" not in text):
         return published.MEGATRON_CORE
     if gated:
         return published.MEGATRON_UNFUSED
     if zero == 1 or "deepspeed" in text:
         return published.DEEPSPEED if "fp16" in text else published.DEEPSPEED_BF16
-    if _ZERO_BUBBLE.search(values["table"]):
+    if named:
         return published.ZERO_BUBBLE
-    year = re.search(r"arxiv:(\d{4})", text)
     newer = recompute == "selective" or values["sp"] == "yes" or (year and year[1] >= SINCE_2022)
     return published.MEGATRON_2022 if newer else published.MEGATRON_2021
 
@@ -266,13 +272,16 @@ def _system(values: _Values, recompute: Recompute, gated: bool, zero: int) -> Sy
 def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
     """Return the setups that a row may mean."""
     recompute = _recompute(values, shape, layout.world)
-    system = _system(values, recompute, shape.gated, layout.zero)
+    system = _system(values, recompute, shape.gated, layout)
     each, micro = values.count("global_batch") / layout.data, values.count("micro_batch", 0)
     _refuse(each < 1, "the batch is smaller than the number of replicas")
     named = _ZERO_BUBBLE.search(values["table"])
-    virtuals = [1] if named else _virtuals(values, system, layout.pipeline, shape.layers)
+    # Where only embedding and head make the layers even, the first and last stage have one fewer (Llama 3).
+    needs_ends = system is published.MEGATRON_CORE and shape.layers % layout.pipeline != 0
+    needs_ends &= (shape.layers + 2) % layout.pipeline == 0
+    counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
+    virtuals = [1] if named else _virtuals(values, system, layout.pipeline, shape.layers + 2 * needs_ends)
     _refuse(layout.pipeline * min(virtuals) > shape.layers, "there are more chunks than layers")
-    counts_ends = bool(re.search("one layer fewer|counted as a layer", values["note"]))
     setups = []
     for size in [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]:
         for virtual_stages in virtuals:

@@ -102,8 +102,9 @@ class Setup(NamedTuple):
 
     @property
     def reduces_each(self) -> bool:
-        """Whether gradients are reduced after each micro-batch: by ZeRO-2 and 3, unless their weights' come late."""
-        return self.layout.zero >= 2 and not self.splits_backward
+        """Whether gradients are reduced after each micro-batch: by ZeRO-3, and ZeRO-2 without a pipeline, unless their
+        weights' come late. A pipeline sums the gradients of a step first (Llama 3, section 3.3.2)."""
+        return self.layout.zero > (2 if self.layout.pipeline > 1 else 1) and not self.splits_backward
 
 
 MEGATRON_2021 = System("megatron", False, True, True, 22, 2, 8, spare_bytes=4)

@@ -128,8 +128,11 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     link += cluster.message_us * 1e-6
     total = makespan(seconds, setup, link)
     waiting = min(2 * link * layout.virtual_stages * m, total - m * float(seconds[longest].sum()))
-    backward = float(seconds[longest, 1:].sum())
-    end = max(_end_seconds(work, groups, cluster, backward) for work in step.ends)
+    chunks = layout.virtual_stages
+    # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
+    window = (1 + (chunks - 1) * min(m, layout.pipeline)) / chunks
+    forward, backward = (window * float(part.sum()) for part in (seconds[longest, :1], seconds[longest, 1:]))
+    end = max(_end_seconds(work, groups, cluster, forward, backward) for work in step.ends)
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
 
 
@@ -157,13 +160,17 @@ def makespan(seconds: Any, setup: Setup, link: float) -> float:
     return float(stages.sum() / v + busy + (m - 1) * waiting + 2 * (p - 1) * link)
 
 
-def _end_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float) -> float:
-    """Return the seconds after the micro-batches, of which communication may overlap with the last `backward`."""
-    hidden = waited = 0.0
+def _end_seconds(
+    work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, forward: float, backward: float
+) -> float:
+    """Return the seconds after the micro-batches, where gradients are sent beside the last `backward` and parameters
+    beside the next `forward`."""
+    beside, waited = {True: 0.0, False: 0.0}, 0.0
     for collective in work.collectives:
         taken = collective_seconds(collective, groups[collective.axis], cluster)
-        hidden += taken * collective.hidden
+        beside[collective.kind == "all_gather"] += taken * collective.hidden
         waited += taken * (1 - collective.hidden)
+    waited += overlap_seconds(forward, beside[True], cluster) + overlap_seconds(backward, beside[False], cluster)
     device = work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     update = started(device, work.launches * cluster.launch_us * 1e-6, cluster)
-    return waited + overlap_seconds(backward, hidden, cluster) + update
+    return waited + update

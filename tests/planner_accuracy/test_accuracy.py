@@ -47,6 +47,9 @@ def test_times_and_memory_come_from_the_nearest_fit_that_tells_of_them(tmp_path:
     assert fitted_for(one, [own, other]) == replace(other, memory=own.memory)
     assert fitted_for(one, [other]) == other
     assert fitted_for(one._replace(format="fp8"), [own, other]) == Fitted()
+    eager = replace(other, program="fsdp")
+    assert fitted_for(one, [eager]) == Fitted()  # kernels that are not Megatron's say nothing of it
+    assert fitted_for(one, [replace(other, program="megatron-core")]).times == other.times
 
 
 def test_the_smaller_a100_reads_memory_slower(tmp_path: Path) -> None:

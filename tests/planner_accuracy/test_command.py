@@ -74,6 +74,16 @@ def test_fitted_sources_are_cross_validated_and_predict_the_others(
     assert again["vTrain"]["time_mean_error"] < sources["vTrain"]["time_mean_error"]
 
 
+def test_held_out_sources_are_predicted_by_all_others(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = report(capsys, "--table", table, "--held-out")
+    alone = report(capsys, "--table", table, "--fit", "vtrain")
+    assert told["sources"]["SC21"] == alone["sources"]["SC21"]
+    assert told["sources"]["vTrain"] != alone["sources"]["vTrain"]
+    assert told["kinds"]["all A100 bf16"] == told["all"]
+    assert main(["--table", str(table), "--fit", "vtrain", "--held-out"]) != 0
+    assert "remove one of them" in capsys.readouterr().err
+
+
 def test_a_table_of_a_spreadsheet_begins_with_a_mark(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the order of bytes; so it does in Excel's."""
     plain = report(capsys, "--table", table)

@@ -55,6 +55,8 @@ def row(folder: Path, **values: str) -> Row:
         ({"note": "Megatron-DeepSpeed; fp16"}, DEEPSPEED),
         ({"ffn": "21824", "params_b": "39.6"}, MEGATRON_UNFUSED),
         ({"gpu": "H100-80G", "zero": "1"}, MEGATRON_CORE),
+        ({"gpu": "H100-80G", "zero": "2", "note": "FSDP"}, MEGATRON_CORE),
+        ({"gpu": "A100-80G", "zero": "2", "source": "arXiv:2402.15627"}, MEGATRON_CORE),
     ],
 )
 def test_programs_are_told_by_what_a_row_says(values: dict[str, str], system: System, tmp_path: Path) -> None:
@@ -94,10 +96,22 @@ def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, 
         ({"layers": "42", "pp": "2", "note": "interleaved schedule"}, {3}),
         ({"gpu": "H100-80G", "pp": "8"}, {1, 2, 3, 6}),
         ({"gpu": "H100-80G", "pp": "8", "vpp": "3"}, {3}),
+        ({"gpu": "H100-80G", "pp": "8", "layers": "62"}, {1, 2, 4, 8}),  # 64 with embedding and head
     ],
 )
 def test_chunks_that_are_not_told(values: dict[str, str], chunks: set[int], tmp_path: Path) -> None:
     assert {setup.layout.virtual_stages for setup in row(tmp_path, **values).setups} == chunks
+
+
+def test_attention_takes_as_long_in_fp8_as_in_bf16(tmp_path: Path) -> None:
+    half, eighth = (row(tmp_path, gpu="H100-80G", note=note).cluster.matmul for note in ("", "fp8"))
+    assert eighth.tflops == 2 * half.tflops
+    assert eighth.tflops * eighth.attention == pytest.approx(half.tflops * half.attention)
+
+
+def test_an_h100_with_hbm2e_reads_memory_slower(tmp_path: Path) -> None:
+    assert row(tmp_path, gpu="H100-96G-HBM2e-500W").cluster.memory.gb_s == 2400.0
+    assert row(tmp_path, gpu="H100-80G").cluster.memory.gb_s == 3350.0
 
 
 def test_stages_are_cut_by_what_they_compute() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from benchmarks.planner_accuracy.published import (
     FSDP,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_CORE,
     NANOTRON,
     Recompute,
     Setup,
@@ -18,6 +21,7 @@ from benchmarks.planner_accuracy.published import (
     layer_work,
 )
 from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memory_gib, pass_time, step_seconds
+from pangu.config.cluster import ClusterConfig
 from pangu.schedule.actions import Durations
 from pangu.schedule.groups import groups_of
 from pangu.schedule.schedule import make_schedule
@@ -87,17 +91,32 @@ def test_memory_is_what_the_papers_formulas_say() -> None:
 
 
 def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
-    def sent(zero: int, schedule: str = "1f1b") -> dict[str, float]:
-        (end,) = describe(setup(Layout(data=4, zero=zero), micros=8, schedule=schedule)).ends
+    def sent(zero: int, schedule: str = "1f1b", stages: int = 1) -> dict[str, float]:
+        layout = Layout(pipeline=stages, data=4, zero=zero)
+        end, *_ = describe(setup(layout, micros=8, schedule=schedule)).ends
         return {one.kind: one.calls for one in end.collectives if one.axis != "ends"}
 
     assert sent(0) == {"all_reduce": 1}
     assert sent(1) == {"reduce_scatter": 1, "all_gather": 1}
     assert sent(2) == {"reduce_scatter": 8, "all_gather": 1}
     assert sent(2, "zb-1p") == {"reduce_scatter": 1, "all_gather": 1}
+    assert sent(2, stages=2) == {"reduce_scatter": 1, "all_gather": 1}
     assert sent(3) == {}
     _, _, _, weights = layer_work(setup(Layout(data=4, zero=3))).passes
     assert [one.kind for one in weights.collectives] == ["reduce_scatter"]
+
+
+def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others() -> None:
+    slow = replace(A100, between=replace(A100.between, gb_s=1.0))
+
+    def exposed(virtual_stages: int, cluster: ClusterConfig) -> float:
+        layout = Layout(8, 4, 4, 1, virtual_stages=virtual_stages)
+        schedule = "interleaved" if virtual_stages > 1 else "1f1b"
+        alone = setup(layout, MEGATRON_CORE, micros=16, schedule=schedule)
+        hidden = alone._replace(system=replace(MEGATRON_CORE, hidden_data=0.0))
+        return step_seconds(alone, cluster) / step_seconds(hidden, cluster)
+
+    assert exposed(4, slow) < exposed(1, slow) < 1
 
 
 def test_a_chunk_may_have_no_layer() -> None:
