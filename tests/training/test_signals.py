@@ -125,7 +125,7 @@ def run_interrupted(place: str, *words: str) -> None:
     if place == "step":
         Trainer.forward_backward = lambda *given: interrupt(2)  # type: ignore[method-assign, assignment]
     elif place == "save":
-        Saver._write = lambda *given: interrupt(2)  # type: ignore[method-assign, assignment, return-value]
+        Saver._write = lambda *given, **named: interrupt(2)  # type: ignore[method-assign, assignment, return-value]
     else:
         Trainer.__init__ = lambda *given: interrupt(1)  # type: ignore[method-assign, assignment]
     call_and_exit("pretrain", *words)
