@@ -15,6 +15,7 @@ from tests.parallel.cases import devices, keys_of, layout_of
 
 LEFT_OUT = (
     *("groups", "stages"),  # test_plans has a plan of the former, test_stages of the latter
+    "rates",  # no memory, time or bytes depend on them
     *("exchange", "products"),  # a dry run sends nothing, and its device always adds in the product
     *(
         "full_layers",

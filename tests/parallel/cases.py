@@ -88,6 +88,14 @@ GROUPS = {
     "{names:['*.mlp.*','*.query.*'],lr_multiplier:2,weight_decay_multiplier:0.25}] "
     "weight_decay_schedule={start:0.3,shape:linear}",
 }
+RATES = {
+    "warm-up": "",
+    "cosine": "lr_schedule.warmup_steps=0",
+    "linear": "lr_schedule=linear lr_schedule.warmup_steps=0",
+    "inverse_sqrt": "lr_schedule=inverse_sqrt lr_schedule.warmup_steps=0",
+    "wsd": "lr_schedule=wsd lr_schedule.warmup_steps=0 lr_schedule.decay_steps=10 lr_schedule.decay_shape=minus_sqrt",
+}
+"""Shapes of the learning rate, of which the second step is a part: no layout enters them."""
 STAGES = {"none": "", "grow": "batch.stages=[{until:1,global_size:%d,sequence:8}]"}
 """Whether all steps are alike, or the first one takes fewer and shorter sequences, see `first_batch`."""
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -125,6 +133,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "frozen": tuple(FROZEN),
     "groups": tuple(GROUPS),
     "stages": tuple(STAGES),
+    "rates": tuple(RATES),
     # the model
     "rotation": tuple(ROTATIONS),
     "router": tuple(ROUTERS),
@@ -315,6 +324,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
     of_experts = [f"model.router.{key}={case[key]}" for key in ("balance", "balance_sequences")]
     model = [
         *OVERRIDES,
+        *(("train.steps=10", *RATES[case["rates"]].split()) if "rates" in case else ()),
         "model.hidden=48",
         f"model.heads={HEADS}",
         "model.ffn=96",
