@@ -259,16 +259,17 @@ def figures(run: Run) -> dict[str, tuple[str, float]]:
     mfu, memory, wait = run.median("mfu"), run.last("peak_memory_gib"), run.median("data_wait")
     return {
         "state": (run.state, math.nan),
-        "step": (f"{done} / {steps:,}" if isinstance(steps, int) else done, math.nan),
-        "tokens": (_text(run.last("tokens"), compact), math.nan),
-        "weights": ("-" if parameters is None else compact(parameters), math.nan),
-        "layout": (run.layout, math.nan),
         "loss": (_text(loss, "{:.4f}".format), loss),
         "validation": (_text(held_out, "{:.4f}".format), held_out),
         "perplexity": (_text(held_out, lambda value: f"{math.exp(min(value, 700)):.4g}"), math.nan),
         "tokens/s": (_text(rate, compact), -rate),
-        "TFLOP/s per device": (_text(run.median("tflops_per_device"), "{:.4g}".format), math.nan),
         "MFU": (_text(mfu, "{:.1%}".format), -mfu),
+        "goodput": (_text(run.last("goodput"), "{:.1%}".format), math.nan),
+        "step": (f"{done} / {steps:,}" if isinstance(steps, int) else done, math.nan),
+        "tokens": (_text(run.last("tokens"), compact), math.nan),
+        "weights": ("-" if parameters is None else compact(parameters), math.nan),
+        "layout": (run.layout, math.nan),
+        "TFLOP/s per device": (_text(run.median("tflops_per_device"), "{:.4g}".format), math.nan),
         "memory": (_text(memory, "{:.2f} GiB".format), memory),
         "data wait": (_text(wait, "{:.1%}".format), math.nan),
         "skipped": (_text(run.last("skipped"), "{:.0f}".format), math.nan),
@@ -276,7 +277,6 @@ def figures(run: Run) -> dict[str, tuple[str, float]]:
         "failed saves": (f"{_rises(run.columns['failed_saves'])}", math.nan),
         "failed uploads": (f"{_rises(run.columns['failed_uploads'])}", math.nan),
         "rollbacks": (f"{np.nan_to_num(run.columns['rollbacks']).max(initial=0):.0f}", math.nan),
-        "goodput": (_text(run.last("goodput"), "{:.1%}".format), math.nan),
         "time": (_text(float(np.nansum(run.columns["step_time_s"])), duration), math.nan),
     }
 

@@ -25,6 +25,7 @@ from pangu.report.runs import _NUMBERS
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics
 from tests.metrics.conftest import RECORD
+from tests.spawn import repository
 from tools.report import REFRESH_SECONDS, make_server
 
 RECIPE = config("+config=quickstart", "train.steps=40")
@@ -301,6 +302,23 @@ def test_round_numbers_and_few_points() -> None:
     assert len(x) == 500
     assert set(y.tolist()) == {7.0}
     assert np.all(np.diff(x) > 0)
+
+
+def test_figures_that_matter_come_first_and_names_stay_while_a_table_scrolls(runs: list[Path], tmp_path: Path) -> None:
+    """On a phone too: the names of runs stick, and each table scrolls inside its card instead of being cut off."""
+    _, page = report(*runs, "--output", tmp_path / "r.html")
+    first = ["run", "state", "loss", "validation", "perplexity", "tokens/s", "MFU", "goodput"]
+    assert page.rows[0][: len(first)] == first
+    pages = [(tmp_path / "r.html").read_text(), (repository() / "pangu/report/layouts.html").read_text()]
+    for text in pages:
+        assert text.count("<table") == text.count('<div class="card"><table') > 0
+        assert ".card{" in text
+        assert "overflow-x:auto" in text.split(".card{")[1].split("}")[0]
+        assert "@media(max-width:600px)" in text
+        assert ("meta", {"name": "viewport", "content": "width=device-width"}) in Page(text).tags
+    assert "position:sticky;left:0" in pages[0].split("\ntd.run{")[1].split("}")[0]
+    style = [text.split(".card{")[1].split("}")[0] for text in pages]
+    assert style[0] == style[1], "a plan's page has the style of a report"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
