@@ -64,8 +64,9 @@ def _costs(model: ModelConfig) -> list[float]:
 
 def shards_sums(layout: Layout) -> bool:
     """Return whether gradient sums are sharded, if the schedule reduces them after every micro-batch."""
-    of_experts = ExpertLayout(layout).shards if layout.splits_experts else 1
-    return layout.zero >= 2 and max(layout.shards, of_experts) > 1
+    if layout.zero < 2:  # a search asks for layouts of a module alone, whose ranks cannot share the experts
+        return False
+    return layout.shards > 1 or (layout.splits_experts and ExpertLayout(layout).shards > 1)
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:

@@ -26,7 +26,7 @@ def plain_optimizers(trainer: Trainer) -> tuple[dict[str, Tensor], list[torch.op
     """Copies of the weights of one process by name, and torch's optimizers of matrices, of other tensors and of
     vectors, with copies of the trainer's state."""
     config: Any = trainer.config.optimizer
-    shards = {shard.placement.name: shard for shard in trainer.shards}
+    shards = {shard.placement.name: shard for shard in trainer.parameters.shards}
     weights = {name: shard.main.view(shard.placement.shape).clone() for name, shard in shards.items()}
     names: list[list[str]] = [[], [], []]
     for name, shard in shards.items():
@@ -55,7 +55,7 @@ def plain_optimizers(trainer: Trainer) -> tuple[dict[str, Tensor], list[torch.op
 
 def take_state(trainer: Trainer, weights: dict[str, Tensor], optimizers: list[torch.optim.Optimizer]) -> None:
     """Put weights and state dicts of torch's optimizers in place of those of a trainer on one process."""
-    shards = {weights[shard.placement.name]: shard for shard in trainer.shards}
+    shards = {weights[shard.placement.name]: shard for shard in trainer.parameters.shards}
     state = trainer.optimizer.state_dict()
     numbers = {
         one: number for number, one in enumerate(one for g in trainer.optimizer.param_groups for one in g["params"])

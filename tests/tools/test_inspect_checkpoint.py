@@ -62,7 +62,8 @@ def test_the_standing_is_told(checkpoint: Path, capsys: pytest.CaptureFixture[st
         assert main([str(checkpoint)]) == 0
         assert f"\nstanding     {told}\n" in capsys.readouterr().out
     assert main([str(checkpoint), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["standing"] == {"proven": False, "condemned": True, "faults": [fault]}
+    told = json.loads(capsys.readouterr().out)["standing"]
+    assert told | {"proven": False, "condemned": True, "faults": [fault]} == told
 
 
 def test_damage_is_an_error(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
