@@ -50,7 +50,7 @@ class FormulaTraces:
             known = self._traces[key].spans if key in self._traces else {}
             keys = {span for request in those for chunk in request.chunks for span in request.keys(chunk)}
             chunks = {chunk for request in those for chunk in request.chunks}
-            keys |= {SpanKey("", chunk[0], kind, chunk[-1]) for chunk in chunks for kind in MESSAGES}
+            keys |= {SpanKey(one, chunk[0], kind, chunk[-1]) for one in "BI" for chunk in chunks for kind in MESSAGES}
             if missing := keys - known.keys():
                 setup, *ends, offload = key
                 config = those[0].config
@@ -104,7 +104,7 @@ def _span(setup: Setup, key: SpanKey, gradients: tuple[str, ...], offload: bool)
     name, *words = key.module.split()
     if "unreached" in words and key.action != "F":
         return None
-    if name not in WORKS or not key.action:
+    if name not in WORKS:
         return Span()
     module = WORKS[name](setup)
     saved = kept = 0 if "unreached" in words else int(module.saved_bytes)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pangu.collectives.point_to_point import Channels
 from pangu.common.errors import UserError
-from pangu.config.optimizer import UPDATED_AT_ONCE
+from pangu.config.optimizer import UPDATED_AT_ONCE, OptimizerConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.audit import Audit, work_of
 from pangu.dryrun.device import FakeDevice
@@ -40,6 +40,7 @@ from pangu.schedule.spans import (
     SpanKey,
     Trace,
     UpdateTrace,
+    backward,
     keys_of,
     module_kinds,
 )
@@ -280,7 +281,9 @@ def measure(
         trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(trainer.mesh, schedule.channels))
         table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
         kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
-        update = _measure_update(audit, config, device)
+        if (config.optimizer, device) not in _UPDATES:
+            _UPDATES[config.optimizer, device] = _measure_update(audit, config.optimizer, device)
+        update = _UPDATES[config.optimizer, device]
         recorder = SpanRecorder(audit, trainer, kinds)
         for size in sizes:
             batch = replace(config.batch, micro_size=size, global_size=size * schedule.micro_batches * layout.data)
@@ -334,7 +337,7 @@ def _trace(
     for boundary, span in spans_in(log):
         action = boundary.action
         if isinstance(action, Action) and action.micro:
-            key = key_of(boundary, action, kinds[action.chunk])
+            key = key_of(boundary, action, kinds[action.chunk], wanted.splits[action.micro - 1])
             until = dict(span.until) | dict(before.until if (before := spans.get(key)) else ())
             spans[key] = replace(span, until=tuple(sorted(until.items())))
         elif not isinstance(action, Action):
@@ -343,16 +346,20 @@ def _trace(
     return Trace(spans, parts[BEGIN], parts[MOVE], parts[FINISH], update, lasting)
 
 
-def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> SpanKey:
-    """Return the key of a span of a chunk with these kinds of modules."""
+def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str], split: bool) -> SpanKey:
+    """Return the key of a span of a chunk with these kinds of modules; `split`: weight gradients are apart."""
     if boundary.module == MOVE:
         modules = list(kinds.values())
-        return SpanKey("", modules[0], action.kind.value, modules[-1])
+        return SpanKey(backward(split), modules[0], action.kind.value, modules[-1])
     order = [START, *(kinds if action.kind is Kind.FORWARD else reversed([*kinds])), END]
     return keys_of(action.kind.value, list(kinds.values()))[order.index(boundary.module)]
 
 
-def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> UpdateTrace:
+_UPDATES: dict[tuple[OptimizerConfig, torch.device], UpdateTrace] = {}
+"""Updates that this process has measured: they depend on nothing but the optimizer."""
+
+
+def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device) -> UpdateTrace:
     """Measure optimizer updates of tensors of several sizes, and of enough elements to need three passes."""
 
     def step(*sizes: int, rows: int = 1) -> tuple[float, float, float]:
@@ -362,7 +369,7 @@ def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> Up
         for tensor in tensors:
             tensor.grad = torch.zeros_like(tensor)
         places = [Placement(str(place), shape, 0.0) for place, shape in enumerate(shapes)]
-        optimizer = make_optimizer(config.optimizer, list(zip(places, tensors, strict=True)))
+        optimizer = make_optimizer(config, list(zip(places, tensors, strict=True)))
         numbers = torch.zeros((), device=device), torch.ones((), device=device)
         optimizer.found_inf, optimizer.grad_scale = numbers  # type: ignore[attr-defined]
         audit.counts.clear()
@@ -382,7 +389,7 @@ def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> Up
     more = (three - fixed - 3 * per_tensor - per_element * most) / most
     bytes_per_element = (twice_moved - moved) / size
     trace = UpdateTrace(bytes_per_element, launches - another, another, per_pass, fixed, per_tensor, per_element, more)
-    if config.optimizer.name != "muon":
+    if config.name != "muon":
         return trace
     (moved, launches, _), (twice_moved, launches_of_two, _) = (step(*(size,) * count, rows=2**10) for count in (1, 2))
     return trace._replace(bytes_of_matrix=(twice_moved - moved) / size, launches_of_matrix=launches_of_two - launches)

@@ -111,7 +111,7 @@ class Traces:
 
     def _add(self, way: Way, data: Mapping[str, Any]) -> None:
         trace, known = trace_of(data), self._known.get(way)
-        self._known[way] = replace(trace, spans={**(known.spans if known else {}), **trace.spans})
+        self._known[way] = known.joined(trace) if known else trace
 
     def _missing(
         self, ways: Collection[tuple[Way, TraceRequest]], read: bool = False

@@ -126,10 +126,12 @@ class LayoutBounds:
         known = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
         key = self._program.module_plan(plan), apart, plan.recomputed, part.content, known is None
         if key not in self._chunks:
-            least = self._by_kind(plan, known or self._program.sketched(plan))
+            # larger micro-batches are at least as efficient: one of a share of their size takes at least that share
+            trace, share = (known, 1.0) if known else self._program.sketched(plan)
+            least = self._by_kind(plan, trace)
             chunks = [(START, *kinds, END) for kinds in self._program.kinds(plan, part)]
             modules = ((_find(least, kind)[apart] for kind in chunk) for chunk in chunks)
-            found = (Least(*map(sum, zip(*chunk, strict=True))) for chunk in modules)
+            found = (Least(*(share * sum(one) for one in zip(*chunk, strict=True))) for chunk in modules)
             # most of what an offloaded layer saves is on the host
             self._chunks[key] = [one._replace(saved=0.0) for one in found] if offload else list(found)
         return self._chunks[key]

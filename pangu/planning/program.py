@@ -169,9 +169,18 @@ class StagePart(NamedTuple):
 class Program:
     """Step of a configuration's model and batch, for any layout."""
 
-    def __init__(self, config: RunConfig, note_progress: Callable[[], None] = lambda: None) -> None:
-        """Begin with nothing measured; `note_progress` is called after each dry run."""
+    def __init__(
+        self, config: RunConfig, note_progress: Callable[[], None] = lambda: None, sketch_size: int = 0
+    ) -> None:
+        """Begin with nothing measured.
+
+        Args:
+            config: configuration with the model and batch.
+            note_progress: called after each dry run.
+            sketch_size: sequences of the micro-batches that `sketch` measures; 0: those of each layout.
+        """
         self.config, self.note_progress, self._traces = config, note_progress, Traces(note_progress)
+        self._sketch_size = sketch_size
         self._known: dict[Any, Trace] = {}
         self._cuts: dict[Any, tuple[StagePart, ...]] = {}
         self._kinds: dict[Any, tuple[tuple[Chunk, ...], tuple[Chunk, ...]]] = {}
@@ -199,14 +208,15 @@ class Program:
         """Return whether `sketch` has measured a layout."""
         return self.is_prepared(self._sketch(plan))
 
-    def sketched(self, plan: Plan) -> Trace:
-        """Return the trace that `sketch` measures."""
+    def sketched(self, plan: Plan) -> tuple[Trace, float]:
+        """Return the trace that `sketch` measures, and the plan's share of the sequences of its micro-batches."""
         sketch = self._sketch(plan)
-        return self.trace(sketch, self.cut(sketch)[0])
+        return self.trace(sketch, self.cut(sketch)[0]), plan.micro_size / sketch.micro_size
 
     def _sketch(self, plan: Plan) -> Plan:
         """Return a layout of one chunk; one of its layers is recomputed, unless in the selective way."""
         plan = self.module_plan(plan)._replace(offload=(), layers=(self.config.model.layers,))
+        plan = plan._replace(micro_size=self._sketch_size or plan.micro_size)
         return plan if plan.recompute == "selective" else plan._replace(recompute="none", recomputed=1)
 
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
@@ -306,7 +316,9 @@ class Program:
                 chunk: dict(zip(parameters.uses[chunk], of_chunk, strict=True))
                 for chunk, of_chunk in zip(part.chunks, self.kinds(plan, part), strict=True)
             }
-            self._stages[key] = StageProgram(config, parameters, kinds, self.trace(plan, part))
+            self._stages[key] = StageProgram(
+                config, parameters, kinds, self.trace(plan, part), schedule.splits_backward
+            )
         return self._stages[key]
 
 

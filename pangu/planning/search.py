@@ -122,7 +122,10 @@ def space_of(
         raise ConfigError([Problem("cluster.devices", devices, rule, fix)])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
-    return Space(Program(config, note_progress), cluster, config, fixed)
+    sizes = [size for size in MICRO_SIZES if config.batch.global_size % size == 0]
+    # where shapes and sizes were timed, larger ones may be less efficient
+    timed = cluster.matmul.measured or cluster.inside.measured or cluster.between.measured
+    return Space(Program(config, note_progress, 0 if timed else fixed.get("micro_size", max(sizes))), cluster, config, fixed)
 
 
 @kept_workers()

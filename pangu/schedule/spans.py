@@ -161,15 +161,21 @@ class SpanKey(NamedTuple):
 
     An action passes `START`, the modules (in forward order, or reversed in the backward pass) and `END`; `before` and
     `after` are neighbors in this order, and outside of `START` and `END` the chunk's embedding and head: other chunks
-    receive and send. A module that an action does not reach, such as a frozen one in the backward pass, has no span.
+    receive and send. A module that an action does not reach, such as a frozen one in the backward pass, has no span,
+    and is not in front of `END`.
     The span of a message has the action's kind as `module`, between first and last module of its chunk.
     """
 
     action: str
-    """Kind of action, `F`, `B`, `I` or `W` as in `actions.Kind`; "" for a message."""
+    """Kind of action, `F`, `B`, `I` or `W` as in `actions.Kind`; for a message, the `backward` kind of its chunk."""
     before: str
     module: str
     after: str
+
+
+def backward(split: bool) -> str:
+    """Return the kind of action that computes input gradients, with weight gradients unless these are `split` off."""
+    return "I" if split else "B"
 
 
 START, END = "start", "end"
@@ -180,7 +186,10 @@ def keys_of(action: str, modules: Sequence[str]) -> list[SpanKey]:
     """Return the spans of an action on a chunk, in order: `START`, its `modules` (kinds in forward order), `END`."""
     order = [START, *(modules if action == "F" else reversed(modules)), END]
     ends = " ".join(name for name in ("embedding", "head") if any(kind.startswith(name) for kind in modules))
-    return [SpanKey(action, *key) for key in zip([ends, *order], order, [*order[1:], ends], strict=False)]
+    before, after = [ends, *order[:-1]], [*order[1:], ends]
+    if action != "F":  # `END` has the backward pass of the last module that is reached
+        before[-1] = next(kind for kind in reversed(order[:-1]) if not kind.endswith("unreached"))
+    return [SpanKey(action, *key) for key in zip(before, order, after, strict=True)]
 
 
 class UpdateTrace(NamedTuple):
@@ -240,10 +249,19 @@ class Trace:
             spans[-1] = END, replace(end, segments=(*before, last._replace(end=last.end - kept)))
         return spans
 
-    def message(self, kind: str, modules: Sequence[str]) -> Span:
-        """Return the span of a message of a chunk, or of any chunk whose message was measured."""
-        span = self.spans.get(SpanKey("", modules[0], kind, modules[-1]))
-        return span or next(span for key, span in self.spans.items() if key.module == kind and span is not None)
+    def message(self, split: bool, kind: str, modules: Sequence[str]) -> Span:
+        """Return the span of a message of a chunk, or of any chunk with such a message and such a backward pass."""
+        key = SpanKey(backward(split), modules[0], kind, modules[-1])
+        alike = (span for other, span in self.spans.items() if other[::2] == key[::2] and span is not None)
+        return self.spans.get(key) or next(alike)
+
+    def joined(self, later: Trace) -> Trace:
+        """Return the trace with the spans of a later measurement, which changes none but adds kinds of actions."""
+        spans = {**later.spans, **self.spans}
+        for key, span in self.spans.items():
+            if span is not None and (other := later.spans.get(key)) is not None:
+                spans[key] = replace(span, until=tuple(sorted({**dict(other.until), **dict(span.until)}.items())))
+        return replace(self, spans=spans)
 
 
 _SHARED = ("embedding.word.weight", "head.weight", "mtp.lookup")

@@ -88,9 +88,19 @@ def stage_actions(schedule: Schedule) -> list[StageActions]:
 class StageProgram:
     """Stage whose step can be folded for any list of actions."""
 
-    def __init__(self, config: RunConfig, parameters: StageParameters, kinds: ModuleKinds, trace: Trace) -> None:
-        """Create a stage; `kinds` maps a chunk to its modules in forward order, with their kinds (`module_kinds`)."""
-        self._config, self._trace, self._kinds = config, trace, kinds
+    def __init__(
+        self, config: RunConfig, parameters: StageParameters, kinds: ModuleKinds, trace: Trace, split: bool
+    ) -> None:
+        """Create a stage.
+
+        Args:
+            config: configuration of the run.
+            parameters: parameters of the stage.
+            kinds: modules of each chunk in forward order, with their kinds (`module_kinds`).
+            trace: measured spans of the modules.
+            split: whether the schedule computes weight gradients apart.
+        """
+        self._config, self._trace, self._kinds, self._split = config, trace, kinds, split
         self._hidden = HIDDEN if config.parallel.overlap else 0.0
         self._formats = formats = Formats.of(config)
         flats, table = parameters.flats, parameters.table
@@ -254,7 +264,7 @@ class StageProgram:
             fold.operations(expansion.ops)
         elif action.kind in MESSAGES:
             expansion.add(action)
-            span = trace.message(action.kind, list(self._kinds[action.chunk].values()))
+            span = trace.message(self._split, action.kind, list(self._kinds[action.chunk].values()))
             fold.span("", replace(span, work=replace(span.work, collectives=self._messages(action.kind))))
         elif action.kind in COMPUTE:
             expansion.add(action)

@@ -21,7 +21,7 @@ from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
 from pangu.dryrun.traces import TraceRequest, Way, as_data, jobs_of, trace_of
 from pangu.models.parameters import place_tensors
 from pangu.pipeline.layouts import Chosen, choose_layout
-from pangu.schedule.actions import Action
+from pangu.schedule.actions import MESSAGES, Action
 from pangu.schedule.spans import Span, SpanKey, Trace, Work, module_kinds
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import TensorRank
@@ -43,10 +43,10 @@ def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
             recorder.restart()
             carry_out(audit, trainer, micro_batches(chosen.config, layout))
             recorder.finish()
+        split = chosen.stages.schedule.splits_backward
         for boundary, span in spans_in(recorder.log):
-            if isinstance(boundary.action, Action):
-                key = key_of(boundary, boundary.action, kinds[boundary.action.chunk])
-                yield f"{boundary.action}", key, span
+            if isinstance(action := boundary.action, Action):
+                yield f"{action}", key_of(boundary, action, kinds[action.chunk], split), span
 
 
 def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:
@@ -83,12 +83,14 @@ def differences(values: dict[str, Any], device: torch.device) -> Iterator[str]:
     """What of each stage's spans is not as it was measured."""
     chosen = choose_layout(values, 1)
     for stage in range(chosen.layout.pipeline):
-        trace, count = measured(chosen, stage, device), 0
+        trace, count, split = measured(chosen, stage, device), 0, chosen.stages.schedule.splits_backward
         whole, of_measured = Work(), Work()
         for action, key, span in carried_out(chosen, stage, device):
             told, count = trace.spans.get(key), count + 1
-            if not key.action:
-                told = Span() if key.module in ("UNSHARD", "RESHARD") else trace.message(key.module, [key[1], key[3]])
+            if key.module in MESSAGES:
+                told = trace.message(split, key.module, [key.before, key.after])
+            elif key.module in ("UNSHARD", "RESHARD"):
+                told = Span()
             if told is None:
                 yield f"stage {stage}, {action}: {key} was not measured"
             elif told.segments != span.segments:

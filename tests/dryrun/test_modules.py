@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,27 @@ def test_a_host_adds_each_weight_gradient_of_a_layer_once_unless_they_are_comput
     assert work.sum_bytes == (2 + 4 + 4) * (qkv + model.hidden**2 + 8 * model.hidden**2)  # in bf16, to sums in fp32
     assert [modules.work(action).sums for action in ("F", "I", "W")] == [0, 0, 0]
     assert modules.work("B", "head").sums == modules.work("B", "embedding").sums == 0
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_later_measurement_changes_nothing_of_an_earlier_one(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedules with and without weight gradients computed apart are measured in any order."""
+    monkeypatch.setattr("pangu.dryrun.traces.cache_folder", lambda: tmp_path)
+    config = choose_layout(values("batch.micro_size=2 parallel.tensor=2", *SHAPE), 1).config
+    part = ModelPart(range(3), first=True, last=False)
+    table = place_tensors(config.model, [part], TensorRank(), ())
+    chunk, traces = tuple(module_kinds(config, table, part).values()), Traces()
+    before, after = (traces.measure([TraceRequest(config, (chunk,), (split,))])[0] for split in (first, not first))
+    for action in ("F", *("IW" if first else "B")):
+        both = (
+            [(span.segments, span.work) for _, span in one.of_action(action, chunk) if span] for one in (before, after)
+        )
+        assert next(both) == next(both)
+    backward = {key: span for key, span in before.spans.items() if key.action != "F"}
+    assert {key.module for key in backward} >= {"SEND_ACTIVATION", "RECV_GRADIENT"}
+    assert backward.items() <= after.spans.items()
 
 
 def fused(work: Work) -> float:
