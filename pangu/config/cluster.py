@@ -96,6 +96,17 @@ class PriceConfig:
 
 
 @dataclass(frozen=True)
+class FailureConfig:
+    """Failures that stop a run, and what a restart costs."""
+
+    device_hours: Positive = 50_700.0
+    """Hours between two interruptions, times devices. The default is Llama 3's (Dubey et al. 2024, section 3.3.4): 419
+    unexpected interruptions in 54 days on 16,384 GPUs."""
+    restart_s: NotNegative = 600.0
+    """Seconds from a failure to the first step after it: detection, start of all processes, loading the checkpoint."""
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """Cluster of identical devices in nodes of equal size."""
 
@@ -127,6 +138,8 @@ class ClusterConfig:
     """Bandwidth between a device and host memory, 10^9 bytes per second in each direction."""
     price: PriceConfig
     """Power and price."""
+    failures: FailureConfig = FailureConfig()
+    """Failures and restarts, for the expected goodput."""
     queued: bool = True
     """True if kernels are queued on the device while the host launches others; false: the device is the host itself,
     which launches a kernel after it has computed the one before."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from pangu.collectives.point_to_point import Channels
 from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE, OptimizerConfig
-from pangu.config.schema import RunConfig
 from pangu.dryrun.audit import Audit, work_of
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED

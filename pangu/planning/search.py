@@ -125,7 +125,8 @@ def space_of(
     sizes = [size for size in MICRO_SIZES if config.batch.global_size % size == 0]
     # where shapes and sizes were timed, larger ones may be less efficient
     timed = cluster.matmul.measured or cluster.inside.measured or cluster.between.measured
-    return Space(Program(config, note_progress, 0 if timed else fixed.get("micro_size", max(sizes))), cluster, config, fixed)
+    sketch_size = 0 if timed else fixed.get("micro_size", max(sizes))
+    return Space(Program(config, note_progress, sketch_size), cluster, config, fixed)
 
 
 @kept_workers()

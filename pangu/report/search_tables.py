@@ -14,6 +14,7 @@ from pangu.planning.auto import Outcome, overrides_of
 from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
 from pangu.planning.program import CONTEXT, Plan
 from pangu.planning.search import Candidate, Space
+from pangu.report.goodput import expected_goodput
 from pangu.report.page import fill_template
 from pangu.schedule import orders
 from pangu.schedule.groups import groups_of
@@ -43,7 +44,12 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     }
     if outcome.tokens is not None:
         hours = outcome.tokens / tokens * seconds / 3600
+        save_s = max(stage.states for stage in one.memory) * 2**30 / (cluster.host_gb_s * 1e9)
+        lost = expected_goodput(cluster.devices, cluster.failures, save_s)
         data["days"] = hours / 24
+        data["days_with_failures"] = data["days"] / lost.goodput if lost.goodput else None
+        data["failures_per_day"], data["goodput"] = lost.failures_per_day, lost.goodput
+        data["checkpoint_every"] = max(1, round(lost.interval_s / seconds))
         data["energy_mwh"] = hours * cluster.devices * cluster.price.watts / 1e6
         data["cost"] = hours * cluster.devices * cluster.price.per_hour or None
     return data
@@ -121,7 +127,13 @@ def run_words(outcome: Outcome) -> str:
     if outcome.tokens is None:
         return ""
     cost = "" if data["cost"] is None else f", cost {data['cost']:,.0f}"
-    return f"{outcome.tokens:.3g} tokens take {data['days']:,.1f} days and {data['energy_mwh']:,.0f} MWh{cost}"
+    days = data["days_with_failures"]
+    often = f"with {data['failures_per_day']:.2g} failures a day"
+    failing = "they never end" if days is None else f"{days:,.3g} days (goodput {data['goodput']:.1%})"
+    return (
+        f"{outcome.tokens:.3g} tokens take {data['days']:,.3g} days and {data['energy_mwh']:,.3g} MWh{cost}; "
+        f"{often}, {failing} with checkpoint.every={data['checkpoint_every']}"
+    )
 
 
 def explain(outcome: Outcome) -> Iterator[str]:

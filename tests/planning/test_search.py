@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -263,8 +264,9 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     page = tmp_path / "page.html"
     status, out, _ = run(capsys, *PLAN, "--explain", "--tokens", "300e9", "--html", str(page))
     assert status == 0
-    for words in ("layouts on 64 x a100", "the first: parallel.tensor=", "days and", "recompute full: "):
-        assert words in out
+    words = "layouts on 64 x a100", "the first: parallel.tensor=", "days and", "failures a day", "recompute full: "
+    assert all(one in out for one in words)
+    assert re.search(r"goodput 9\d\.\d%\) with checkpoint\.every=\d+$", out, re.MULTILINE)
     written = page.read_text(encoding="utf-8")
     assert written.count("<svg") == 4
     assert "http" not in written
