@@ -22,6 +22,8 @@ from pangu.metrics.trackers import FINISH_SECONDS, START_SECONDS, Service, Track
 
 GROUP = "pangu.trackers"
 """Group of entry points: functions that take a `TrackedRun` and return a `Tracker`."""
+ALERT_SECONDS = 60
+"""Shortest time between two alerts of one kind at wandb."""
 _PER_REQUEST = 100
 """Parameters of a configuration that MLflow takes at a time."""
 
@@ -31,6 +33,7 @@ class Connection(NamedTuple):
 
     log: Callable[[dict[str, float], int], object]
     finish: Callable[[int], object]
+    alert: Callable[[str, str], object] | None = None
 
 
 def service_of(name: str) -> Service:
@@ -92,7 +95,9 @@ def _start_wandb(mode: Any, run: TrackedRun) -> Tracker:
         settings=wandb.Settings(**options),
     )
     return Connection(
-        lambda figures, step: begun.log(figures, step=step), lambda status: begun.finish(exit_code=status)
+        lambda figures, step: begun.log(figures, step=step),
+        lambda status: begun.finish(exit_code=status),
+        lambda kind, message: begun.alert(kind, message, level="WARN", wait_duration=ALERT_SECONDS),
     )
 
 

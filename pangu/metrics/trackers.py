@@ -17,6 +17,7 @@ from pangu.common.files import open_regular, write_atomically
 from pangu.metrics.record import StepRecord
 
 _log = logging.getLogger(__name__)
+_root_log = logging.getLogger("pangu")
 START_SECONDS = 20
 FINISH_SECONDS = 60
 """Longest time in seconds that a tracker may take to start and to finish."""
@@ -130,6 +131,26 @@ class Tracker(Protocol):
         """Send what is left; `status` is 0 unless the run failed."""
 
 
+class Alert(NamedTuple):
+    """Log line that somebody should see now (`pangu.training.alerts`)."""
+
+    kind: str
+    message: str
+
+
+class _AlertHandler(logging.Handler):
+    """Handler that passes the alerts of a log to a function."""
+
+    def __init__(self, send: Callable[[Alert], object]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on a record that asks for an alert."""
+        if kind := getattr(record, "alert", None):
+            self._send(Alert(kind, record.getMessage()))
+
+
 class Service(NamedTuple):
     """Way to connect to a tracker."""
 
@@ -143,17 +164,19 @@ class Service(NamedTuple):
 
 
 class TrackerWriter:
-    """Writer that passes metrics to a thread that talks to a tracker.
+    """Writer that passes metrics, and alerts of the log, to a thread that talks to a tracker.
 
-    Connecting, sending and finishing may fail or hang for minutes on a cluster without internet access, so only the
-    thread waits. A failure becomes one warning, after which the metrics go to the other writers alone.
+    Alerts go to trackers with a method `alert(kind, message)`. Connecting, sending and finishing may fail or hang for
+    minutes on a cluster without internet access, so only the thread waits. A failure becomes one warning, after which
+    the metrics go to the other writers alone.
     """
 
     def __init__(self, service: Service, run: TrackedRun) -> None:
         """Start the thread and return at once."""
         # What is left to send; an integer is the exit status and ends the thread.
-        self._queue: queue.SimpleQueue[StepRecord | int] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepRecord | Alert | int] = queue.SimpleQueue()
         self._service, self._failed = service, False
+        self._alerts = _AlertHandler(self._queue.put)
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         try:
             # Not in the thread: concurrent imports from two threads can see half-initialized modules.
@@ -162,6 +185,7 @@ class TrackerWriter:
             self._fail(error)
         else:
             self._thread.start()
+            _root_log.addHandler(self._alerts)
 
     def write(self, record: StepRecord) -> None:
         """Queue the metrics of a step."""
@@ -170,6 +194,7 @@ class TrackerWriter:
 
     def close(self) -> None:
         """Send the queued metrics, giving up after about a minute."""
+        _root_log.removeHandler(self._alerts)
         if self._failed:
             return
         # While an exception passes through the caller's `finally`, the run is marked as failed.
@@ -189,8 +214,12 @@ class TrackerWriter:
     def _work(self, run: TrackedRun) -> None:
         try:
             tracker = self._service.start(run)
-            while isinstance(item := self._queue.get(), StepRecord):
-                tracker.log(tracked(item), item.step)
+            alert = getattr(tracker, "alert", None)
+            while not isinstance(item := self._queue.get(), int):
+                if isinstance(item, StepRecord):
+                    tracker.log(tracked(item), item.step)
+                elif alert is not None:
+                    alert(*item)
             tracker.finish(item)
         except Exception as error:
             self._fail(error)

@@ -33,7 +33,11 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.logged: list[tuple[dict[str, float], int]] = []
+        self.alerts: list[tuple[str, str, str, int]] = []
         self.exit_code: int | None = None
+
+    def alert(self, title: str, text: str, level: str, wait_duration: int) -> None:
+        self.alerts.append((title, text, level, wait_duration))
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged.append((values, step))
@@ -75,6 +79,16 @@ def test_every_step_reaches_wandb(tmp_path: Path, record: Make, calls: list[dict
     assert (call["name"], call["group"], call["tags"]) == ("a", "b", ("c",))
     assert call["config"] == {"model": {"layers": 2}}
     assert warnings_of(caplog) == []
+
+
+def test_alerts_of_the_log_reach_wandb(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    writer, log = writer_of(tmp_path, "offline"), logging.getLogger("pangu")
+    log.warning("step %d: rolling back", 3, extra={"alert": "rollback"})
+    log.warning("nobody needs to see this now")
+    log.warning("fp16 skips steps", extra={"alert": None})
+    writer.close()
+    log.warning("too late", extra={"alert": "rollback"})
+    assert calls[0]["run"].alerts == [("rollback", "step 3: rolling back", "WARN", 60)]
 
 
 def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
