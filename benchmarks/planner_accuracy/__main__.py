@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from benchmarks.planner_accuracy.accuracy import (
     predict_rows,
     summarise,
 )
-from benchmarks.planner_accuracy.measurements import Row, Scope, kind_of, load_clusters, read_rows
+from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of, load_clusters, read_rows
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status
 
@@ -71,9 +73,7 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError("--write needs --fit: there is nothing new to write; --fit all works")
     if options.fit is not None and options.held_out:
         raise UserError("--held-out and --fit: each says what is fitted to; remove one of them")
-    if options.held_out:
-        predictions = _leave_out_sources(rows)
-    elif options.fit is None:
+    if options.fit is None and not options.held_out:
         predictions = predict_rows(rows, read_coefficients(options.coefficients))
     else:
         predictions = _fit_and_predict(options, rows)
@@ -82,9 +82,9 @@ def validate(options: argparse.Namespace) -> None:
 
 
 def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[Prediction]:
-    """Predict all rows with coefficients of the named sources: theirs by cross-validation, or by other sources'."""
-    scopes = _scopes(rows)
-    words = [word.strip().lower() for word in options.fit.split(",") if word.strip()]
+    """Predict all rows by named sources other than theirs; rows of named ones by cross-validation, unless held out."""
+    scopes = grouped(rows, attrgetter("scope"))
+    words = [word.strip() for word in (options.fit or "all").lower().split(",") if word.strip()]
     chosen = {
         scope: of_scope
         for scope, of_scope in scopes.items()
@@ -93,23 +93,13 @@ def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[P
     if not chosen:
         names = "; ".join(sorted({source for source, *_ in scopes}))
         raise UserError(f"--fit {options.fit}: names no source of {options.table}; there are: {names}")
-    large = {scope: of_scope for scope, of_scope in chosen.items() if len(of_scope) >= LEAST_ROWS}
+    least = math.inf if options.held_out else LEAST_ROWS
+    large = {scope: of_scope for scope, of_scope in chosen.items() if len(of_scope) >= least}
     if options.write is not None:
         fits = [fit_rows(of_scope, scope) for scope, of_scope in large.items()]
         write_coefficients(options.write, fits + pooled(chosen), options.table)
-    predictions: list[Prediction] = []
-    for scope, of_scope in scopes.items():
-        if scope in large:
-            predictions += cross_validated(of_scope)
-            continue
-        predictions += _by_others(of_scope, chosen)
-    return predictions
-
-
-def _leave_out_sources(rows: Sequence[Row]) -> list[Prediction]:
-    """Predict all rows, each by what other sources tell of its kind of device and its format."""
-    scopes = _scopes(rows)
-    return [one for of_scope in scopes.values() for one in _by_others(of_scope, scopes)]
+    predicted = (cross_validated(scopes[one]) if one in large else _by_others(scopes[one], chosen) for one in scopes)
+    return list(chain.from_iterable(predicted))
 
 
 def _by_others(rows: Sequence[Row], scopes: Mapping[Scope, list[Row]]) -> list[Prediction]:
@@ -118,20 +108,13 @@ def _by_others(rows: Sequence[Row], scopes: Mapping[Scope, list[Row]]) -> list[P
     return predict_rows(rows, pooled({one: scopes[one] for one in scopes if one[0] != source and kind_of(one) == kind}))
 
 
-def _scopes(rows: Sequence[Row]) -> dict[Scope, list[Row]]:
-    scopes: dict[Scope, list[Row]] = defaultdict(list)
-    for row in rows:
-        scopes[row.scope].append(row)
-    return scopes
-
-
 def read_coefficients(path: Path) -> list[Fitted]:
     """Return the coefficients of a file. Raises UserError if it is none."""
+    fits = []
     try:
-        fits = []
         for one in json.loads(path.read_text(encoding="utf-8"))["fits"]:
-            parts = ({name: float(factor) for name, factor in one[part].items()} for part in _FACTORS)
-            fits.append(Fitted(one["source"], one["device"], one["format"], one["program"], int(one["rows"]), *parts))
+            parts = {part: {name: float(factor) for name, factor in one[part].items()} for part in _FACTORS}
+            fits.append(Fitted(**{**one, **parts}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as fitted coefficients: {error!r}") from error
     return fits
@@ -152,13 +135,9 @@ def write_coefficients(path: Path, fits: Sequence[Fitted], table: Path) -> None:
 def summary(predictions: Sequence[Prediction], by_kind: bool = False) -> dict[str, Any]:
     """Return the errors by source, by kind of device where a source has several, and if `by_kind` by kind and format
     over all sources."""
-    sources: dict[str, list[Prediction]] = defaultdict(list)
-    devices: dict[str, list[Prediction]] = defaultdict(list)
-    kinds: dict[str, list[Prediction]] = defaultdict(list)
-    for one in predictions:
-        sources[one.row.source].append(one)
-        devices["{}, {} {}".format(*one.row.scope)].append(one)
-        kinds["all {} {}".format(*kind_of(one.row.scope))].append(one)
+    sources = grouped(predictions, lambda one: one.row.source)
+    devices = grouped(predictions, lambda one: "{}, {} {}".format(*one.row.scope))
+    kinds = grouped(predictions, lambda one: "all {} {}".format(*kind_of(one.row.scope)))
     several = {name: group for name, group in devices.items() if len(group) < len(sources[group[0].row.source])}
     return {
         "sources": {source: summarise(group) for source, group in sources.items()},

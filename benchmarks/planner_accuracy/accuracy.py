@@ -6,12 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.planner_accuracy.fit import MEMORY, TIMES, Factors, fit, scaled
-from benchmarks.planner_accuracy.measurements import Row, Scope, kind_of
+from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of
 from benchmarks.planner_accuracy.published import Setup
 from benchmarks.planner_accuracy.step import memory_gib, step_seconds
 
@@ -110,27 +111,23 @@ def predict(row: Row, fitted: Fitted) -> Prediction:
     return min(options, key=lambda option: (not option.fits, option.seconds))
 
 
-def time_errors(rows: Sequence[Row], fitted: Fitted) -> list[float]:
-    """Return the logarithms of predicted over measured times."""
-    return [math.log(predict(row, fitted).seconds / (row.seconds or math.nan)) for row in rows]
+def log_errors(rows: Sequence[Row], fitted: Fitted, of: str = "seconds") -> list[float]:
+    """Return the logarithms of predicted over measured `seconds` or `memory`."""
+    return [math.log(getattr(predict(row, fitted), of) / getattr(row, of)) for row in rows]
 
 
 def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "") -> Fitted:
     """Return the coefficients of a scope, fitted to at most `MOST_ROWS` of its rows."""
     everyone = [row for row in rows if row.seconds]
     timed, filled = _spread(everyone), _spread([row for row in rows if row.memory])
-
-    def memories(factors: Factors) -> list[float]:
-        fitted = Fitted(memory=factors)
-        return [math.log(predict(row, fitted).memory / (row.memory or math.nan)) for row in filled]
-
-    figures: Factors = fit(lambda factors: time_errors(timed, Fitted(times=factors)), TIMES) if timed else {}
+    figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), TIMES) if timed else {}
     # A row that takes twice as long as its like has another cause, and tells nothing of the figures.
-    errors = time_errors(timed, Fitted(times=figures))
+    errors = log_errors(timed, Fitted(times=figures))
     usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < UNUSUAL]
     if 2 * len(usual) > len(timed) > len(usual):
-        figures = fit(lambda factors: time_errors(usual, Fitted(times=factors)), TIMES)
-    fitted = Fitted(*scope, program, len(rows), figures, fit(memories, MEMORY) if filled else {})
+        figures = fit(lambda factors: log_errors(usual, Fitted(times=factors)), TIMES)
+    memory = fit(lambda factors: log_errors(filled, Fitted(memory=factors), "memory"), MEMORY) if filled else {}
+    fitted = Fitted(*scope, program, len(rows), figures, memory)
     fitted = replace(fitted, stalls=_stalls(everyone, fitted))
     return replace(fitted, shapes=_shapes(everyone, fitted))
 
@@ -158,7 +155,7 @@ def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:
 def _shapes(rows: Sequence[Row], fitted: Fitted) -> Factors:
     """Return the factors of the layers of each shape, as if one more row had no residual."""
     residuals: dict[str, list[float]] = defaultdict(list)
-    for row, error in zip(rows, time_errors(rows, fitted), strict=True):
+    for row, error in zip(rows, log_errors(rows, fitted), strict=True):
         if len(row.setups) == 1 and abs(error) < UNUSUAL:
             residuals[shape_of(row.setups[0])].append(-error)
     return {
@@ -199,7 +196,7 @@ def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
         while True:
             rows = [row for timed in members.values() for row in timed]
             fitted = fit_rows(rows, ("*", family, format_), program)
-            bias = {scope: abs(median(time_errors(timed, fitted))) for scope, timed in members.items()}
+            bias = {scope: abs(median(log_errors(timed, fitted))) for scope, timed in members.items()}
             worst = max(bias, key=bias.__getitem__)
             if len(members) < 3 or bias[worst] <= DISAGREEMENT:
                 break
@@ -237,10 +234,10 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
     errors = [abs(bias) for bias in biases]
     memories = [abs(one.memory / one.row.memory - 1) for one in predictions if one.row.memory]
     failed = [one for one in predictions if one.row.out_of_memory]
-    groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
-    for one in timed:
-        groups[one.row.sweep].append((one.seconds, one.row.seconds or math.nan))
-    sweeps = [sweep for sweep in groups.values() if len(sweep) >= LEAST_SWEEP]
+    groups = grouped(timed, lambda one: one.row.sweep).values()
+    sweeps = [
+        [(one.seconds, one.row.seconds or math.nan) for one in group] for group in groups if len(group) >= LEAST_SWEEP
+    ]
     taus = [tau for sweep in sweeps if (tau := kendall_tau(sweep)) is not None]
     slowdowns = [
         min(sweep, key=lambda pair: pair[0])[1] / min(measured for _, measured in sweep) - 1 for sweep in sweeps
@@ -265,9 +262,6 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Return Kendall's rank correlation (tau-b) of predicted and measured; None if all of a kind are equal."""
-    concordant, counted = 0, [0, 0]
-    for (a, b), (c, d) in combinations(pairs, 2):
-        concordant += ((a - c) * (b - d) > 0) - ((a - c) * (b - d) < 0)
-        counted[0] += a != c
-        counted[1] += b != d
-    return concordant / math.sqrt(math.prod(counted)) if all(counted) else None
+    predicted, measured = (np.sign(np.subtract.outer(of_kind, of_kind)) for of_kind in np.array(pairs).T)
+    counted = math.sqrt((predicted**2).sum() * (measured**2).sum())
+    return float((predicted * measured).sum() / counted) if counted else None

@@ -6,10 +6,10 @@ import csv
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.published import Recompute, Setup, Shape, System
@@ -35,6 +35,8 @@ DERIVATIVES = {
 """Devices derived from others: the other one, peak rate and NVLink bandwidth over its; NVIDIA's data sheets."""
 Scope = tuple[str, str, str]
 """Source, device and format of measurements that share coefficients."""
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 _ZERO_BUBBLE = re.compile("schedule (zb-[12]p)", re.IGNORECASE)
 
 
@@ -57,6 +59,14 @@ def _model_of(device: str) -> str:
     """Return the name of a device without its maker and the size of its memory."""
     name = re.sub("nvidia|huawei", "", device, flags=re.IGNORECASE).strip()
     return "Ascend910" if name.lower().startswith("ascend") else re.split(r"[-\s(]", name)[0].upper()
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return lists of items by their keys."""
+    groups: dict[_Key, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
 
 
 class UnusableRowError(Exception):

@@ -6,7 +6,7 @@ al. 2020, section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.planner_accuracy.published import Module, Setup, System, embedding_work, head_work, layer_work
 from pangu.config.cluster import ClusterConfig
-from pangu.planning.cost import Phase, collective_seconds, overlap_seconds, phase_seconds, started
+from pangu.planning.cost import Phase, collective_seconds, phase_seconds
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.held import held_in
 from pangu.schedule.orders import SCHEDULES
@@ -40,8 +40,9 @@ class Step(NamedTuple):
     """[stages, modules]: how many of each module a stage has."""
     message: Collective
     """Message to the next stage."""
-    ends: set[Work]
-    """Different work of the stages after the micro-batches: communication of replicas, and the update."""
+    ends: set[tuple[Work, Work, Work]]
+    """Different work of the stages after the micro-batches: gradients sent beside the last backward pass, the update,
+    and parameters sent beside the next forward pass."""
     states: Any
     """[stages]: bytes of parameters, gradients and optimizer states."""
     activations: Any
@@ -69,11 +70,12 @@ def describe(setup: Setup) -> Step:
     parameters = counts @ [module.parameters for module in modules] - (shared if layout.pipeline == 1 else 0)
     ends = set()
     for stage, (held_parameters, layers) in enumerate(zip(parameters.tolist(), counts[:, 1].tolist(), strict=True)):
-        collectives = [*_reductions(held_parameters, setup)]
+        reductions, gathers = _reductions(held_parameters, setup)
         if shared and stage in (0, layout.pipeline - 1):
-            collectives.append(Collective("all_reduce", "ends", shared * system.gradient_bytes))
+            reductions += (Collective("all_reduce", "ends", shared * system.gradient_bytes),)
         moved = UPDATE_BYTES / layout.shards + (system.gradient_bytes + 4) / (layout.shards if layout.zero >= 2 else 1)
-        ends.add(Work((), held_parameters * moved, UPDATE_LAUNCHES * layers, tuple(collectives)))
+        update = Work((), held_parameters * moved, UPDATE_LAUNCHES * layers)
+        ends.add((Work(collectives=reductions), update, Work(collectives=gathers)))
     gradients = system.gradient_bytes / (layout.shards if setup.reduces_each else 1) + system.spare_bytes
     weights = 2 / (layout.shards if layout.zero == 3 else 1)
     return Step(
@@ -96,16 +98,17 @@ def in_flight(schedule: str, stages: int, virtual_stages: int, micro_batches: in
     return [np.array([one[:virtual_stages] for one in held_in(order, schedule)]) for order in orders]
 
 
-def _reductions(parameters: float, setup: Setup) -> Iterator[Collective]:
-    """Yield the collectives between replicas that are not part of the layers' work, as those of ZeRO-3 are."""
+def _reductions(parameters: float, setup: Setup) -> tuple[tuple[Collective, ...], ...]:
+    """Return the collectives of gradients and of parameters between replicas, except those of ZeRO-3 in the layers."""
     layout, gradients = setup.layout, parameters * setup.system.gradient_bytes
     hidden = setup.system.hidden_data
     if layout.zero == 0:
-        yield Collective("all_reduce", "replicas", gradients, 1, hidden)
-    elif layout.zero < 3:
-        times = setup.micro_batches if setup.reduces_each else 1
-        yield Collective("reduce_scatter", "shard", gradients, times, hidden)
-        yield Collective("all_gather", "shard", 2 * parameters, 1, hidden)
+        return (Collective("all_reduce", "replicas", gradients, 1, hidden),), ()
+    if layout.zero == 3:
+        return (), ()
+    times = setup.micro_batches if setup.reduces_each else 1
+    gathers = (Collective("all_gather", "shard", 2 * parameters, 1, hidden),)
+    return (Collective("reduce_scatter", "shard", gradients, times, hidden),), gathers
 
 
 def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
@@ -132,7 +135,12 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
     window = (1 + (chunks - 1) * min(m, layout.pipeline)) / chunks
     forward, backward = (window * float(part.sum()) for part in (seconds[longest, :1], seconds[longest, 1:]))
-    end = max(_end_seconds(work, groups, cluster, forward, backward) for work in step.ends)
+
+    def seconds_of(works: tuple[Work, ...]) -> float:
+        beside = zip(works, (backward, 0.0, forward), strict=True)
+        return sum(phase_seconds(work, groups, cluster, computing).total for work, computing in beside)
+
+    end = max(map(seconds_of, step.ends))
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
 
 
@@ -158,19 +166,3 @@ def makespan(seconds: Any, setup: Setup, link: float) -> float:
     # Exact where micro-batches are even and fill whole rounds of the stages, or less than one.
     busy = ((v - 1) * max(m, p) + m - 1) / v * stages.max()
     return float(stages.sum() / v + busy + (m - 1) * waiting + 2 * (p - 1) * link)
-
-
-def _end_seconds(
-    work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, forward: float, backward: float
-) -> float:
-    """Return the seconds after the micro-batches, where gradients are sent beside the last `backward` and parameters
-    beside the next `forward`."""
-    beside, waited = {True: 0.0, False: 0.0}, 0.0
-    for collective in work.collectives:
-        taken = collective_seconds(collective, groups[collective.axis], cluster)
-        beside[collective.kind == "all_gather"] += taken * collective.hidden
-        waited += taken * (1 - collective.hidden)
-    waited += overlap_seconds(forward, beside[True], cluster) + overlap_seconds(backward, beside[False], cluster)
-    device = work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    update = started(device, work.launches * cluster.launch_us * 1e-6, cluster)
-    return waited + update

@@ -93,8 +93,9 @@ def test_memory_is_what_the_papers_formulas_say() -> None:
 def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
     def sent(zero: int, schedule: str = "1f1b", stages: int = 1) -> dict[str, float]:
         layout = Layout(pipeline=stages, data=4, zero=zero)
-        end, *_ = describe(setup(layout, micros=8, schedule=schedule)).ends
-        return {one.kind: one.calls for one in end.collectives if one.axis != "ends"}
+        (reductions, _, gathers), *_ = describe(setup(layout, micros=8, schedule=schedule)).ends
+        collectives = (*reductions.collectives, *gathers.collectives)
+        return {one.kind: one.calls for one in collectives if one.axis != "ends"}
 
     assert sent(0) == {"all_reduce": 1}
     assert sent(1) == {"reduce_scatter": 1, "all_gather": 1}
