@@ -108,8 +108,8 @@ class StreamData:
     kind: Literal["stream"]
     """Selects the data source."""
     train: tuple[Filename, ...]
-    """Files, folders, globs, URLs that fsspec opens, or hf:NAME[:CONFIGURATION[:SPLIT]]: all that
-    `tools/preprocess_data.py --input` reads."""
+    """Files, folders, globs, URLs that fsspec opens, hf:NAME[:CONFIGURATION[:SPLIT]], mds:FOLDER or
+    wds:SHARDS: all that `tools/preprocess_data.py --input` reads."""
     weights: tuple[Positive, ...] | None
     """Mixing weight of each entry of `train`. null: all of `train` is one source."""
     validation: tuple[Filename, ...]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pangu.common.errors import UserError, shown
 from pangu.common.files import parse_json
 from pangu.data.inputs import MOST_VALUES, TextChunk, has_too_many_values, read_chunks
+from pangu.data.tables import decoded
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _NAMED = 100  # bad lines that `leave_out` warns about
@@ -156,11 +157,4 @@ def _values(column: Any) -> list[object]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:  # a library wrote another encoding, or the file is damaged
-        return [_decoded(value) for value in column.cast("large_binary").to_pylist()]
-
-
-def _decoded(value: bytes | None) -> object:
-    try:
-        return None if value is None else value.decode()
-    except UnicodeDecodeError:
-        return value
+        return [decoded(value) for value in column.cast("large_binary").to_pylist()]

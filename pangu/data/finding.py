@@ -14,6 +14,8 @@ from pangu.common.files import read_json_object
 
 DATASET = "hf:"
 """Name prefix of a dataset streamed by the `datasets` library: hf:NAME[:CONFIGURATION[:SPLIT]]."""
+MDS, WEBDATASET = "mds:", "wds:"
+"""Name prefixes of a folder of MosaicML shards, and of WebDataset's tar files; their libraries open paths and URLs."""
 TEXT = (".txt", ".jsonl", ".json")
 """Suffixes of text files, which may be compressed."""
 _KNOWN = (*TEXT, ".parquet", ".arrow", ".csv")
@@ -25,7 +27,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --input, --text-key and --whole-files, the arguments of `find_inputs` and `read_chunks`."""
     kinds = (
         f"files, folders or globs, or URLs of them: {_KINDS}; or {DATASET}NAME[:CONFIGURATION[:SPLIT]], which"
-        " `datasets` streams"
+        f" `datasets` streams; {MDS}FOLDER of MosaicML shards; {WEBDATASET}SHARD-{{000..099}}.tar of WebDataset"
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record that has the text (text)")
@@ -135,8 +137,8 @@ def suffixes(name: str) -> tuple[str, str]:
 
 
 def is_dataset(source: str) -> bool:
-    """Return whether the `datasets` library streams a source; hf://PATH is a URL instead."""
-    return source.startswith(DATASET) and not is_url(source)
+    """Return whether a library streams a source, by its prefix; hf://PATH is a URL instead."""
+    return source.startswith((DATASET, MDS, WEBDATASET)) and not source.startswith(f"{DATASET}//")
 
 
 def is_url(name: str) -> bool:

@@ -1,19 +1,23 @@
-"""Columns of Parquet and Arrow tables, and records streamed by the `datasets` library.
+"""Columns of Parquet and Arrow tables, and records streamed by the libraries of datasets and shards.
 
-Not all by `datasets`: it reads full row groups, whatever they decompress to, and cannot resume within one.
+Tables not by `datasets`: it reads full row groups, whatever they decompress to, and cannot resume within one.
 """
 
 from __future__ import annotations
 
 import glob
 import struct
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from pangu.common.errors import UserError
-from pangu.data.finding import DATASET, is_dataset, is_url, open_url
+from pangu.common.files import parse_json
+from pangu.data.finding import DATASET, MDS, WEBDATASET, is_dataset, is_url, open_url
 
 CHUNK = 1 << 20
 """Bytes of text per chunk, unless a single document has more."""
@@ -152,7 +156,19 @@ def _rows(size: int, rows: int) -> int:
 
 
 def streamed_records(source: str, key: str, skipped: int) -> Iterator[object]:
-    """Yield the texts of records streamed by the `datasets` library, from a dataset or CSV, after `skipped` records."""
+    """Yield the texts of records that a library streams, from a dataset, shards or CSV, after `skipped` records."""
+    if source.startswith(MDS):
+        records = _mds_records(source, skipped)
+    elif source.startswith(WEBDATASET):
+        records = _webdataset_records(source, key, skipped)
+    else:
+        records = _dataset_records(source, key, skipped)
+    for record in records:
+        _require(source, key, record)
+        yield record[key]
+
+
+def _dataset_records(source: str, key: str, skipped: int) -> Iterator[Mapping[str, object]]:
     import datasets  # noqa: PLC0415 - optional package
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -164,9 +180,53 @@ def streamed_records(source: str, key: str, skipped: int) -> Iterator[object]:
         options: dict[str, Any] = {"keep_default_na": False, "converters": {key: str}}
         path = glob.escape(source)
         records = datasets.load_dataset("csv", data_files=path, split="train", streaming=True, **options)
-    for record in records.skip(skipped) if skipped else records:
-        _require(source, key, record)
-        yield record[key]
+    yield from records.skip(skipped) if skipped else records
+
+
+def _mds_records(source: str, skipped: int) -> Iterator[Mapping[str, object]]:
+    """Yield the samples of MosaicML shards, one shard at a time as a temporary copy; pickled columns are refused."""
+    library = _library("streaming", "mosaicml-streaming", source)
+    one_process = import_module("streaming.base.world").World(1, 1, 1, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        place = {"remote": source.removeprefix(MDS), "local": folder}
+        stream = library.Stream(**place, download_retry=2, download_timeout=600, keep_zip=False)
+        for shard in stream.get_shards(one_process, allow_unsafe_types=False):
+            if skipped < len(shard):
+                stream.prepare_shard(shard)
+                yield from (shard[number] for number in range(skipped, len(shard)))
+                shard.evict()
+            skipped -= min(skipped, len(shard))
+
+
+def _webdataset_records(source: str, key: str, skipped: int) -> Iterator[Mapping[str, object]]:
+    """Yield the samples of tar files: text by extension, or the object of a `json` file. Nothing else is decoded."""
+    library = _library("webdataset", "webdataset", source)
+    shards = library.SimpleShardList(source.removeprefix(WEBDATASET))
+    for sample in islice(library.DataPipeline(shards, library.tarfile_to_samples()), skipped, None):
+        if key in sample or "json" not in sample:
+            yield {**sample, key: decoded(sample[key])} if key in sample else sample
+            continue
+        try:
+            record = parse_json(sample["json"])
+        except ValueError:
+            record = sample["json"]  # no document
+        yield record if isinstance(record, dict) else {key: record}
+
+
+def decoded(value: bytes | None) -> object:
+    """Return bytes of UTF-8 as text, and what is no text as it is."""
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _library(module: str, package: str, source: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        fix = f"pip install {package} (or this package's extra: streaming)"
+        raise UserError(f"{source}: needs {package}, which cannot be imported ({error}): {fix}") from error
 
 
 def _require(source: object, key: str, names: Iterable[str]) -> None:
