@@ -16,6 +16,7 @@ from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import Container, DictConfig, OmegaConf
@@ -24,11 +25,12 @@ from yaml import YAMLError
 
 from pangu.common.errors import MOST_DIGITS, ConfigError, Problem, UserError, shown
 from pangu.common.exit_status import INTERRUPTED, exit_status
+from pangu.common.files import read_json_object
 from pangu.config.build import build, keys_of
 from pangu.config.renamed import RENAMED, with_new_names
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
-from pangu.topology.launch import is_first_process
+from pangu.topology.launch import Launch, is_first_process
 from pangu.training.interrupts import ENDED, ending_at_once
 
 log = logging.getLogger("pangu")
@@ -48,8 +50,16 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
     place = next((n for n, pair in enumerate(pairwise(words)) if pair in (("--cfg", "job"), ("-c", "job"))), None)
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
-    def task(composed: DictConfig) -> None:
-        _end(lambda: train(_with_new_names(composed, overrides), given_keys(overrides)))
+    def task(composed: DictConfig) -> float | None:
+        values: dict[str, Any] = {}
+
+        def carry_out() -> None:
+            check_sweeper(str(HydraConfig.get().runtime.choices.get("hydra/sweeper", "basic")))
+            values.update(_with_new_names(composed, overrides))
+            train(values, given_keys(overrides))
+
+        _end(carry_out)
+        return final_loss(values)
 
     _end(lambda: refuse_long_integers(overrides))
     if any(word.startswith("-") for word in overrides):
@@ -68,6 +78,27 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
                 print(OmegaConf.to_yaml(values), end="")
 
         _end(carry_out)
+
+
+def check_sweeper(sweeper: str) -> None:
+    """Raise UserError if each of several processes would choose trials of its own."""
+    if sweeper != "basic" and Launch.from_environment().world > 1:
+        fix = "start it on one process, or sweep a list of values, which all processes run in the same order"
+        raise UserError(f"hydra/sweeper={sweeper}: each process would choose other values; {fix}")
+
+
+def final_loss(values: Mapping[str, Any]) -> float | None:
+    """Return the objective of a sweep: the last validation loss of a run, or its training loss where that is off.
+
+    None for a run that is not complete.
+    """
+    train = values["train"]
+    try:
+        summary = read_json_object(Path(train["output"]) / "summary.json")
+    except UserError:
+        return None
+    loss = summary.get("validation_loss" if values["validation"]["every"] else "loss")
+    return loss if summary.get("steps") == train["steps"] and isinstance(loss, float) else None
 
 
 def require_options(words: Sequence[str], configs: Path) -> None:

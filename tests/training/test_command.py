@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from pangu.common.errors import UserError
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.auto import cluster_names, load_cluster
-from pangu.training.command import compose
+from pangu.training.command import check_sweeper, compose, final_loss
 from tests.end_to_end.commands import called
 from tests.spawn import repository
 
@@ -123,6 +123,15 @@ def test_options_of_other_programs_are_told_with_our_keys(words: str, expected: 
     assert [line.strip() for line in done.stderr.splitlines()[2:]] == expected
 
 
+def test_a_sweeper_that_chooses_needs_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra's own runs lists of values, which all processes have in the same order."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    check_sweeper("basic")
+    with pytest.raises(UserError, match="hydra/sweeper=optuna: each process would choose other values; start it on"):
+        check_sweeper("optuna")
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -213,3 +222,12 @@ def test_references_in_prompts() -> None:
         sample("'${nowhere}'")
     with pytest.raises(UserError, match=r"sample\.prompts"):
         sample("'${'")
+
+
+def test_a_sweep_is_given_the_last_loss_of_a_complete_run(tmp_path: Path) -> None:
+    values = {"train": {"output": str(tmp_path), "steps": 4}, "validation": {"every": 2}}
+    assert final_loss(values) is None
+    (tmp_path / "summary.json").write_text('{"steps": 4, "loss": 2.5, "validation_loss": 3.5}')
+    assert final_loss(values) == 3.5
+    assert final_loss({**values, "validation": {"every": 0}}) == 2.5
+    assert final_loss({**values, "train": {"output": str(tmp_path), "steps": 8}}) is None
