@@ -123,16 +123,18 @@ class LayoutBounds:
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
-        known = None if offload else self._program.known(plan, part)  # offloaded layers free their predecessors
+        known = self._program.known(plan, part)
         key = self._program.module_plan(plan), apart, plan.recomputed, part.content, known is None
         if key not in self._chunks:
             # larger micro-batches are at least as efficient: one of a share of their size takes at least that share
-            trace, share = (known, 1.0) if known else self._program.sketched(plan)
-            least = self._by_kind(plan, trace)
+            traces, share = ([known], 1.0) if known else self._program.sketched(plan)
+            least, *offloaded = (self._by_kind(plan, trace) for trace in traces)
+            for other in offloaded:
+                least = {f"{kind} resident": one for kind, one in least.items()} | other
             chunks = [(START, *kinds, END) for kinds in self._program.kinds(plan, part)]
             modules = ((_find(least, kind)[apart] for kind in chunk) for chunk in chunks)
             found = (Least(*(share * sum(one) for one in zip(*chunk, strict=True))) for chunk in modules)
-            # most of what an offloaded layer saves is on the host
+            # most of what an offloaded layer saves is on the host, and each layer frees its predecessor
             self._chunks[key] = [one._replace(saved=0.0) for one in found] if offload else list(found)
         return self._chunks[key]
 
@@ -242,9 +244,9 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
 
 def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
     """Return the bounds of a kind of module, or of a kind that takes no more."""
-    kind = " ".join(word for word in kind.split() if word not in ("follows", "second", "resident"))
-    if kind in least:
-        return least[kind]
-    plain = kind.replace(" recomputed", "").replace(" unreached", "")
+    plain = kind.replace(" follows", "").replace(" second", "")
+    if kind in least or plain in least:
+        return least.get(kind) or least[plain]
+    plain = plain.replace(" recomputed", "").replace(" unreached", "")
     whole, apart = least.get(plain) or least.get(f"{plain} unreached") or (Least(), Least())
     return whole._replace(saved=0.0), apart._replace(saved=0.0)

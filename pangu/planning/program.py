@@ -202,22 +202,27 @@ class Program:
 
         The results are lower bounds for modules of other chunks.
         """
-        self.prepare(set(map(self._sketch, plans)))
+        self.prepare({sketch for plan in plans for sketch in self._sketches(plan)})
 
     def is_sketched(self, plan: Plan) -> bool:
         """Return whether `sketch` has measured a layout."""
-        return self.is_prepared(self._sketch(plan))
+        return all(map(self.is_prepared, self._sketches(plan)))
 
-    def sketched(self, plan: Plan) -> tuple[Trace, float]:
-        """Return the trace that `sketch` measures, and the plan's share of the sequences of its micro-batches."""
-        sketch = self._sketch(plan)
-        return self.trace(sketch, self.cut(sketch)[0]), plan.micro_size / sketch.micro_size
+    def sketched(self, plan: Plan) -> tuple[list[Trace], float]:
+        """Return the traces that `sketch` measures, and the plan's share of the sequences of their micro-batches.
 
-    def _sketch(self, plan: Plan) -> Plan:
-        """Return a layout of one chunk; one of its layers is recomputed, unless in the selective way."""
-        plan = self.module_plan(plan)._replace(offload=(), layers=(self.config.model.layers,))
+        With offloaded activations, a second trace has them.
+        """
+        sketches = self._sketches(plan)
+        traces = [self.trace(sketch, self.cut(sketch)[0]) for sketch in sketches]
+        return traces, plan.micro_size / sketches[0].micro_size
+
+    def _sketches(self, plan: Plan) -> list[Plan]:
+        """Return layouts of one chunk; one of its layers is recomputed, unless in the selective way."""
+        plan = self.module_plan(plan)._replace(layers=(self.config.model.layers,))
         plan = plan._replace(micro_size=self._sketch_size or plan.micro_size)
-        return plan if plan.recompute == "selective" else plan._replace(recompute="none", recomputed=1)
+        plan = plan if plan.recompute == "selective" else plan._replace(recompute="none", recomputed=1)
+        return [plan._replace(offload=offload) for offload in dict.fromkeys(((), plan.offload))]
 
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
         """Return the different parts of the model that the stages of a layout hold."""
