@@ -160,9 +160,9 @@ class SpanKey(NamedTuple):
     """Name of a span: action, kind of module (see `module_kinds`) and neighbors in the chunk.
 
     An action passes `START`, the modules (in forward order, or reversed in the backward pass) and `END`; `before` and
-    `after` are neighbors in this order, and outside of `START` and `END` the chunk's embedding and head: other chunks
-    receive and send. A module that an action does not reach, such as a frozen one in the backward pass, has no span,
-    and is not in front of `END`.
+    `after` are neighbors in this order, and outside of `START` and `END`, and with `START`, the chunk's embedding and
+    head: other chunks receive and send. A module that an action does not reach, such as a frozen one in the backward
+    pass, has no span, and is not in front of `END`.
     The span of a message has the action's kind as `module`, between first and last module of its chunk.
     """
 
@@ -186,7 +186,8 @@ def keys_of(action: str, modules: Sequence[str]) -> list[SpanKey]:
     """Return the spans of an action on a chunk, in order: `START`, its `modules` (kinds in forward order), `END`."""
     order = [START, *(modules if action == "F" else reversed(modules)), END]
     ends = " ".join(name for name in ("embedding", "head") if any(kind.startswith(name) for kind in modules))
-    before, after = [ends, *order[:-1]], [*order[1:], ends]
+    # the first module frees messages of the chunk
+    before, after = [ends, f"{START} {ends}", *order[1:-1]], [*order[1:], ends]
     if action != "F":  # `END` has the backward pass of the last module that is reached
         before[-1] = next(kind for kind in reversed(order[:-1]) if not kind.endswith("unreached"))
     return [SpanKey(action, *key) for key in zip(before, order, after, strict=True)]

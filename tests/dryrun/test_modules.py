@@ -89,6 +89,26 @@ def test_a_later_measurement_changes_nothing_of_an_earlier_one(
     assert backward.items() <= after.spans.items()
 
 
+def test_a_chunk_frees_its_messages_whatever_was_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a model receives activations; a whole model, which has the same modules, does not."""
+    config = choose_layout(values("batch.micro_size=2", *SHAPE, "model.kind=gpt", "model.tied_head=false"), 1).config
+    chunks = []
+    for part in (ModelPart.whole(config.model), ModelPart(range(1, 4), first=False, last=True)):
+        table = place_tensors(config.model, [part], TensorRank(), ())
+        chunks.append(tuple(module_kinds(config, table, part).values()))
+    found = []
+    for number, measured in enumerate((chunks[1:], chunks)):
+        folder, traces = tmp_path / f"{number}", Traces()
+        folder.mkdir()
+        monkeypatch.setattr("pangu.dryrun.traces.cache_folder", lambda folder=folder: folder)
+        for chunk in measured:
+            (trace,) = traces.measure([TraceRequest(config, (chunk,), (True,))])
+        found.append([[span and span.segments for _, span in trace.of_action(kind, chunks[1])] for kind in "FIW"])
+    assert found[0] == found[1]
+
+
 def fused(work: Work) -> float:
     """Return the FLOPs of fused attention kernels."""
     return sum(matmul.flops for matmul in work.matmuls if matmul.fused)
