@@ -163,7 +163,6 @@ class Audit(TorchDispatchMode):
         """Start to count for an action of the schedule, or for none."""
         self.detector.clock(HOST)  # the log may hold waits of the action before
         self.action, self.counts = action, self.by_action[action]
-        self.memory.high = self.memory.total
 
     def place(self) -> str:
         """Return the innermost line of this package being executed, or the operation of the backward pass."""

@@ -372,10 +372,10 @@ def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device)
         numbers = torch.zeros((), device=device), torch.ones((), device=device)
         optimizer.found_inf, optimizer.grad_scale = numbers  # type: ignore[attr-defined]
         audit.counts.clear()
-        memory = audit.memory
-        start = memory.high = memory.total
+        start = audit.memory.total
+        audit.memory.restart()
         optimizer.step()
-        return audit.counts["memory_bound_bytes",], audit.counts["launches",], memory.high - start
+        return audit.counts["memory_bound_bytes",], audit.counts["launches",], audit.memory.peak - start
 
     size, most = 2**20, UPDATED_AT_ONCE
     (moved, launches, one), (_, launches_of_two, two), (twice_moved, _, twice), (_, launches_of_three, three) = (

@@ -70,8 +70,6 @@ class Memory:
         """Location of the allocation that led to the peak."""
         self.total = 0
         """Live bytes of all kinds."""
-        self.high = 0
-        """Most live bytes since this was last set."""
         self.log: list[Any] | None = None
         """List of all changes as (storage, bytes) if a caller sets one; callers may add entries of their own."""
 
@@ -122,7 +120,6 @@ class Memory:
             self.log.append((entry, change))
         self.bytes[entry.kind] += change
         self.total += change
-        self.high = max(self.high, self.total)
         self._note_peak(place)
 
     def _note_peak(self, place: str) -> None:
