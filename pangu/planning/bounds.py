@@ -87,7 +87,7 @@ class LayoutBounds:
         gradients if they are separate. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
         modules = self._program.module_plan(plan), self._program.is_prepared(plan)
-        key = (*modules, plan.recomputed, plan.schedule, plan.layers, plan.pipeline)
+        key = (*modules, plan.recompute, plan.schedule, plan.layers, plan.pipeline)
         if key not in self._lines:
             self._lines[key] = list(self._of_stages(plan))
         weights = [*(self._weights(plan, part) for part in self._program.cut(plan)), Weights()]
@@ -124,7 +124,7 @@ class LayoutBounds:
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
         known = self._program.known(plan, part)
-        key = self._program.module_plan(plan), apart, plan.recomputed, part.content, known is None
+        key = self._program.module_plan(plan), apart, plan.recompute, part.content, known is None
         if key not in self._chunks:
             # larger micro-batches are at least as efficient: one of a share of their size takes at least that share
             traces, share = ([known], 1.0) if known else self._program.sketched(plan)

@@ -26,7 +26,6 @@ from pangu.zero.stage_parameters import StageParameters
 
 _SINGLE = Layout()
 _ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual_stages": 1, "layers": (), "micro_batches": 1}
-Recompute = Literal["none", "selective", "full"]
 LAYOUT = tuple(field.name for field in fields(Layout))
 """Fields of a plan that are those of its layout."""
 CONTEXT = "context_kind", "context_ulysses"
@@ -43,14 +42,13 @@ class Plan(NamedTuple):
     context: int
     zero: int
     sequence: bool
-    recompute: Recompute
+    recompute: Literal["none", "selective", "full"] | int
+    """Recompute policy, or the number of layers of each chunk that are recomputed in full."""
     micro_size: int
     micro_batches: int
     schedule: str
     layers: tuple[int, ...] = ()
     """Layers of each chunk; (): as even as possible."""
-    recomputed: int = 0
-    """Layers of each chunk that are recomputed in full, with `recompute` = none."""
     zero_group: int = 0
     """Replicas that share model states; 0: all."""
     offload: tuple[Literal["activations", "optimizer", "parameters"], ...] = ()
@@ -73,7 +71,7 @@ class Plan(NamedTuple):
     @property
     def recomputes(self) -> bool:
         """True if activations are recomputed."""
-        return self.recompute != "none" or self.recomputed > 0
+        return self.recompute != "none"
 
     @property
     def replicas(self) -> int:
@@ -94,22 +92,21 @@ def configured(config: RunConfig, plan: Plan) -> RunConfig:
     batch = replace(
         config.batch, micro_size=plan.micro_size, global_size=plan.micro_batches * plan.micro_size * plan.data
     )
-    memory = replace(config.memory, recompute=plan.recomputed or plan.recompute, offload=plan.offload)
+    memory = replace(config.memory, recompute=plan.recompute, offload=plan.offload)
     return replace(config, parallel=parallel, batch=batch, memory=memory, dry_run=False)
 
 
 def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
     """Return the layout of a configuration as the cost model's plan."""
-    recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
+    parallel, batch = config.parallel, config.batch
     return Plan(
         **{name: getattr(layout, name) for name in LAYOUT},
         **{name: getattr(parallel, name) for name in CONTEXT},
-        recompute=recompute if isinstance(recompute, str) else "none",
+        recompute=config.memory.recompute or "none",
         micro_size=batch.micro_size,
         micro_batches=batch.global_size // (batch.micro_size * layout.data),
         schedule=parallel.schedule,
         layers=layer_counts(config.model, stages.parts),
-        recomputed=0 if isinstance(recompute, str) else recompute,
         offload=config.memory.offload,
         chunks=parallel.overlap_chunks,
     )
@@ -132,7 +129,6 @@ def key_values(plan: Plan) -> dict[str, Any]:
         **plan._asdict(),
         "zero_group": plan.zero_group or None,
         "expert_tensor": plan.expert_tensor or None,
-        "recompute": plan.recomputed or plan.recompute,
         "offload": list(plan.offload),
     }
     return {key: values[field] for field, key in KEYS.items()}
@@ -221,7 +217,7 @@ class Program:
         """Return layouts of one chunk; one of its layers is recomputed, unless in the selective way."""
         plan = self.module_plan(plan)._replace(layers=(self.config.model.layers,))
         plan = plan._replace(micro_size=self._sketch_size or plan.micro_size)
-        plan = plan if plan.recompute == "selective" else plan._replace(recompute="none", recomputed=1)
+        plan = plan if plan.recompute == "selective" else plan._replace(recompute=1)
         return [plan._replace(offload=offload) for offload in dict.fromkeys(((), plan.offload))]
 
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
@@ -262,7 +258,7 @@ class Program:
 
     def _both_kinds(self, plan: Plan, part: StagePart) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
         """Return the kinds of the modules of each chunk, and of the shortest chunks that have the same spans."""
-        key = part.content, plan.recompute, plan.recomputed, "activations" in plan.offload
+        key = part.content, plan.recompute, "activations" in plan.offload
         if key not in self._kinds:
             config = configured(self.config, plan)
             table = whole_table(config.model, config.train.frozen)
@@ -272,7 +268,8 @@ class Program:
 
     def module_plan(self, plan: Plan) -> Plan:
         """Return a plan reduced to the fields that affect the work of a module."""
-        work = plan._replace(**_ONE_CHUNK, schedule=SIMPLEST, recomputed=min(plan.recomputed, 1))
+        recompute = 1 if isinstance(plan.recompute, int) else plan.recompute
+        work = plan._replace(**_ONE_CHUNK, schedule=SIMPLEST, recompute=recompute)
         if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
             return work
         offload = tuple(kind for kind in plan.offload if kind == "activations")

@@ -223,7 +223,7 @@ def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
     if "recompute" not in space.fixed and not plan.recomputes and plan.offload == space.fixed.get("offload", ()):
         most = max(plan.layers)
         yield from (plan._replace(recompute=recompute) for recompute in ("selective", "full"))
-        yield from (plan._replace(recomputed=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
+        yield from (plan._replace(recompute=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
     if "offload" not in space.fixed:
         for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
             if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # one of the two is enough
@@ -247,7 +247,8 @@ def _cost(space: Space, plan: Plan) -> Candidate:
 
 def _preference(one: Candidate) -> tuple[float, ...]:
     plan = one.plan
-    simplicity = (plan.recompute == "full", plan.recomputed, plan.tensor, plan.pipeline, plan.virtual_stages, plan.zero)
+    recomputed = plan.recompute if isinstance(plan.recompute, int) else 0
+    simplicity = (plan.recompute == "full", recomputed, plan.tensor, plan.pipeline, plan.virtual_stages, plan.zero)
     return (one.time.total, *map(float, simplicity))
 
 
@@ -333,12 +334,11 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
     node, offload = max(1, space.cluster.node // plan.tensor), space.fixed.get("offload", ())
     on_node = node if 1 < node < plan.replicas and plan.replicas % node == 0 else 0
     group = space.fixed.get("zero_group", on_node) or 0  # null means all replicas
-    recompute = space.fixed.get("recompute", "none")
-    layers = {"recomputed": recompute} if isinstance(recompute, int) else {"recompute": recompute}
+    recompute: Any = space.fixed.get("recompute") or "none"
     for zero, of_zero in worth_trying(shared, [group] if group else [], space.fixed.get("zero"), offload):
         if "zero_group" in space.fixed and (of_zero != group or plan.replicas % (group or 1)):
             continue
-        saving = plan._replace(zero=zero, zero_group=of_zero, offload=offload, **layers)
+        saving = plan._replace(zero=zero, zero_group=of_zero, offload=offload, recompute=recompute)
         whole = of_zero * (plan.tensor // (plan.expert_tensor or plan.tensor))
         if (not of_zero or holds_groups(whole, plan.expert)) and all(_can_wait(part, saving) for part in offload):
             yield saving

@@ -92,7 +92,7 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
     tied, terms = ties(best), terms_of(*(one.time for one in best))
     for number, one in enumerate(best):
         data, plan = as_data(outcome, one), one.plan
-        saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
+        saved = f"{plan.recompute} layers" if isinstance(plan.recompute, int) else plan.recompute
         yield {
             "": f"{number + 1}{' =' if 0 < number < tied else ''}",
             "tensor / chunks": f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
@@ -188,7 +188,7 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     for count in sorted({1, *search.CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
         yield f"matmuls in {count} chunks", {"chunks": count}
     recompute = "none" if plan.recompute == "full" else "full"
-    yield f"recompute {recompute}", {"recompute": recompute, "recomputed": 0}
+    yield f"recompute {recompute}", {"recompute": recompute}
     for schedule in orders.worth_trying() if plan.pipeline > 1 else ():
         if schedule != plan.schedule:
             yield schedule, {"schedule": schedule, "virtual_stages": orders.SCHEDULES[schedule].virtual_stages[0]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -71,16 +71,21 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
 
 
+def recomputes(plans: Iterable[Plan]) -> set[str]:
+    """What the layouts recompute."""
+    return {plan.recompute if isinstance(plan.recompute, str) else "some layers" for plan in plans}
+
+
 def test_what_saves_memory_is_never_faster() -> None:
     """So it is tried where a layout does not fit only, also with parts in host memory that are given."""
     where = space(8, *SMALL)
     for plan in Random(1).sample(list(enumerate_plans(where, Counter())), 25):
         others = list(smaller(where, plan))
-        assert {other.recompute for other in others} == {"none", "selective", "full"}
+        assert recomputes(others) - {"some layers"} == {"none", "selective", "full"}
         assert all(time_of(where, other).total >= time_of(where, plan).total for other in others), plan
     given = where._replace(fixed={"offload": ("optimizer",)})
     plan = next(enumerate_plans(given, Counter()))
-    assert {other.recompute for other in smaller(given, plan)} == {"none", "selective", "full"}
+    assert recomputes(smaller(given, plan)) == {"some layers", "selective", "full"}
     assert {other.offload for other in smaller(given, plan)} == {("optimizer",)}
 
 
