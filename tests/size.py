@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from pangu.common.exit_status import exit_status
 from tests.spawn import repository
 
 LIMITS = repository() / "tests" / "size.json"
@@ -88,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main, "size"))

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from pangu.config.context import context_kind
+from pangu.metrics.text import duration
 from pangu.models.size import training_flops_per_token
 from pangu.planning import search
 from pangu.planning.auto import Outcome, overrides_of
@@ -126,14 +127,23 @@ def run_words(outcome: Outcome) -> str:
     data = as_data(outcome, outcome.result.best[0])
     if outcome.tokens is None:
         return ""
+    energy = f" and {_energy(data['energy_mwh'])}" if data["energy_mwh"] else ""
     cost = "" if data["cost"] is None else f", cost {data['cost']:,.0f}"
     days = data["days_with_failures"]
     often = f"with {data['failures_per_day']:.2g} failures a day"
-    failing = "they never end" if days is None else f"{days:,.3g} days (goodput {data['goodput']:.1%})"
+    failing = "they never end" if days is None else f"{_days(days)} (goodput {data['goodput']:.1%})"
     return (
-        f"{outcome.tokens:.3g} tokens take {data['days']:,.3g} days and {data['energy_mwh']:,.3g} MWh{cost}; "
+        f"{outcome.tokens:.3g} tokens take {_days(data['days'])}{energy}{cost}; "
         f"{often}, {failing} with checkpoint.every={data['checkpoint_every']}"
     )
+
+
+def _days(days: float) -> str:
+    return f"{days:,.3g} days" if days >= 1 else duration(days * 86400)
+
+
+def _energy(mwh: float) -> str:
+    return f"{mwh:,.3g} MWh" if mwh >= 1 else f"{1000 * mwh:.3g} kWh"
 
 
 def explain(outcome: Outcome) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from pangu.common.commands import FILES, is_installed_command
 from pangu.common.errors import UserError, writing
 from pangu.common.files import read_json_object, write_atomically
-from pangu.config.data import StdlibData
+from pangu.config.data import InstructionsData, StdlibData
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.text import duration
@@ -125,9 +125,14 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     if isinstance(config.data, StdlibData) and config.optimizer.name == "adam":
         lamb = ("optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}")
         commands.append((shlex.join([*start, *_changed(sys.argv[1:], *lamb)]), "the same with LAMB"))
-    if config.sample.prompts and config.checkpoint.every:
-        write = shlex.join([*_program("generate"), output, "--prompt", config.sample.prompts[0]])
-        commands.append((write, "continues a text"))
+    prompts = config.sample.prompts or ["Hello"] * (getattr(config.data, "tokenizer", None) is not None)
+    if prompts and config.checkpoint.every:
+        what = "answers" if isinstance(config.data, InstructionsData) else "continues a text"
+        commands.append((shlex.join([*_program("generate"), output, "--prompt", prompts[0]]), what))
+    if config.checkpoint.init_from and config.checkpoint.every:
+        paths = ("--input", output, "--output", f"{output}_huggingface")
+        export = [*_program("convert"), "--from", "pangu", "--to", "huggingface", *paths]
+        commands.append((shlex.join(export), "exports for Hugging Face, vLLM and llama.cpp"))
     if config.metrics.tensorboard:
         commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
     commands.append((f"{shlex.join(pretrain)} +config=pangu_13b dry_run=true", "what a large preset needs"))

@@ -35,6 +35,15 @@ def test_the_next_commands_set_every_key_once(world: str, monkeypatch: pytest.Mo
         assert compose(repository() / "configs", words)["data"]["folder"] == "/d"
 
 
+def test_a_fine_tuned_model_can_be_asked_and_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["data=instructions", "data.train=[a.jsonl]", "data.tokenizer={kind: bytes}", "train.output=runs/a"]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *given])
+    said = summary_lines(config(*given, "checkpoint.init_from=runs/b"), {**SUMMARY, "samples": []})
+    assert "scripts/generate.py runs/a --prompt Hello\n      answers\n" in said
+    assert "--from pangu --to huggingface --input runs/a --output runs/a_huggingface\n" in said
+    assert "--to huggingface" not in summary_lines(config(*given), {**SUMMARY, "samples": []})
+
+
 def test_sampled_text_is_text() -> None:
     said = summary_lines(config("train.output=a"), {**SUMMARY, "samples": ["def f():\n    return '今天'"]})
     assert "\nsampled:\n    def f():\n        return '今天'\n" in said
