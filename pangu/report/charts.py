@@ -15,7 +15,7 @@ import numpy as np
 from pangu.metrics.plots import Series
 
 WIDTH, HEIGHT = 600, 270
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 58, 20, 10, 34
 MOST_POINTS = 500
 """Largest number of points of a line: more are averaged with their neighbors."""
 

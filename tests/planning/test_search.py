@@ -273,7 +273,7 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     assert all(one in out for one in words)
     assert re.search(r"goodput 9\d\.\d%\) with checkpoint\.every=\d+$", out, re.MULTILINE)
     written = page.read_text(encoding="utf-8")
-    assert written.count("<svg") == 4
+    assert written.count("<svg viewBox") == 4  # charts shrink with the page
     assert "http" not in written
 
 
