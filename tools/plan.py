@@ -36,7 +36,7 @@ from pangu.planning.auto import Outcome, find_layouts, overrides_of, prepare_cho
 from pangu.planning.forecast import Forecast
 from pangu.planning.program import Program, plan_of
 from pangu.report.dry_run import WIDTH, print_dry_run
-from pangu.report.search_tables import MODEL_ERROR, explain, page, rows, run_words, search_data
+from pangu.report.search_tables import explain, interval_words, memory_words, page, rows, run_words, search_data
 from pangu.report.sharding import print_sharding
 from pangu.report.stages import view_stages
 from pangu.schedule.advice import advise
@@ -182,7 +182,8 @@ def print_layouts(options: argparse.Namespace) -> None:
         f"{result.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(result.refused)}"
     )
     console.print(table)
-    console.print(f"=: ties with the first, within the model's error of {MODEL_ERROR:.0%}")
+    for line in (interval_words(outcome), memory_words(outcome)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if any(one.measured is None for one in result.best):
         console.print("?: predicted memory; the others show the memory of a dry run")
     if run := run_words(outcome):

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.planner_accuracy.accuracy import (
@@ -28,6 +29,7 @@ from benchmarks.planner_accuracy.accuracy import (
     predict_rows,
     summarise,
 )
+from benchmarks.planner_accuracy.intervals import coverage, residuals_of, write_intervals
 from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of, load_clusters, read_rows
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status
@@ -58,7 +60,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--table", required=True, type=Path, metavar="FILE.csv", help="measurements")
     parser.add_argument("--fit", metavar="SOURCES", help="words of sources' names, separated by commas, or all")
     parser.add_argument("--held-out", action="store_true", help="leave out one source after the other, without --fit")
-    parser.add_argument("--write", type=Path, metavar="FILE.json", help="write the fitted coefficients (with --fit)")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.json", help="write coefficients (with --fit) or intervals (--held-out)"
+    )
     parser.add_argument("--coefficients", type=Path, default=_SHIPPED, metavar="FILE.json", help="default: shipped")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table in Markdown")
     return parser.parse_args(arguments)
@@ -69,8 +73,8 @@ def validate(options: argparse.Namespace) -> None:
     rows, skipped = read_rows(options.table, load_clusters(_ROOT / "configs" / "cluster"))
     if not rows:
         raise UserError(f"{options.table}: no row can be used: {_join(skipped) or 'there is none'}")
-    if options.write is not None and options.fit is None:
-        raise UserError("--write needs --fit: there is nothing new to write; --fit all works")
+    if options.write is not None and options.fit is None and not options.held_out:
+        raise UserError("--write needs --fit or --held-out: there is nothing new to write; --fit all works")
     if options.fit is not None and options.held_out:
         raise UserError("--held-out and --fit: each says what is fitted to; remove one of them")
     if options.fit is None and not options.held_out:
@@ -78,6 +82,11 @@ def validate(options: argparse.Namespace) -> None:
     else:
         predictions = _fit_and_predict(options, rows)
     report = {**summary(predictions, options.held_out), "skipped": dict(skipped)}
+    if options.held_out:
+        residuals = residuals_of(rows)
+        report["coverage"] = coverage(residuals)
+        if options.write is not None:
+            write_intervals(options.write, residuals, options.table)
     print(json.dumps(report, indent=2) if options.json else markdown(report))
 
 
@@ -95,7 +104,7 @@ def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[P
         raise UserError(f"--fit {options.fit}: names no source of {options.table}; there are: {names}")
     least = math.inf if options.held_out else LEAST_ROWS
     large = {scope: of_scope for scope, of_scope in chosen.items() if len(of_scope) >= least}
-    if options.write is not None:
+    if options.write is not None and not options.held_out:
         fits = [fit_rows(of_scope, scope) for scope, of_scope in large.items()]
         write_coefficients(options.write, fits + pooled(chosen), options.table)
     predicted = (cross_validated(scopes[one]) if one in large else _by_others(scopes[one], chosen) for one in scopes)
@@ -159,7 +168,17 @@ def markdown(report: Mapping[str, Any]) -> str:
         told, failed = numbers["out_of_memory_told"], numbers["out_of_memory_rows"]
         cells = name.replace("|", "/"), str(numbers["rows"]), *errors, *order, f"{told} of {failed}" if failed else ""
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + f"\n\nLeft out: {_join(report['skipped']) or 'nothing'}."
+    lines += ["", f"Left out: {_join(report['skipped']) or 'nothing'}."]
+    numbers = report["all"]
+    lines.append(f"False alarms: {numbers['out_of_memory_false']} of {numbers['rows']} that ran are called too large.")
+    if counts := report.get("coverage"):
+        inside, rows = map(sum, zip(*counts.values(), strict=True))
+        mean = fmean(one / of_source for one, of_source in counts.values())
+        lines.append(
+            f"Intervals from other sources contain {inside} of {rows} rows, {mean:.0%} in the mean over sources:"
+        )
+        lines += [f"- {source}: {one} of {of_source}" for source, (one, of_source) in counts.items()]
+    return "\n".join(lines)
 
 
 def _format(value: float | None, form: str) -> str:

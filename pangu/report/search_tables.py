@@ -16,14 +16,13 @@ from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, pha
 from pangu.planning.program import CONTEXT, Plan
 from pangu.planning.search import Candidate, Space
 from pangu.report.goodput import expected_goodput
+from pangu.report.intervals import SHARE, Interval, groups_of_kind, nearest, shipped
 from pangu.report.page import fill_template
 from pangu.schedule import orders
 from pangu.schedule.groups import groups_of
 from pangu.schedule.simulate import simulate
 from pangu.zero.choices import STAGES
 
-MODEL_ERROR = 0.05
-"""Relative error of predicted times: closer layouts are ties. docs/planner-accuracy.md gives the measured errors."""
 WIDTH = 900
 """Width of a chart in pixels."""
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4", "#17a3b8")
@@ -37,6 +36,7 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     data: dict[str, Any] = {
         "overrides": overrides_of(one.plan),
         "step_time_s": seconds,
+        "step_time_interval_s": [seconds * limit for limit in interval_of(outcome.space, one.plan)[1][:2]],
         "terms_s": vars(one.time).copy(),
         "memory_gib": [stage.total for stage in one.memory],
         "measured_memory_gib": one.measured,
@@ -66,8 +66,8 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
         "layouts": result.layouts,
         "costed": result.costed,
         "refused": dict(result.refused),
-        "model_error": MODEL_ERROR,
-        "ties": ties(result.best) if result.best else 0,
+        "ties": ties(outcome) if result.best else 0,
+        "interval": interval_words(outcome) if result.best else "",
         "best": [as_data(outcome, one) for one in result.best],
         "front": [as_data(outcome, one) for one in front_of([*result.best, *result.others])],
     }
@@ -82,15 +82,44 @@ def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
     return front
 
 
-def ties(best: Sequence[Candidate]) -> int:
-    """Return the number of leading layouts that are tied with the fastest within the model's error."""
-    return sum(one.time.total <= best[0].time.total * (1 + MODEL_ERROR) for one in best)
+def interval_of(space: Space, plan: Plan) -> tuple[str, Interval]:
+    """Return the interval of a layout's step time, and the group of published measurements that it is of."""
+    return nearest(shipped(), *_kind_of(space, plan))
+
+
+def _kind_of(space: Space, plan: Plan) -> tuple[str, str, bool]:
+    precision = "bf16" if space.config.precision.matmul == "compute" else "fp8"
+    return space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1
+
+
+def interval_words(outcome: Outcome) -> str:
+    """Return a sentence about the interval of the fastest layout: where it is from, and which layouts are ties."""
+    space, plan = outcome.space, outcome.result.best[0].plan
+    (name, known), own = interval_of(space, plan), groups_of_kind(*_kind_of(space, plan))[0]
+    borrowed = "" if name == own else f", borrowed: too few sources measured {own}"
+    return (
+        f"interval: {SHARE:.0%} of {known.rows:,} published steps took {known.low:.2f} to {known.high:.2f} times the "
+        f"predicted ({name}, {known.sources} sources{borrowed}); =: ties, within {known.tie:.2f} times the first"
+    )
+
+
+def memory_words(outcome: Outcome) -> str:
+    """Return a sentence with the predicted memory of each stage of the fastest layout."""
+    stages = ", ".join(f"{stage.total:.1f}" for stage in outcome.result.best[0].memory)
+    return f"memory of the first, by stage: {stages} GiB predicted, of {outcome.space.cluster.memory.gib:.1f}"
+
+
+def ties(outcome: Outcome) -> int:
+    """Return the number of leading layouts that published measurements could not tell from the fastest."""
+    best = outcome.result.best
+    most = best[0].time.total * interval_of(outcome.space, best[0].plan)[1].tie
+    return sum(one.time.total <= most for one in best)
 
 
 def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
     """Yield the rows of a table of the fastest layouts: column title -> cell."""
     best = outcome.result.best
-    tied, terms = ties(best), terms_of(*(one.time for one in best))
+    tied, terms = ties(outcome), terms_of(*(one.time for one in best))
     for number, one in enumerate(best):
         data, plan = as_data(outcome, one), one.plan
         saved = f"{plan.recompute} layers" if isinstance(plan.recompute, int) else plan.recompute
@@ -104,6 +133,7 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
             "micro": f"{plan.micro_size}",
             "recompute": saved + "".join(f", {part} offloaded" for part in plan.offload),
             "step": f"{one.time.total:.3f} s{', host-bound' * (one.time.host > 0)}",
+            "interval": "{:.3g} to {:.3g} s".format(*data["step_time_interval_s"]),
             " + ".join(terms): " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
             "memory": f"{one.peak_gib:.1f} GiB{'?' * (one.measured is None)}",
             "tokens/s": f"{data['tokens_per_s']:,.0f}",
@@ -215,10 +245,12 @@ def page(outcome: Outcome) -> str:
         width=WIDTH,
         colours=COLOURS,
         cluster=cluster,
-        words=run_words(outcome),
+        words=[interval_words(outcome), memory_words(outcome), *filter(None, [run_words(outcome)])],
         rows=list(rows(outcome)),
-        times=list(_bars(times, TERMS, max(one.time.total for one in best), "s")),
-        memory=list(_bars(memory, StageMemory._fields, cluster.memory.gib, "GiB")),
+        times=_bars(times, TERMS, max(one.time.total for one in best), "s"),
+        memory=_bars(
+            memory, StageMemory._fields, max(cluster.memory.gib, *(one.total for one in best[0].memory)), "GiB"
+        ),
         timeline=_timeline(outcome),
         front=[(one.time.total, one.peak_gib, overrides_of(one.plan)) for one in front],
     )
@@ -230,18 +262,20 @@ Box = tuple[float, float, int, str, str]
 
 def _bars(
     bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], most: float, unit: str
-) -> Iterator[Box]:
-    """Yield the parts of one bar per title; the value `most` spans the width of the chart."""
+) -> tuple[list[Box], float]:
+    """Return the parts of one bar per title, and the value `most`, which spans the width of the chart."""
+    boxes = []
     for row, (title, parts) in enumerate(bars):
         x = 0.0
         for name in names:
             width = parts[name] / most * WIDTH
-            yield x, width, row, name, f"{title}: {name} {parts[name]:.3f} {unit}"
+            boxes.append((x, width, row, name, f"{title}: {name} {parts[name]:.3f} {unit}"))
             x += width
+    return boxes, most
 
 
-def _timeline(outcome: Outcome) -> tuple[int, list[Box]]:
-    """Return the height of a row and the boxes of the actions."""
+def _timeline(outcome: Outcome) -> tuple[int, list[Box], float]:
+    """Return the height of a row, the boxes of the actions, and the seconds that the width of the chart stands for."""
     plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
     groups, ledger = groups_of(plan.layout, cluster.node), outcome.space.program.describe(plan)
     durations = durations_of(ledger.schedule, phases_of(ledger, groups, cluster), 0.0)
@@ -251,4 +285,4 @@ def _timeline(outcome: Outcome) -> tuple[int, list[Box]]:
         (start * scale, (stop - start) * scale, stage, action.kind.name.lower(), f"stage {stage}: {action}")
         for stage, action, start, stop in chain.from_iterable(timeline.computing)
     ]
-    return max(4, min(20, 400 // plan.pipeline)), boxes
+    return max(4, min(20, 400 // plan.pipeline)), boxes, timeline.makespan

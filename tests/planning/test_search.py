@@ -269,12 +269,15 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     page = tmp_path / "page.html"
     status, out, _ = run(capsys, *PLAN, "--explain", "--tokens", "300e9", "--html", str(page))
     assert status == 0
-    words = "layouts on 64 x a100", "the first: parallel.tensor=", "days and", "failures a day", "recompute full: "
+    words = ["layouts on 64 x a100", "the first: parallel.tensor=", "days and", "failures a day", "recompute full: "]
+    words += ["interval: 90% of ", "memory of the first, by stage: "]
     assert all(one in out for one in words)
     assert re.search(r"goodput 9\d\.\d%\) with checkpoint\.every=\d+$", out, re.MULTILINE)
     written = page.read_text(encoding="utf-8")
     assert written.count("<svg viewBox") == 4  # charts shrink with the page
     assert "http" not in written
+    assert written.count('class="limit"') == 2, "the memory of a device is a line in both charts of memory"
+    assert re.search(r'class="axis">[\d.]+ s<', written)
 
 
 @pytest.mark.parametrize("given", ["memory.recompute=3", "memory.recompute=selective", "parallel.virtual_stages=2"])

@@ -1,0 +1,112 @@
+"""Intervals of step times that a plan predicts from the figures of a cluster file, and how many rows they contain."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.planner_accuracy.accuracy import LEAST_SWEEP, Fitted, predict
+from benchmarks.planner_accuracy.measurements import Row, kind_of
+from pangu.common.errors import UserError
+from pangu.report.intervals import SHARE, Interval, groups_of_kind, nearest
+
+NEAR = 1.25
+"""Layouts whose predicted time is within this factor of the fastest of their sweep tell which layouts are ties."""
+LEAST_SOURCES = 3
+"""Sources of a group that has an interval of its own; of two, one would be half of it."""
+
+
+class Residual(NamedTuple):
+    """Measured over predicted time of a row, by the bare figures of its cluster file."""
+
+    source: str
+    kind: tuple[str, str, bool]
+    """Family of devices, format, whether there is a pipeline."""
+    error: float
+    """Logarithm of measured over predicted time."""
+    tie: float | None
+    """How much the error differs from that of the layout that would be picked in its sweep; None: far from it."""
+
+
+def residuals_of(rows: Iterable[Row]) -> list[Residual]:
+    """Return the residuals of the timed rows."""
+    sweeps: dict[tuple[object, ...], list[tuple[Row, float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.seconds and not row.out_of_memory:
+            seconds = predict(row, Fitted()).seconds
+            sweeps[row.sweep].append((row, seconds, math.log(row.seconds / seconds)))
+    return [one for sweep in sweeps.values() for one in _of_sweep(sweep)]
+
+
+def _of_sweep(sweep: Sequence[tuple[Row, float, float]]) -> Iterator[Residual]:
+    pick = min(sweep, key=lambda one: one[1])
+    for one in sweep:
+        row, seconds, error = one
+        told = len(sweep) >= LEAST_SWEEP and one is not pick and seconds <= NEAR * pick[1]
+        kind = (*kind_of(row.scope), row.setups[0].layout.pipeline > 1)
+        yield Residual(row.source, kind, error, abs(error - pick[2]) if told else None)
+
+
+def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
+    """Return the interval of each group of rows that enough sources tell of, and of all rows."""
+    groups: dict[str, list[Residual]] = defaultdict(list)
+    for one in residuals:
+        for name in groups_of_kind(*one.kind):
+            groups[name].append(one)
+    everyone = _ties(residuals)
+    table = {}
+    for name, group in groups.items():
+        sources = len({one.source for one in group})
+        if sources >= LEAST_SOURCES or name == "all":
+            errors = [(one.error, one.source) for one in group]
+            low, high = (math.exp(_quantile(errors, (1 + sign * SHARE) / 2)) for sign in (-1, 1))
+            tie = math.exp(_quantile(_ties(group) or everyone or errors, SHARE))
+            # a plan says one time, which its interval contains
+            table[name] = Interval(min(1.0, low), max(1.0, high), max(1.0, tie), sources, len(group))
+    return table
+
+
+def _ties(residuals: Iterable[Residual]) -> list[tuple[float, str]]:
+    return [(one.tie, one.source) for one in residuals if one.tie is not None]
+
+
+def _quantile(values: Sequence[tuple[float, str]], share: float) -> float:
+    """Return a quantile of values with their sources, which count alike."""
+    ordered, counts = sorted(values), defaultdict[str, int](int)
+    for _, source in ordered:
+        counts[source] += 1
+    weights = list(accumulate(1 / counts[source] for _, source in ordered))
+    return ordered[min(bisect_left(weights, share * weights[-1]), len(ordered) - 1)][0]
+
+
+def coverage(residuals: Sequence[Residual]) -> dict[str, tuple[int, int]]:
+    """Return the number of rows that intervals of all other sources contain, and of all rows, by source."""
+    counts = {}
+    for source in sorted({one.source for one in residuals}):
+        own = [one for one in residuals if one.source == source]
+        if table := intervals_of([one for one in residuals if one.source != source]):
+            limits = [nearest(table, *one.kind)[1] for one in own]
+            inside = sum(one.low <= math.exp(row.error) <= one.high for one, row in zip(limits, own, strict=True))
+            counts[source] = inside, len(own)
+    return counts
+
+
+def write_intervals(path: Path, residuals: Sequence[Residual], table: Path) -> None:
+    """Write the intervals with how they were made. Raises UserError if the file cannot be written."""
+    if not residuals:
+        raise UserError(f"{table}: no row has a step time, from which intervals could be made")
+    command = f"python -m benchmarks.planner_accuracy --table {table.name} --held-out --write {path.name}"
+    how = f"{SHARE:.0%} of measured over predicted step times, by the bare figures of configs/cluster"
+    found = {name: one._asdict() for name, one in sorted(intervals_of(residuals).items())}
+    exact = json.dumps({"made_by": command, "how": how, "intervals": found})
+    text = json.dumps(json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}")), indent=1)
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error

@@ -1,0 +1,50 @@
+"""Intervals of predicted step times, from the residuals of published measurements.
+
+A plan uses the figures of a cluster file as they are, so these are residuals of the same figures. The table is written
+by `python -m benchmarks.planner_accuracy --table FILE.csv --held-out --write pangu/report/intervals.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+SHARE = 0.9
+"""Share of the residuals that an interval contains; sources count alike."""
+
+
+class Interval(NamedTuple):
+    """Interval of measured over predicted step times of one kind of device, format and layout."""
+
+    low: float
+    """Lower end, as a factor of the predicted time."""
+    high: float
+    """Upper end, as a factor of the predicted time."""
+    tie: float
+    """Layouts of one model and batch whose predicted times differ by at most this factor are ties."""
+    sources: int
+    """Number of sources of the measurements, which count alike."""
+    rows: int
+    """Number of measurements."""
+
+
+def groups_of_kind(device: str, precision: str, pipelined: bool) -> tuple[str, ...]:
+    """Return the names of the groups of measurements that tell of a kind, nearest first."""
+    layout = "with pipeline" if pipelined else "without pipeline"
+    return f"{device} {precision} {layout}", f"{device} {precision}", device, precision, "all"
+
+
+def nearest(table: Mapping[str, Interval], device: str, precision: str, pipelined: bool) -> tuple[str, Interval]:
+    """Return the nearest group of a kind that is in the table, and its interval."""
+    name = next(name for name in groups_of_kind(device, precision, pipelined) if name in table)
+    return name, table[name]
+
+
+@cache
+def shipped() -> Mapping[str, Interval]:
+    """Return the intervals of the shipped table, by group."""
+    known: dict[str, Any] = json.loads(files(__package__).joinpath("intervals.json").read_text(encoding="utf-8"))
+    return {name: Interval(**values) for name, values in known["intervals"].items()}
