@@ -39,7 +39,7 @@ with ending_at_once():
     from pangu.collectives.agreement import answer_of_store
     from pangu.common.console import guard_console
     from pangu.common.errors import STORE_SECONDS
-    from pangu.common.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
+    from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2
@@ -47,7 +47,7 @@ LAST_WORDS_SECONDS = 1.0
 """For processes to say that they end at a second Ctrl-C."""
 SILENCES = 2
 """Questions in a row that the launchers' store leaves without an answer when it counts as gone."""
-SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE, -signal.SIGINT)
+SPEAKS_ITSELF = (USER_ERROR, DEVICE_ERROR, INTERRUPTED, RETRYABLE, -signal.SIGINT)
 """Exit statuses of a process that has said why, or that Ctrl-C ended after its last word."""
 KILLED = (
     ", most likely because host memory or the container's limit is full (`dmesg` shows the kernel's out-of-memory "

@@ -89,6 +89,10 @@ class LocalError(UserError):
     """Error that only this process knows of, so that it must report it even if it is not the first process."""
 
 
+class DeviceError(UserError):
+    """Error raised when a device of the run computes wrongly; the message names its rank and host."""
+
+
 class LostError(LocalError):
     """Error raised when other processes of the run are gone or stuck; the same command may succeed."""
 

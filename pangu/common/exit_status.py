@@ -14,10 +14,12 @@ from pathlib import Path
 
 from pangu.common.commands import as_typed
 from pangu.common.console import guard_console, output_failure
-from pangu.common.errors import FIRST_SPEAKS_SECONDS, LocalError, LostError, UserError, printable, writing
+from pangu.common.errors import FIRST_SPEAKS_SECONDS, DeviceError, LocalError, LostError, UserError, printable, writing
 
 USER_ERROR = 2
 """Exit status after one message, for errors that the user can fix."""
+DEVICE_ERROR = 3
+"""Exit status when a device computes wrongly: the same command should run without the host that the message names."""
 RETRYABLE = 128 + signal.SIGTERM
 """Exit status when other processes are gone, so that the same command may succeed: that of SIGTERM, which schedulers
 restart."""
@@ -38,9 +40,9 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
         first: True in the first process of the command, which reports errors that all processes share.
 
     Returns:
-        0 on success; 2, with one message on standard error, for errors that the user can fix; RETRYABLE, also with
-        a message, if other processes are gone; INTERRUPTED after Ctrl-C; READER_GONE, silently, if nobody reads its
-        output.
+        0 on success; 2, with one message on standard error, for errors that the user can fix; DEVICE_ERROR, also with a
+        message, if a device computes wrongly; RETRYABLE, also with a message, if other processes are gone; INTERRUPTED
+        after Ctrl-C; READER_GONE, silently, if nobody reads its output.
     """
     guard_console()
     try:
@@ -62,6 +64,8 @@ def _status_of(action: Callable[[], object], says: str, first: bool) -> int:
         text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else as_typed(str(error)))
         print(f"{says}: {text}", file=sys.stderr, flush=True)
         tell_launcher(text)
+        if isinstance(error, DeviceError):
+            return DEVICE_ERROR
         return RETRYABLE if isinstance(error, LostError) else USER_ERROR
     except SystemExit as end:  # of argparse, which has said why
         if not isinstance(end.code, int | None):

@@ -317,6 +317,11 @@ def _faults(config: RunConfig) -> Iterator[Problem]:
     if config.faults.action == "rollback" and not config.checkpoint.every:
         rule = "checkpoint.every = 0 saves no checkpoint to roll back to"
         yield Problem("faults.action", "rollback", rule, "use stop, or set checkpoint.every=100")
+    if config.faults.recheck and not config.train.deterministic:
+        rule = "compares bits, and train.deterministic = false lets them vary"
+        yield Problem(
+            "faults.recheck", config.faults.recheck, rule, "set train.deterministic=true, or faults.recheck=0"
+        )
 
 
 def _evaluate(config: RunConfig) -> Iterator[Problem]:

@@ -39,3 +39,7 @@ class FaultsConfig:
     """Compare in every step, bit for bit, the weights that several ranks computed with alike, in the message of the
     gradient norm. A difference names rank and host, and is a fault of a device, its memory or a link: see `action`; a
     rollback leaves no batches out."""
+    recheck: Natural = 0
+    """Steps between rechecks, in which all replicas compute the same micro-batch and compare, bit for bit, its loss and
+    gradients; 0: none. A difference names rank and host, as `verify_weights` does. A spike is computed again before
+    `action`: it is of the data if all replicas get the same bits. Needs `train.deterministic=true`."""

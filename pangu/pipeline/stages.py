@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pangu.common.errors import ConfigError, Problem
@@ -67,6 +68,16 @@ def shards_sums(layout: Layout) -> bool:
     if layout.zero < 2:  # a search asks for layouts of a module alone, whose ranks cannot share the experts
         return False
     return layout.shards > 1 or (layout.splits_experts and ExpertLayout(layout).shards > 1)
+
+
+def one_micro_batch(schedule: Schedule) -> Schedule:
+    """Return a schedule for one micro-batch, or for the smallest number that its kind allows."""
+    for count in range(1, schedule.micro_batches):
+        with suppress(NumbersError):
+            return make_schedule(
+                schedule.name, schedule.stages, schedule.virtual_stages, count, reduce_each=schedule.reduce_each
+            )
+    return schedule
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pangu.collectives.agreement import name_silent_ranks
 from pangu.collectives.reduce import gather_objects
-from pangu.common.errors import UserError
+from pangu.common.errors import DeviceError, UserError
 from pangu.config.schema import RunConfig
 from pangu.config.stages import num_samples
 from pangu.data.batch import Batch
@@ -28,7 +28,8 @@ from pangu.topology.recording import stop
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.profile import PROFILED, Profile, find_stragglers
-from pangu.training.replicas import find_replica_difference, find_weight_difference
+from pangu.training.recheck import DeviceChecks
+from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
 from pangu.training.step import PendingResult, StepResult, Trainer
@@ -66,6 +67,7 @@ class Loop:
         self.heartbeat = heartbeat
         self.forecast = forecast
         self.spikes = SpikeDetector(config.faults)
+        self.devices = DeviceChecks(trainer, heartbeat)
         self._goodput = Goodput(signals.began)
         self.samples = 0
         """Position in the data, over all replicas: samples consumed, and those skipped by rollbacks."""
@@ -134,6 +136,7 @@ class Loop:
         with recorder.span("loading"):
             batches = loader.micro_batches(self.samples, trainer.step)
             self._position = loader.position
+        self.devices.before_step(batches)
         with recorder.span("update"):
             stragglers = self._forward_backward(batches)
         if self._pending is not None and not self._look(saver, at_once=False):
@@ -142,6 +145,7 @@ class Loop:
         with recorder.span("update"):
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
         self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
+        self.devices.batches = batches
         self.samples += stage.global_size // stage.parts
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
@@ -285,14 +289,12 @@ class Loop:
             of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
             alert = None if self.config.precision.loss_scale else "skipped_step"  # fp16 skips steps to find its scale
             log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks), extra={"alert": alert})
-        if result.weight_sums is not None:
-            with self._interlude("comparing replicas"):
-                difference = find_weight_difference(self.trainer, result.weight_sums)
-            differs = f"weights differ (faults.verify_weights): {difference}; check the device"
-            if self._answer(differs, saver, is_of_data=False):
-                return True
-        fault = self.spikes.fault(result)
-        return fault is not None and self._answer(fault, saver)
+        if (found := self.devices.find(result)) is not None and self._answer(found[0], saver, found[1]):
+            return True
+        if (fault := self.spikes.fault(result)) is None:
+            return False
+        fault, intact = self.devices.judge(fault, result)
+        return self._answer(fault, saver, intact)
 
     def _save(self, saver: Saver) -> None:
         """Save a checkpoint; non-finite weights or moments are a fault of the run instead."""
@@ -305,12 +307,12 @@ class Loop:
         if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
             raise UserError(f"step {self.trainer.step}: {fault}")
 
-    def _answer(self, fault: str, saver: Saver, is_of_data: bool = True) -> bool:
+    def _answer(self, fault: str, saver: Saver, intact: int | None = None) -> bool:
         """Handle a fault as configured; return True if the run has gone back. May raise UserError on all ranks.
 
-        One that is not of data is of a device: the state before the step may be wrong, but no batches are.
+        `intact`: last step whose state is surely right, if a device is at fault, and no batches are.
         """
-        trainer, faults = self.trainer, self.config.faults
+        trainer, faults, is_of_data = self.trainer, self.config.faults, intact is None
         message = f"step {trainer.step}: {fault}"
         if faults.action == "warn":
             log.warning(message, extra={"alert": "fault"})
@@ -322,13 +324,13 @@ class Loop:
         with telling(message):
             saver.settle()
             goes_back = faults.action == "rollback"
-            if is_of_data:
+            if intact is None:
                 blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
-            else:  # the weights of this step are those after the one before
-                blamed = saver.standings.condemn_after(trainer.step - 2, message)
+            else:
+                blamed = saver.standings.condemn_after(intact, message)
         if faults.action == "stop":
             fix = "; set faults.action=rollback to continue from the newest proven checkpoint without these batches"
-            raise UserError(f"{message}; {blamed}{fix * is_of_data}")
+            raise (UserError if is_of_data else DeviceError)(f"{message}; {blamed}{fix * is_of_data}")
         log.warning("%s: rolling back; %s", message, blamed, extra={"alert": "rollback"})
         with self._interlude("rolling back"):
             step, until = trainer.step, trainer.step + faults.skip_after
@@ -361,7 +363,7 @@ class Loop:
             with telling(message):
                 saver.settle()
                 continues = saver.standings.condemn_after(last, fault)
-            raise UserError(f"{message}; {continues}")
+            raise DeviceError(f"{message}; {continues}")
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)

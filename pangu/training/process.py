@@ -81,8 +81,8 @@ class Heartbeat:
         self._doing = ""
         self._written_s = -HEARTBEAT_SECONDS
         self._failing = False
-        self.counts: Mapping[str, float] = {"failed_saves": 0}
-        """Counts of failures so far, by name."""
+        self.counts: Mapping[str, float | str] = {"failed_saves": 0}
+        """Counts of failures so far, by name, and the last fault of a device."""
 
     def beat(self, step: int, doing: str) -> None:
         """Record that the run is alive, having made `step` steps."""

@@ -40,7 +40,7 @@ def find_replica_difference(trainer: Trainer) -> str | None:
     digests = _on_host(dict(_digests(trainer)))
     rounded = _on_host(dict(_rounded_digests(trainer)))
     found = [
-        f"{name} from element {list(place)} on: {_named(mesh, mesh.rank)} computes with other weights than it updates"
+        f"{name} from element {list(place)} on: {named(mesh, mesh.rank)} computes with other weights than it updates"
         for (name, place, shape), digest in rounded.items()
         if digests[f"local/{name.partition('/')[2]}", place, shape] != digest
     ]
@@ -81,13 +81,14 @@ def _differences(mesh: Mesh, axis: str, rows: Mapping[int, Mapping[Key, Any]]) -
         (common, count), *_ = Counter(copies.values()).most_common()
         most = 2 * count > len(copies)  # of two copies nobody knows which one is right
         wrong = [rank for rank, digest in copies.items() if digest != common] if most else list(copies)
-        ranks = ", ".join(_named(mesh, rank) for rank in wrong)
+        ranks = ", ".join(named(mesh, rank) for rank in wrong)
         others = "the other copies" if most else "each other"
         place = f" from element {list(key[1])} on" if key[1] else ""
         yield f"{key[0]}{place}: {ranks} ({axis} axis) from {others}"
 
 
-def _named(mesh: Mesh, rank: int) -> str:
+def named(mesh: Mesh, rank: int) -> str:
+    """Return a rank and its host as text."""
     return mesh.named([rank]) if mesh.hosts else f"rank {rank} on {socket.gethostname()}"
 
 

@@ -37,7 +37,7 @@ from pangu.optim.lr_schedule import learning_rate, weight_decay
 from pangu.optim.moments import MOMENTS
 from pangu.optim.qk_clip import QkClip
 from pangu.pipeline.runner import Runner
-from pangu.pipeline.stages import Stages, plan_stages
+from pangu.pipeline.stages import Stages, one_micro_batch, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Mesh
 from pangu.training.step_check import StepCheck
@@ -251,6 +251,28 @@ class Trainer:
         self._loss = torch.stack(losses).double().sum(0) if losses else None
         if self._has_mtp and self._loss is not None:
             self._loss = torch.stack([self._loss[0], self._loss[1:].sum()])
+
+    def digest(self, batch: Batch) -> tuple[int, bool]:
+        """Compute one micro-batch apart from the steps; all ranks call this together, between two steps.
+
+        Returns:
+            A sum over the bits of the loss and of this rank's gradients, and whether those gradients are finite.
+        """
+        stages, check, gradients = self.stages, self.check, self.parameters.gradients
+        schedule = one_micro_batch(stages.schedule)
+        self.stages, self.check, gradients.digests = replace(stages, schedule=schedule), None, []
+        try:
+            self.forward_backward([batch] * schedule.micro_batches)
+            sums = gradients.digests if self._loss is None else [self._loss.view(torch.int64).sum(), *gradients.digests]
+            # odd factors: a flipped bit changes the result, and equal changes of two sums do not cancel
+            total = sum((2 * place + 1) * one for place, one in enumerate(sums))
+            norms = [norm for _, of_flat in gradients.norms for norm in of_flat]
+            finite = all(bool(torch.stack(group).isfinite().all()) for group in [norms] if group)
+            return int(total), finite
+        finally:
+            self.stages, self.check, gradients.digests = stages, check, None
+            if self.scales is not None:
+                self.scales.forget_step()  # the magnitudes of this micro-batch are not those of a step
 
     def _count_targets(self, batches: list[Batch]) -> list[Batch]:
         """Set the divisor of the loss, and return the batches with the loss weights of multi-token prediction."""

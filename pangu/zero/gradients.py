@@ -23,6 +23,7 @@ from pangu.topology.recorder import AxisGroup
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.rules import Operation, ReduceRules
 from pangu.zero.stage_parameters import StageParameters
+from pangu.zero.weight_sums import sum_of_bits
 
 Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 """Per flat parameter, in the order of reduction: the ranges of its tensors, and their gradient norms."""
@@ -80,6 +81,8 @@ class GradientSum(ReduceRules[FlatParameter]):
         self._stream = CopyStream(mesh.device)
         self.norms: Norms = []
         """Norms of this rank's unreduced gradients in this step: a reduction spreads non-finite values to all ranks."""
+        self.digests: list[Tensor] | None = None
+        """Sums over the bits of this rank's gradients, which are then not reduced; None: reduce them."""
         for parameter in (one for flat in self._all for one, _ in flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook())
 
@@ -183,6 +186,11 @@ class GradientSum(ReduceRules[FlatParameter]):
                 total[one.span].zero_()
                 one.begins = False
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
+        if self.digests is not None:
+            self.digests.append(sum_of_bits(total))
+            if sharding.stage >= 2:
+                self._free(flat)
+            return Completion()
         if sharding.size == 1:
             part = flat.grad.to(message)
             handle = start_ordered_all_reduce(part, mesh.group(sharding.axis("replicas")))
