@@ -107,5 +107,5 @@ def test_the_verdict_needs_a_most_common_answer() -> None:
     assert wrong_ranks(two, [[1, 2], [1, 3]]) == [1]
     assert wrong_ranks(two, [[1, 2], [1, 2]]) == [0, 1]
     assert wrong_ranks(Layout(data=3), [[1, 2, 1], [1, 2, 1]]) == [1]
-    assert (coupled_replicas(four), coupled_replicas(Layout(data=2, tensor=2, expert=2))) == (2, 1)
+    assert (coupled_replicas(four), coupled_replicas(Layout(data=2, tensor=2, expert=2, expert_tensor=1))) == (2, 1)
     assert wrong_ranks(four, [[1, 2, 1, 2]]) == []
