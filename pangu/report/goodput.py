@@ -1,7 +1,7 @@
 """Expected goodput: the fraction of a run's time that trains, with failures, restarts and checkpoints.
 
 Failures are a Poisson process. Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart
-dumps", gives the expected time (equation 20) and the interval between checkpoints that minimizes it (equation 37).
+dumps", gives the expected time and the interval between checkpoints that minimizes it.
 """
 
 from __future__ import annotations

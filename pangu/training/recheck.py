@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pangu.collectives.reduce import gather_objects, largest
+from pangu.collectives.reduce import gather_objects
 from pangu.data.batch import Batch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -150,13 +148,10 @@ def wrong_ranks(layout: Layout, rounds: Sequence[Digests]) -> list[int]:
 
 def _share(batch: Batch, is_owner: bool, mesh: Mesh) -> Batch:
     """Return the owner's micro-batch on all replicas."""
-    group = mesh.group("replicas")
-    tensors = {name: value.cpu().numpy() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    content = pickle.dumps({"samples": batch.samples, **tensors}) if is_owner else b""
-    length = int(largest(torch.tensor(len(content), device=mesh.device), group))
-    message = torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8).to(mesh.device)
-    received: Mapping[str, Any] = pickle.loads(largest(message, group).cpu().numpy().tobytes())
+    content = {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in vars(batch).items()}
+    everyone = gather_objects(content if is_owner else None, mesh.group("replicas"))
+    (received,) = (one for one in everyone if one is not None)
     made: dict[str, Any] = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in received.items()
+        name: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in received.items()
     }
-    return Batch(**{field.name: None for field in fields(Batch)} | made).to(mesh.device)
+    return Batch(**made).to(mesh.device)

@@ -267,8 +267,7 @@ class Trainer:
             # odd factors: a flipped bit changes the result, and equal changes of two sums do not cancel
             total = sum((2 * place + 1) * one for place, one in enumerate(sums))
             norms = [norm for _, of_flat in gradients.norms for norm in of_flat]
-            finite = all(bool(torch.stack(group).isfinite().all()) for group in [norms] if group)
-            return int(total), finite
+            return int(total), not norms or bool(torch.stack(norms).isfinite().all())
         finally:
             self.stages, self.check, gradients.digests = stages, check, None
             if self.scales is not None:

@@ -55,7 +55,7 @@ def rechecked(
     rank: int, world: int, layout: Layout, words: tuple[str, ...], steps: int, culprit: int, seed: int
 ) -> tuple[Any, ...]:
     """What is found in steps without an error, whether their losses are those without rechecks, and what is found
-    while a rank errs: number of rechecks, flips on this rank until then, and the text."""
+    while a rank errs: number of rechecks, flips on this rank until then, and the texts of a recheck and of a spike."""
     trainer, batches = small_trainer(layout, *RECHECKED, *words)
     checks, found, losses = DeviceChecks(trainer, Heartbeat(None)), list[Any](), list[float]()
     for _ in range(steps):
@@ -68,22 +68,27 @@ def rechecked(
     checks.batches = batches
     found.append(checks.judge("spike", result)[1])
     with flipping(trainer, 0.3 if rank == culprit else 0.0, seed) as flips:
-        for number in range(60):
+        number = 0
+        while checks._found is None and number < 60:
             checks.before_step(batches)
             trainer.step += 1  # another replica's micro-batch each time
-            if (wrong := checks._found) is not None:
-                return found, alike, number, flips[0], wrong[0]
-    return found, alike, 60, flips[0], ""
+            number += 1
+        count = flips[0]
+    with flipping(trainer, 1.0 if rank == culprit else 0.0, seed):
+        spike, intact = checks.judge("spike", result)
+    assert intact is not None
+    return found, alike, number, count, [(checks._found or [""])[0], spike.removeprefix("spike; ")]
 
 
 def assert_right(answers: list[Any], culprit: int) -> None:
     assert [flips > 0 for *_, flips, _ in answers] == [rank == culprit for rank in range(len(answers))]
-    for found, alike, number, _, text in answers:
+    for found, alike, number, _, texts in answers:
         assert alike
         assert not any(found)
         assert number == answers[0][2]
-        assert text.startswith(f"replicas compute other bits (faults.recheck): rank {culprit} on ")
-        assert text.count("rank ") == 1
+        for text in texts:
+            assert text.startswith(f"replicas compute other bits (faults.recheck): rank {culprit} on ")
+            assert text.count("rank ") == 1
 
 
 @pytest.mark.parametrize(("layout", "words"), LAYOUTS, ids=str)
