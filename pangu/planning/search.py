@@ -139,7 +139,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
     space.program.sketch(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
     heapify(waiting)
-    number, costed, worst, too_large = len(waiting), list[Candidate](), math.inf, list[tuple[float, int, Plan]]()
+    number, costed, worst, too_large = len(waiting), list[Candidate](), math.inf, list[tuple[float, int, int, Plan]]()
     room = space.cluster.memory.gib
     while waiting and waiting[0][0] <= worst:
         before, place, plan = heappop(waiting)
@@ -154,7 +154,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
         one = _candidate(space, plan) if fits else None
         if one is None:
             refused[TOO_LARGE] += 1
-            too_large.append((needed, plan.micro_size, plan))
+            too_large.append((needed, plan.micro_size, place, plan))
             others = list(smaller(space, plan))
             if not all(map(space.program.is_sketched, others)):  # sketch them together with the next ones, on all cores
                 ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
