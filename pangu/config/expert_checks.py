@@ -88,11 +88,10 @@ def upcycling_problems(checkpoint: CheckpointConfig, model: ModelConfig) -> Iter
     if model.experts is None:
         yield Problem("checkpoint.upcycle", True, "needs a model with experts, and model.experts = null", "use false")
         return
+    rule = f"{given} the weights of a token's experts must add up to 1"
     if not model.router.normalised:
-        rule = f"{given} the weights of a token's experts must add up to 1"
         yield Problem("model.router.normalised", False, rule, "use true")
     if model.router.scale != 1:
-        rule = f"{given} the weights of a token's experts must add up to 1"
         yield Problem("model.router.scale", model.router.scale, rule, "use 1")
     if model.shared_experts:
         rule = f"{given} shared experts would add to the output of the copies"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pangu.common.errors import Problem
 from pangu.config.model import ModelConfig
@@ -18,10 +18,16 @@ LATENT_NEEDS = {
     "nope_layers": None,
 }
 """Values of other keys that latent attention needs."""
+ONE_KIND: Mapping[str, Mapping[str, int | None]] = {
+    "rope": {"rope_base": None, "partial_rotary_factor": 1, "nope_layers": None, "rope_scaling": None},
+    "relative": {"relative_buckets": None, "relative_distance": None},
+}
+"""Keys that apply to one kind of positions only, each with the value that it needs with all others."""
 
 
 def position_problems(model: ModelConfig) -> Iterator[Problem]:
     """Yield the contradictions between `positions` and the keys that only some kinds of positions have."""
+    yield from _kinds(model)
     yield from _rotation(model)
     yield from _layers(model)
     yield from _scaling(model)
@@ -44,18 +50,23 @@ def latent_problems(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("model.latent.value_head_dim", latent.value_head_dim, rule, f"use {latent.nope_head_dim}")
 
 
+def _kinds(model: ModelConfig) -> Iterator[Problem]:
+    for kind, keys in ONE_KIND.items():
+        for key, unused in keys.items():
+            if model.positions != kind and (value := getattr(model, key)) != unused:
+                rule = f"only applies with model.positions = {kind}, got {model.positions}"
+                fix = f"use {'null' if unused is None else unused}, or set model.positions={kind}"
+                yield Problem(f"model.{key}", getattr(value, "name", value), rule, fix)
+
+
 def _rotation(model: ModelConfig) -> Iterator[Problem]:
-    if model.rope_base is not None and model.positions != "rope":
-        rule = f"only applies with model.positions = rope, got {model.positions}"
-        yield Problem("model.rope_base", model.rope_base, rule, "use null, or set model.positions=rope")
     share = model.partial_rotary_factor
-    if model.positions != "rope" and share != 1:
-        rule = f"only applies with model.positions = rope, got {model.positions}"
-        yield Problem("model.partial_rotary_factor", share, rule, "use 1, or set model.positions=rope")
-    elif model.positions == "rope" and model.latent is None and share == 1 and model.head_size % 2:
+    if model.positions != "rope" or model.latent is not None:
+        return
+    if share == 1 and model.head_size % 2:
         rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
         yield Problem("model.positions", "rope", rule, "use learned, or an even head size")
-    elif model.positions == "rope" and model.latent is None and (model.rotary_size % 2 or not model.rotary_size):
+    elif model.rotary_size % 2 or not model.rotary_size:
         rule = f"must make an even number of the {model.head_size} elements of a head rotate, not {model.rotary_size}"
         fix = f"use e.g. {2 * max(1, model.rotary_size // 2) / model.head_size:g}"
         yield Problem("model.partial_rotary_factor", share, rule, fix)
@@ -65,9 +76,6 @@ def _layers(model: ModelConfig) -> Iterator[Problem]:
     """Yield the contradictions of the keys that choose layers."""
     if model.full_layers is not None and model.window is None:
         yield Problem("model.full_layers", model.full_layers, "needs a window", "use null, or set model.window")
-    if model.nope_layers is not None and model.positions != "rope":
-        rule = f"only applies with model.positions = rope, got {model.positions}"
-        yield Problem("model.nope_layers", model.nope_layers, rule, "use null, or set model.positions=rope")
     for key in ("full_layers", "nope_layers"):
         chosen, last = getattr(model, key), model.num_blocks - 1
         if isinstance(chosen, tuple) and (list(chosen) != sorted(set(chosen)) or max(chosen, default=0) > last):
@@ -76,11 +84,6 @@ def _layers(model: ModelConfig) -> Iterator[Problem]:
 
 def _scaling(model: ModelConfig) -> Iterator[Problem]:
     scaling = model.rope_scaling
-    if scaling is None:
-        return
-    if model.positions != "rope":
-        rule = f"only applies with model.positions = rope, got {model.positions}"
-        yield Problem("model.rope_scaling", scaling.name, rule, "use null, or set model.positions=rope")
     if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
         rule = f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor:g}"
         yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "use e.g. 4 with 1")
@@ -95,13 +98,7 @@ def _scaling(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _distances(model: ModelConfig) -> Iterator[Problem]:
-    for key in ("relative_buckets", "relative_distance"):
-        value = getattr(model, key)
-        if value is not None and model.positions != "relative":
-            rule = f"only applies with model.positions = relative, got {model.positions}"
-            yield Problem(f"model.{key}", value, rule, "use null, or set model.positions=relative")
-    if model.positions == "relative":
-        buckets, furthest = model.num_relative_buckets, model.furthest_relative
-        if furthest <= buckets // 2:
-            rule = f"must be above {buckets // 2}: half of the {buckets} buckets hold one distance each"
-            yield Problem("model.relative_distance", furthest, rule, f"use {4 * buckets}")
+    buckets, furthest = model.num_relative_buckets, model.furthest_relative
+    if model.positions == "relative" and furthest <= buckets // 2:
+        rule = f"must be above {buckets // 2}: half of the {buckets} buckets hold one distance each"
+        yield Problem("model.relative_distance", furthest, rule, f"use {4 * buckets}")
