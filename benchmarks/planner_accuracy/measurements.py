@@ -195,12 +195,10 @@ def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
 def _cluster(device: str, told: str, cluster: ClusterConfig) -> ClusterConfig:
     """Return the cluster of a row, from that of its device's family."""
     rates, links, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
-    if (format_ := _format(told)) != "bf16":  # a smaller share of a higher peak is reached
-        faster = FORMAT_RATES[format_]  # attention keeps its 16 bits
-        rates = replace(rates, attention=rates.attention / faster, efficiency=rates.efficiency * 0.9)
-        rates = replace(rates, tflops=rates.tflops * faster)
     _, matmul, nvlink = DERIVATIVES.get(_model_of(device), ("", 1.0, 1.0))
     rates, links = replace(rates, tflops=rates.tflops * matmul), replace(links, gb_s=links.gb_s * nvlink)
+    # a smaller share of a higher peak is reached
+    rates = replace(rates, tflops_fp8=rates.tflops * FORMAT_RATES[_format(told)] * 0.9)
     if (network := _network(told)) is not None:
         nominal = NOMINAL.get(cluster.name, between.gb_s) * cluster.nics
         between = replace(between, gb_s=between.gb_s * network / nominal)
@@ -268,7 +266,8 @@ def _system(values: _Values, recompute: Recompute, gated: bool, layout: Layout) 
     is_older = family_of(values["gpu"]) in ("A100", "V100", "Ascend910")
     named = _ZERO_BUBBLE.search(values["table"])
     if not is_older or (year and year[1] >= SINCE_2023 and not named and "zero bubble" not in text):
-        return published.MEGATRON_CORE
+        recipes = {"megatron-bridge": published.BRIDGE, "nemo": published.NEMO, "dgxc": published.NEMO}
+        return next((system for name, system in recipes.items() if name in text), published.MEGATRON_CORE)
     if gated:
         return published.MEGATRON_UNFUSED
     if zero == 1 or "deepspeed" in text:
@@ -285,9 +284,9 @@ def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
     system = _system(values, recompute, shape.gated, layout)
     each, micro = values.count("global_batch") / layout.data, values.count("micro_batch", 0)
     _refuse(each < 1, "the batch is smaller than the number of replicas")
-    named = _ZERO_BUBBLE.search(values["table"])
+    named, fp8 = _ZERO_BUBBLE.search(values["table"]), _format(values["note"] + values["table"]) != "bf16"
     # Where only embedding and head make the layers even, the first and last stage have one fewer (Llama 3).
-    needs_ends = system is published.MEGATRON_CORE and shape.layers % layout.pipeline != 0
+    needs_ends = system.name == "megatron-core" and shape.layers % layout.pipeline != 0
     needs_ends &= (shape.layers + 2) % layout.pipeline == 0
     counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
     virtuals = [1] if named else _virtuals(values, system, layout.pipeline, shape.layers + 2 * needs_ends)
@@ -299,7 +298,7 @@ def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
             chunks, by_cost = layout.pipeline * virtual_stages, system is published.NANOTRON
             layers = cut_by_cost(shape, chunks) if by_cost else cut_evenly(shape.layers, chunks, counts_ends)
             one, times = replace(layout, virtual_stages=virtual_stages), max(1, round(each / size))
-            setups.append(Setup(shape, system, one, recompute, size, times, schedule, layers))
+            setups.append(Setup(shape, system, one, recompute, size, times, schedule, layers, fp8))
     return tuple(setups)
 
 
@@ -310,7 +309,7 @@ def _virtuals(values: _Values, system: System, stages: int, layers: int) -> list
     if virtual_stages or stages == 1:
         return [virtual_stages or 1]
     more = [count for count in range(2, layers // stages + 1) if layers % (stages * count) == 0]
-    if system is published.MEGATRON_CORE:
+    if system.name == "megatron-core":
         return [1, *more]
     return more[:1] if more and "interleaved" in values["note"] and "megatron" in system.name else [1]
 

@@ -75,6 +75,10 @@ class System:
     """Bytes per gradient that are kept besides the accumulated one."""
     contended_us: float = 0.0
     """Host microseconds per step of a tensor-parallel ring while messages between stages cross nodes."""
+    deferred_head: bool = False
+    """Whether weight gradients of the head are computed while a pipeline drains, as many as there is time for."""
+    fused_loss: bool = False
+    """Whether the loss is one kernel that keeps logits in 16 bits."""
 
 
 class Setup(NamedTuple):
@@ -89,6 +93,8 @@ class Setup(NamedTuple):
     schedule: str
     layers: tuple[int, ...]
     """Layers of each model chunk."""
+    fp8: bool = False
+    """Whether the matmuls of layers take operands of fewer than 16 bits; those of attention and of the head do not."""
 
     @property
     def tokens(self) -> int:
@@ -121,8 +127,13 @@ DEEPSPEED = replace(MEGATRON_2021, spare_bytes=0)
 DEEPSPEED_BF16 = replace(MEGATRON_2021, gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
 """Megatron-DeepSpeed in bf16: the optimizer accumulates each micro-batch's gradients in fp32 in separate kernels: they
 clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, MT-NLG)."""
-MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 0, 0.5, 0.5, 0.95, 1.0)
-"""Megatron-Core since 2023: flash attention, communication overlapped with computation."""
+MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 4, 0.5, 0.5, 0.95, 1.0)
+"""Megatron-Core since 2023: flash attention, communication overlapped with computation. A wgrad matmul has to read the
+sum that it adds to."""
+NEMO = replace(MEGATRON_CORE, gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
+"""Megatron-Core as NeMo's recipes set it up: `grad_reduce_in_fp32=False`, `defer_embedding_wgrad_compute=True`."""
+BRIDGE = replace(NEMO, fused_loss=True)
+"""The same as Megatron-Bridge's recipes: with `cross_entropy_fusion_impl="te"`."""
 NANOTRON = System("nanotron", True, False, False, 30, 4, 12, hidden_tensor=1.0, contended_us=250.0)
 """nanotron of 2024 with `tp_linear_async_communication`. Fitted: wherever a pipeline spans nodes, a layer takes the
 host 2.3 ms more for each further tensor rank, whatever its size."""
@@ -157,17 +168,18 @@ def embedding_work(setup: Setup) -> Module:
 
 
 def head_work(setup: Setup) -> Module:
-    """Return the work of the final norm, the output matrix and the loss: logits in 16 bits and in fp32."""
+    """Return the work of the final norm, the output matrix and the loss: logits in 16 bits and, unless fused, fp32."""
     shape, accumulation = setup.shape, setup.system.accumulation_bytes
     tokens, columns, h = setup.tokens, _vocabulary(shape, setup.layout.tensor), shape.hidden
     logits = 1.0 * tokens * columns
+    bytes_forward, bytes_backward, saved = (4, 4, 2) if setup.system.fused_loss else (22, 14, 10)
     passes = (
-        Work((Matmul(tokens, columns, h),), logits * 22 + 8.0 * tokens * h, 14),
+        Work((Matmul(tokens, columns, h),), logits * bytes_forward + 8.0 * tokens * h, 14),
         Work(),
-        Work((Matmul(tokens, h, columns),), logits * 14 + 12.0 * tokens * h, 8),
+        Work((Matmul(tokens, h, columns),), logits * bytes_backward + 12.0 * tokens * h, 8),
         Work((Matmul(h, columns, tokens),), accumulation * columns * h, 1),
     )
-    return Module(passes, tokens * h * 4 + 10 * logits, columns * h)
+    return Module(passes, tokens * h * 4 + saved * logits, columns * h)
 
 
 def layer_work(setup: Setup) -> Module:
@@ -189,7 +201,12 @@ def layer_work(setup: Setup) -> Module:
     heads = setup.micro_size * max(1, shape.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.
     launches = system.launches + (9 if not system.flash and heads % 4 else 0)
-    products = tuple(Matmul(tokens, columns, depth) for depth, columns in matrices)
+    moved = system.accumulation_bytes * parameters
+    if setup.fp8:  # casts and transposes of matmul inputs, of output gradients, and of weights for the input gradients
+        bytes_forward += tokens * (4 * (h + shape.ffn) / t + 4 * h)
+        bytes_backward += tokens * (4 * (columns + matrices[2][1]) + 4 * h)
+        moved += 2 * parameters
+    products = tuple(Matmul(tokens, columns, depth, fp8=setup.fp8) for depth, columns in matrices)
     forward = Work(products + _attention(setup, 1), bytes_forward, launches + 2 * calls, sends + gather)
     recompute = Work()
     if setup.recompute == "full":
@@ -199,11 +216,11 @@ def layer_work(setup: Setup) -> Module:
     elif setup.recompute == "selective":
         scores = 1.0 * tokens * shape.sequence * max(1, shape.heads // t)
         recompute = Work(_attention(setup, 1), 13 * scores, 4)
-    inputs = tuple(Matmul(tokens, depth, columns) for depth, columns in matrices)
-    weights = tuple(Matmul(depth, columns, tokens) for depth, columns in matrices)
+    inputs = tuple(Matmul(tokens, depth, columns, fp8=setup.fp8) for depth, columns in matrices)
+    weights = tuple(Matmul(depth, columns, tokens, fp8=setup.fp8) for depth, columns in matrices)
     launched = 2 * launches - 4 + 2 * calls
     backward = Work(inputs + _attention(setup, 2), bytes_backward, launched, back + again + gather)
-    wgrad = Work(weights, system.accumulation_bytes * parameters, 4, reduce)
+    wgrad = Work(weights, moved, 4, reduce)
     return Module((forward, recompute, backward, wgrad), _saved(setup), parameters)
 
 
@@ -262,7 +279,7 @@ def _communication(setup: Setup) -> tuple[Collective, ...]:
     shape, system, layout = setup[:3]
     collectives, full = [], 2.0 * setup.tokens * shape.hidden
     if layout.tensor > 1 and layout.sequence:
-        collectives.append(Collective("all_gather", "tensor", full, 2, system.hidden_tensor))
+        collectives.append(Collective("all_gather", "tensor", full / (2 if setup.fp8 else 1), 2, system.hidden_tensor))
         collectives.append(Collective("reduce_scatter", "tensor", full, 2, system.hidden_tensor))
     elif layout.tensor > 1:
         collectives.append(Collective("all_reduce", "tensor", full, 2, system.hidden_tensor))

@@ -129,7 +129,7 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
     link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - setup.system.hidden_messages)
     link += cluster.message_us * 1e-6
-    total = makespan(seconds, setup, link)
+    total = makespan(seconds, setup, link) - _deferred(seconds, m * phases[2][3].total, setup)
     waiting = min(2 * link * layout.virtual_stages * m, total - m * float(seconds[longest].sum()))
     chunks = layout.virtual_stages
     # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
@@ -142,6 +142,15 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
 
     end = max(map(seconds_of, step.ends))
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
+
+
+def _deferred(seconds: Any, head: float, setup: Setup) -> float:
+    """Return the seconds that the last stage saves by computing weight gradients of the head, `head` seconds in all,
+    while the other stages drain the pipeline."""
+    layout, stages = setup.layout, seconds.sum(1)
+    draining = (layout.pipeline - 1) / layout.virtual_stages * seconds[-1, 1:].sum()
+    longer = setup.micro_batches * (stages[-1] - stages[:-1].max(initial=0.0))
+    return setup.system.deferred_head * max(0.0, min(head, float(draining), float(longer)))
 
 
 def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:

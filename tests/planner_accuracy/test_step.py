@@ -14,10 +14,12 @@ from benchmarks.planner_accuracy.published import (
     MEGATRON_2022,
     MEGATRON_CORE,
     NANOTRON,
+    NEMO,
     Recompute,
     Setup,
     Shape,
     System,
+    head_work,
     layer_work,
 )
 from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memory_gib, pass_time, step_seconds
@@ -118,6 +120,25 @@ def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others(
         return step_seconds(alone, cluster) / step_seconds(hidden, cluster)
 
     assert exposed(4, slow) < exposed(1, slow) < 1
+
+
+def test_heads_and_attention_compute_in_16_bits_in_fp8_runs() -> None:
+    alone = setup(Layout(8, sequence=True), MEGATRON_CORE)
+    fp8 = alone._replace(fp8=True)
+    for plain, faster in zip(layer_work(alone).passes, layer_work(fp8).passes, strict=True):
+        assert [one.fp8 for one in faster.matmuls] == [not one.fused for one in plain.matmuls]
+        assert faster.bytes >= plain.bytes, "operands are cast"
+    assert head_work(fp8) == head_work(alone)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_weight_gradients_of_the_head_wait_for_a_draining_pipeline(stages: int) -> None:
+    waiting = setup(Layout(8, stages), NEMO, micros=16)
+    at_once = waiting._replace(system=replace(NEMO, deferred_head=False))
+    saved = step_seconds(at_once, A100) - step_seconds(waiting, A100)
+    head = pass_time(head_work(waiting).passes[3], NEMO, groups_of(waiting.layout, 8), A100).total
+    assert 0 <= saved <= 16 * head
+    assert (saved > head) == (stages > 1)
 
 
 def test_a_chunk_may_have_no_layer() -> None:
