@@ -29,10 +29,11 @@ from benchmarks.planner_accuracy.accuracy import (
     predict_rows,
     summarise,
 )
-from benchmarks.planner_accuracy.intervals import coverage, residuals_of, write_intervals
+from benchmarks.planner_accuracy.intervals import coverage, intervals_of, residuals_of
 from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of, load_clusters, read_rows
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status
+from pangu.report.intervals import SHARE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"
@@ -45,7 +46,6 @@ _EXAMPLE = """example:
 A table has a row for each measurement, with columns source, gpu, gpus, layers, hidden, heads, vocab, seq, tp, pp,
 global_batch and more; rows that lack what is needed are counted and left out.
 """
-_FACTORS = ("times", "memory", "shapes", "stalls")
 _ERRORS = ("time_mean_error", "time_median_error", "time_worst_error", "memory_mean_error")
 
 
@@ -58,12 +58,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--table", required=True, type=Path, metavar="FILE.csv", help="measurements")
-    parser.add_argument("--fit", metavar="SOURCES", help="words of sources' names, separated by commas, or all")
-    parser.add_argument("--held-out", action="store_true", help="leave out one source after the other, without --fit")
+    fitted = parser.add_mutually_exclusive_group()
+    fitted.add_argument("--fit", metavar="SOURCES", help="words of sources' names, separated by commas, or all")
+    fitted.add_argument("--held-out", action="store_true", help="leave out one source after the other")
     parser.add_argument(
         "--write", type=Path, metavar="FILE.json", help="write coefficients (with --fit) or intervals (--held-out)"
     )
-    parser.add_argument("--coefficients", type=Path, default=_SHIPPED, metavar="FILE.json", help="default: shipped")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table in Markdown")
     return parser.parse_args(arguments)
 
@@ -75,18 +75,20 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError(f"{options.table}: no row can be used: {_join(skipped) or 'there is none'}")
     if options.write is not None and options.fit is None and not options.held_out:
         raise UserError("--write needs --fit or --held-out: there is nothing new to write; --fit all works")
-    if options.fit is not None and options.held_out:
-        raise UserError("--held-out and --fit: each says what is fitted to; remove one of them")
     if options.fit is None and not options.held_out:
-        predictions = predict_rows(rows, read_coefficients(options.coefficients))
+        predictions = predict_rows(rows, [Fitted(**one) for one in json.loads(_SHIPPED.read_text("utf-8"))["fits"]])
     else:
         predictions = _fit_and_predict(options, rows)
     report = {**summary(predictions, options.held_out), "skipped": dict(skipped)}
     if options.held_out:
-        residuals = residuals_of(rows)
+        residuals = list(residuals_of(rows))
         report["coverage"] = coverage(residuals)
         if options.write is not None:
-            write_intervals(options.write, residuals, options.table)
+            if not residuals:
+                raise UserError(f"{options.table}: no row has a step time, from which intervals could be made")
+            found = {name: one._asdict() for name, one in sorted(intervals_of(residuals).items())}
+            how = f"{SHARE:.0%} of measured over predicted step times, by the bare figures of configs/cluster"
+            _write(options, "--held-out", {"how": how, "intervals": found})
     print(json.dumps(report, indent=2) if options.json else markdown(report))
 
 
@@ -106,7 +108,9 @@ def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[P
     large = {scope: of_scope for scope, of_scope in chosen.items() if len(of_scope) >= least}
     if options.write is not None and not options.held_out:
         fits = [fit_rows(of_scope, scope) for scope, of_scope in large.items()]
-        write_coefficients(options.write, fits + pooled(chosen), options.table)
+        how = "factors over the figures of configs/cluster; Huber loss, at most 150 rows a source;"
+        found = [asdict(one) for one in fits + pooled(chosen)]
+        _write(options, "--fit all", {"how": f"{how} * stands for all others", "fits": found})
     predicted = (cross_validated(scopes[one]) if one in large else _by_others(scopes[one], chosen) for one in scopes)
     return list(chain.from_iterable(predicted))
 
@@ -117,28 +121,17 @@ def _by_others(rows: Sequence[Row], scopes: Mapping[Scope, list[Row]]) -> list[P
     return predict_rows(rows, pooled({one: scopes[one] for one in scopes if one[0] != source and kind_of(one) == kind}))
 
 
-def read_coefficients(path: Path) -> list[Fitted]:
-    """Return the coefficients of a file. Raises UserError if it is none."""
-    fits = []
-    try:
-        for one in json.loads(path.read_text(encoding="utf-8"))["fits"]:
-            parts = {part: {name: float(factor) for name, factor in one[part].items()} for part in _FACTORS}
-            fits.append(Fitted(**{**one, **parts}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read as fitted coefficients: {error!r}") from error
-    return fits
-
-
-def write_coefficients(path: Path, fits: Sequence[Fitted], table: Path) -> None:
-    """Write coefficients with how they were fitted. Raises UserError if the file cannot be written."""
-    command = f"python -m benchmarks.planner_accuracy --table {table.name} --fit all --write {path.name}"
-    how = "factors over the figures of configs/cluster; Huber loss, at most 150 rows a source; * stands for all others"
-    exact = json.dumps({"made_by": command, "how": how, "fits": [asdict(one) for one in fits]})
+def _write(options: argparse.Namespace, fitted: str, content: Mapping[str, Any]) -> None:
+    """Write what was fitted, with how it was made, to four digits. Raises UserError if the file cannot be written."""
+    command = (
+        f"python -m benchmarks.planner_accuracy --table {options.table.name} {fitted} --write {options.write.name}"
+    )
+    exact = json.dumps({"made_by": command, **content})
     text = json.dumps(json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}")), indent=1)
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        options.write.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}") from error
+        raise UserError(f"{options.write}: cannot be written: {error}") from error
 
 
 def summary(predictions: Sequence[Prediction], by_kind: bool = False) -> dict[str, Any]:

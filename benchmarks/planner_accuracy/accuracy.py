@@ -81,6 +81,11 @@ class Prediction:
     """GiB of the stage that needs most."""
 
     @property
+    def error(self) -> float:
+        """Logarithm of the measured over the predicted time."""
+        return math.log((self.row.seconds or math.nan) / self.seconds)
+
+    @property
     def fits(self) -> bool:
         """Whether the device has so much memory."""
         return self.memory <= self.row.cluster.memory.gib

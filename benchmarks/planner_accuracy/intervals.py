@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path
+from operator import itemgetter
 from typing import NamedTuple
 
 from benchmarks.planner_accuracy.accuracy import LEAST_SWEEP, Fitted, predict
-from benchmarks.planner_accuracy.measurements import Row, kind_of
-from pangu.common.errors import UserError
+from benchmarks.planner_accuracy.measurements import Row, grouped, kind_of
 from pangu.report.intervals import SHARE, Interval, groups_of_kind, nearest
 
 NEAR = 1.25
@@ -34,34 +32,24 @@ class Residual(NamedTuple):
     """How much the error differs from that of the layout that would be picked in its sweep; None: far from it."""
 
 
-def residuals_of(rows: Iterable[Row]) -> list[Residual]:
-    """Return the residuals of the timed rows."""
-    sweeps: dict[tuple[object, ...], list[tuple[Row, float, float]]] = defaultdict(list)
-    for row in rows:
-        if row.seconds and not row.out_of_memory:
-            seconds = predict(row, Fitted()).seconds
-            sweeps[row.sweep].append((row, seconds, math.log(row.seconds / seconds)))
-    return [one for sweep in sweeps.values() for one in _of_sweep(sweep)]
-
-
-def _of_sweep(sweep: Sequence[tuple[Row, float, float]]) -> Iterator[Residual]:
-    pick = min(sweep, key=lambda one: one[1])
-    for one in sweep:
-        row, seconds, error = one
-        told = len(sweep) >= LEAST_SWEEP and one is not pick and seconds <= NEAR * pick[1]
-        kind = (*kind_of(row.scope), row.setups[0].layout.pipeline > 1)
-        yield Residual(row.source, kind, error, abs(error - pick[2]) if told else None)
+def residuals_of(rows: Iterable[Row]) -> Iterator[Residual]:
+    """Yield the residuals of the timed rows, one sweep after the other."""
+    timed = [predict(row, Fitted()) for row in rows if row.seconds and not row.out_of_memory]
+    for sweep in grouped(timed, lambda one: one.row.sweep).values():
+        pick = min(sweep, key=lambda one: one.seconds)
+        for one in sweep:
+            told = len(sweep) >= LEAST_SWEEP and one is not pick and one.seconds <= NEAR * pick.seconds
+            kind = (*kind_of(one.row.scope), one.row.setups[0].layout.pipeline > 1)
+            yield Residual(one.row.source, kind, one.error, abs(one.error - pick.error) if told else None)
 
 
 def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
     """Return the interval of each group of rows that enough sources tell of, and of all rows."""
-    groups: dict[str, list[Residual]] = defaultdict(list)
-    for one in residuals:
-        for name in groups_of_kind(*one.kind):
-            groups[name].append(one)
+    named = [(name, one) for one in residuals for name in groups_of_kind(*one.kind)]
     everyone = _ties(residuals)
     table = {}
-    for name, group in groups.items():
+    for name, pairs in grouped(named, itemgetter(0)).items():
+        group = [one for _, one in pairs]
         sources = len({one.source for one in group})
         if sources >= LEAST_SOURCES or name == "all":
             errors = [(one.error, one.source) for one in group]
@@ -95,18 +83,3 @@ def coverage(residuals: Sequence[Residual]) -> dict[str, tuple[int, int]]:
             inside = sum(one.low <= math.exp(row.error) <= one.high for one, row in zip(limits, own, strict=True))
             counts[source] = inside, len(own)
     return counts
-
-
-def write_intervals(path: Path, residuals: Sequence[Residual], table: Path) -> None:
-    """Write the intervals with how they were made. Raises UserError if the file cannot be written."""
-    if not residuals:
-        raise UserError(f"{table}: no row has a step time, from which intervals could be made")
-    command = f"python -m benchmarks.planner_accuracy --table {table.name} --held-out --write {path.name}"
-    how = f"{SHARE:.0%} of measured over predicted step times, by the bare figures of configs/cluster"
-    found = {name: one._asdict() for name, one in sorted(intervals_of(residuals).items())}
-    exact = json.dumps({"made_by": command, "how": how, "intervals": found})
-    text = json.dumps(json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}")), indent=1)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}") from error

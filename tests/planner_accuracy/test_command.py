@@ -63,13 +63,14 @@ def test_papers_that_nothing_was_fitted_to(
 
 
 def test_fitted_sources_are_cross_validated_and_predict_the_others(
-    table: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    table: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = tmp_path / "fit.json"
     sources = report(capsys, "--table", table, "--fit", "vtrain", "--write", written)["sources"]
     assert 0 < sources["SC21"]["time_mean_error"] <= 0.1
     assert 0 < sources["vTrain"]["time_mean_error"] <= 0.15
-    again = report(capsys, "--table", table, "--coefficients", written)["sources"]
+    monkeypatch.setattr("benchmarks.planner_accuracy.__main__._SHIPPED", written)
+    again = report(capsys, "--table", table)["sources"]
     assert again["SC21"]["time_mean_error"] == pytest.approx(sources["SC21"]["time_mean_error"], rel=0.01)
     assert again["vTrain"]["time_mean_error"] < sources["vTrain"]["time_mean_error"]
 
@@ -80,8 +81,6 @@ def test_held_out_sources_are_predicted_by_all_others(table: Path, capsys: pytes
     assert told["sources"]["SC21"] == alone["sources"]["SC21"]
     assert told["sources"]["vTrain"] != alone["sources"]["vTrain"]
     assert told["kinds"]["all A100 bf16"] == told["all"]
-    assert main(["--table", str(table), "--fit", "vtrain", "--held-out"]) != 0
-    assert "remove one of them" in capsys.readouterr().err
 
 
 def test_a_table_of_a_spreadsheet_begins_with_a_mark(table: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_the_benchmark_writes_the_shipped_table(tmp_path: Path, capsys: pytest.C
 @pytest.mark.skipif(not TABLE.exists(), reason="the whole table is not at hand")
 def test_the_shipped_intervals_are_those_of_the_table() -> None:
     """To the four digits that are written."""
-    found = intervals_of(residuals_of(read_rows(TABLE, CLUSTERS)[0]))
+    found = intervals_of(list(residuals_of(read_rows(TABLE, CLUSTERS)[0])))
     assert found.keys() == shipped().keys()
     for name, one in found.items():
         assert one == pytest.approx(shipped()[name], rel=1e-3)
