@@ -15,6 +15,7 @@ from pangu.metrics.plots import Series, smooth
 from pangu.metrics.text import compact
 from pangu.report.charts import Chart, Line, draw
 from pangu.report.runs import Run, differing, figures, find_runs, last, number, open_run
+from pangu.report.verdict import compare
 
 COLOURS = ("#2f6fde", "#e07b1a", "#2a9d5c", "#c23b4b", "#8a5cc9", "#8c6d46", "#d65fa8", "#6b7280", "#9aa51f", "#17a3b8")
 MOST_EVENTS = 20
@@ -51,6 +52,7 @@ def render(paths: Sequence[Path], refresh_s: int | None = None) -> str:
         words=_WORDS,
         runs=runs,
         colours=colours,
+        verdict=compare(*runs) if len(runs) == 2 else [],
         figures=table,
         best={name: min(known, default=math.nan) for name, known in values.items()},
         differing=differing(runs),

@@ -21,7 +21,8 @@ from pangu.checkpoint.run_folder import save_config
 from pangu.metrics.record import to_json
 from pangu.report.charts import Line, thin, ticks
 from pangu.report.page import COLOURS, render
-from pangu.report.runs import _NUMBERS
+from pangu.report.runs import _NUMBERS, open_run
+from pangu.report.verdict import compare
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics
 from tests.metrics.conftest import RECORD
@@ -126,6 +127,29 @@ def test_the_table_of_a_sweep(runs: list[Path], tmp_path: Path) -> None:
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert 'class="best">4.0010<' in text
     assert 'class="best">4.1000<' not in text
+
+
+def test_the_verdict_on_two_runs(runs: list[Path], tmp_path: Path) -> None:
+    one, two = (open_run(folder, folder.name) for folder in runs)
+    loss, validation, speed, keys = compare(one, two)
+    assert loss.startswith("Loss: 2 is better, 2.5")  # after the 35 steps of the other one, whose loss is 10 higher
+    assert " against 12.4" in loss
+    assert loss.endswith(" after 35.0k tokens. Single steps differ by up to 79%.")
+    assert validation == "Validation loss: 2 is better, 4.0010 against 4.1000 after 20.0k tokens."
+    assert speed == "Speed: equal within 1%, 12.3k tokens/s."
+    assert keys == "Configuration: optimizer.lr (0.001 / 0.1)."
+    assert compare(one, one)[0] == "Loss: equal bit for bit in all 40 common steps."
+    for factor, said in (
+        (1 + 1e-9, "equal up to rounding (relative difference at most 1.0e-09)"),
+        (1.001, "2 is better"),
+    ):
+        other = replace(one, name="other", records=[{**line, "loss": factor * line["loss"]} for line in one.records])
+        assert said in compare(one, other)[0]
+    fast = replace(one, name="fast", records=[{**line, "tokens_per_s": 3e4} for line in one.records])
+    assert compare(one, fast)[2] == "Speed: fast is 2.43 times as fast, 30.0k against 12.3k tokens/s."
+    assert not compare(one, replace(one, records=[]))[:-1]
+    report(*runs, "--output", tmp_path / "r.html")
+    assert loss in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_configurations_faults_and_times(runs: list[Path], tmp_path: Path) -> None:
