@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,29 @@ def test_every_field_of_a_line_of_progress_is_explained(page: Path) -> None:
     rows = set(re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
     explained = {max((row for row in rows if row in part), key=len) for part in parts}
     assert len(explained) == len(parts)  # "loss" alone does not explain "mtp loss"
+
+
+def test_the_notebook_trains_draws_and_generates(
+    prepared: StdlibPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cells without Jupyter: commands behind `!`, and Python."""
+    notebook = json.loads((repository() / "examples/first_model.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    few = (*SMALL, f"data.folder={prepared.folder}", "train.steps=12", "validation.every=6", "sample.tokens=0")
+    with chdir(tmp_path):
+        for cell in notebook["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "code" and source.startswith("!"):
+                command = Command.of(shlex.split(source[1:]))
+                assert command is not None
+                done = called(command.program, *command.arguments, *(few if command.trains else ()))
+                assert done.returncode == 0, f"{source}\n{done.stderr}"
+            elif cell["cell_type"] == "code":
+                exec(compile(source, "first_model.ipynb", "exec"), names)
+    assert names["losses"][-1] < names["losses"][0]
+    assert [len(line.get_xdata()) for line in names["axes"].lines] == [12, 2]
+    names["plt"].close(names["figure"])
 
 
 @pytest.mark.parametrize("name", ["diverges", "overflows", "flat"])
