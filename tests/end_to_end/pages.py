@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,34 @@ PAGES = [
 ]
 """In English."""
 PROGRAMS = ("python", "torchrun", "pip", "pangu")
+OTHER_PROGRAMS = {
+    "benchmarks": "measure for minutes to hours",
+    "bash": "tests/clusters/test_kubernetes.py runs the script",
+    "cat": "joins files for the command that follows",
+    "complete": "tests/end_to_end/test_cli.py completes words",
+    "docker": "no test has a daemon; .ci/run lints the file",
+    "export": "sets a variable",
+    "find": "test_the_heartbeats_that_are_shown_are_of_runs_that_hang runs it",
+    "grep": "searches a file",
+    "hf": "asks a server",
+    "kill": "tests/end_to_end/test_faults.py stops processes",
+    "kubectl": "no test has a cluster; tests/clusters/test_kubernetes.py checks the files",
+    "mkdir": "test_the_rehearsal_of_gpt2_from_text_to_a_loss does the same",
+    "pangu.tasks": "tests/tasks runs it where lm-eval is installed",
+    "pip": "tests/end_to_end/test_wheel.py installs what the project builds",
+    "pytest": "runs the tests",
+    "sbatch": "tests/clusters/test_sbatch.py runs the script, and test_slurm.py where there is Slurm",
+    "sky": "no test has a cloud; tests/clusters/test_kubernetes.py runs the command of the task",
+    "source": "of Ascend's own software",
+    "srun": "tests/clusters has no Slurm with GPUs",
+}
+"""Programs and packages that pages start besides this project's programs, and why they are not started as they are."""
+_SHELL = re.compile(
+    r"(?:[A-Z_]+=\S* +)*(apt-get|apt|bash|cat|cd|complete|cp|curl|deepspeed|docker|export|find|git|grep|helm|hf|"
+    r"jupyter|kill|kubectl|llama-server|ls|make|mkdir|mkdocs|mlflow|mpirun|nohup|nvidia-smi|ray|rm|sbatch|scancel|"
+    r"scontrol|sed|sh|singularity|sky|source|squeue|srun|ssh|sudo|tail|tensorboard|uv|vllm|wandb|wget|xargs)(?: |$)"
+)
+"""The beginning of a line that is a command, and its program."""
 LAYERS, STAGES, MICRO_BATCHES = 2, 2, 2
 
 
@@ -41,6 +70,11 @@ def commands(page: Path) -> list[list[str]]:
     """The words of each command, comments left out. Commands that && joins are several."""
     lines = [line for line in shown(page) if line.split(" ")[0] in PROGRAMS]
     return [each for line in lines for each in _apart(shlex.split(line, comments=True))]
+
+
+def other_programs(page: Path) -> list[tuple[str, str]]:
+    """Each line that starts another program, and the program."""
+    return [(line, found[1]) for line in shown(page) if (found := _SHELL.match(line))]
 
 
 def _apart(words: list[str]) -> Iterator[list[str]]:
@@ -169,6 +203,7 @@ FORMS: dict[str, Form] = {
     "tools/convert_checkpoint": Form("files of small models", instead=MODEL_OF_FILES),
     "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
     "tools/translate_config": Form("tests/interop/test_translate_config.py has such files", runs=False),
+    "$DISTRIBUTED_ARGS": Form("of Megatron; tests/end_to_end/test_guides.py translates it", runs=False),
     "tools/report": Form("tests/report/test_report.py has such run folders", runs=False),
     "scripts/generate": Form("one process", ("--max-tokens", "4"), OTHER_RUNS),
     "scripts/evaluate": Form(
@@ -196,4 +231,4 @@ def cheap(command: Command) -> Form:
         return Form("few layers", _few(overrides, 1))
     if command.program.startswith("examples/"):
         return Form("tests/as_library carries it out", runs=False)
-    return FORMS.get(command.program, Form("nobody has said how to run it", runs=False))
+    return FORMS[command.program]

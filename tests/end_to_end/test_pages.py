@@ -36,7 +36,17 @@ from tests.configs import RECIPES, config
 from tests.dryrun.conftest import commands_share_it, process  # noqa: F401
 from tests.end_to_end.commands import SMALL, called, metrics, on_ranks
 from tests.end_to_end.commands import command as python
-from tests.end_to_end.pages import PAGES, Command, cheap, chinese, commands, run_python_block, shown
+from tests.end_to_end.pages import (
+    OTHER_PROGRAMS,
+    PAGES,
+    Command,
+    cheap,
+    chinese,
+    commands,
+    other_programs,
+    run_python_block,
+    shown,
+)
 from tests.interop.test_formats import given, weights
 from tests.schedule.pictures import draw_schedule
 from tests.schedule.test_draw import texts
@@ -58,6 +68,16 @@ def test_both_languages_show_the_same_commands(page: Path) -> None:
     if page.stem in ABRIDGED:
         other += [words for words in english if words not in other]
     assert sorted(other) == sorted(english)
+
+
+def test_commands_of_other_programs_are_excused_and_name_files_that_exist() -> None:
+    lines = [each for page in (*PAGES, *map(chinese, WITH_PROSE)) for each in other_programs(page)]
+    others = [words for words in EACH if Command.of(list(words)) is None]
+    packages = {words[2].rpartition(".")[0] if words[0] == "python" else words[0] for words in others}
+    assert {program for _, program in lines} | packages == set(OTHER_PROGRAMS)
+    for line, _ in lines:
+        for path in re.findall(r"(?<![\w/])(?:scripts|tools|configs|docs|examples)/[\w./*-]+", line):
+            assert list(repository().glob(path)), line
 
 
 def test_the_two_commands_of_the_contract_stand_there() -> None:
