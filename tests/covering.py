@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import combinations
+from operator import or_
 
 Case = dict[str, str]
 Choice = tuple[str, str]
@@ -67,6 +69,7 @@ class Cover:
         self.apart = {pair for pair in all_pairs(factors) if not rule(dict(pair))}
         """Pairs that the rule forbids by themselves."""
         self._never = self._partners(self.apart)
+        self._ever = {name: reduce(or_, (self._never[name, value] for value in factors[name])) for name in factors}
         self.impossible: set[Pair] = set()
         """Pairs of which there is no case at all: `apart`, and what would need a third value that is apart."""
         self.cases: list[Case] = []
@@ -114,7 +117,9 @@ class Cover:
         left, decided = {}, self._bits(new)
         looks_at = self._looks_at if any(name in self._looks_at for name in new) else ()
         for name in (name for name in values if name not in case):
-            fits = [value for value in values[name] if not self._never[name, value] & decided]
+            fits = values[name]
+            if self._ever[name] & decided:  # hardly any option: most have nothing against the new values
+                fits = [value for value in fits if not self._never[name, value] & decided]
             if name in looks_at:
                 fits = [value for value in fits if self._rule({**case, name: value})]
             if not fits:
