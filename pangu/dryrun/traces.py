@@ -137,8 +137,10 @@ def jobs_of(missing: Iterable[tuple[Way, TraceRequest]]) -> Iterator[tuple[list[
     for group in groups.values():
         splits = sorted({split for _, request in group for split in request.splits})
         wanted = group[0][1]._replace(splits=tuple(splits))
-        keys = {shortened(chunk): wanted.keys(chunk) for _, request in group for chunk in request.chunks}
+        whole = {shortened(chunk) for _, request in group for chunk in request.chunks}
         ways = sorted({way for way, _ in group}, key=lambda way: way.size)
+        everything = set[SpanKey]().union(*map(wanted.keys, whole))
+        keys = {chunk: wanted.keys(chunk) & everything for chunk in whole | {*map(_with_pairs, whole)}}
         chunks = list(_numbered(wanted.config, _covering(keys)))
         yield ways, {"chunks": chunks, "sizes": [way.size for way in ways], "splits": splits}
 
@@ -175,16 +177,21 @@ def shortened(chunk: Sequence[str]) -> Chunk:
     return tuple(kept)
 
 
+def _with_pairs(chunk: Chunk) -> Chunk:
+    """Return a chunk with two of each three equal layers: no layer equals both of its neighbors."""
+    return tuple(kind for place, kind in enumerate(chunk) if chunk[max(0, place - 2) : place] != (kind, kind))
+
+
 def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
     """Yield chunks of the model's first layers of each kind, in the form that `measure.measure` takes."""
     kinds = module_kinds(config, whole_table(config.model, config.train.frozen), ModelPart.whole(config.model))
-    contents = [_content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
+    contents = [content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
     for chunk in chunks:
         layers: list[int] = []
         start = -_RECOMPUTED
         for kind in chunk:
             if kind.startswith("layer"):
-                layers.append(contents.index(_content(kind), layers[-1] + 1 if layers else 0))
+                layers.append(contents.index(content(kind), layers[-1] + 1 if layers else 0))
                 start = layers[-1] + 1 - _RECOMPUTED if "recomputed" in kind.split() else start
         first, last = (any(kind.startswith(name) for kind in chunk) for name in ("embedding", "head"))
         yield {"layers": layers, "start": start, "first": first, "last": last}
@@ -196,7 +203,8 @@ def whole_table(model: ModelConfig, frozen: tuple[str, ...]) -> PlacementTable:
     return place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
 
 
-def _content(kind: str) -> str:
+def content(kind: str) -> str:
+    """Return the kind of a module without its position in a chunk."""
     return " ".join(word for word in kind.split() if word not in _PLACES)
 
 

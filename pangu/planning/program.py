@@ -10,6 +10,7 @@ from itertools import accumulate, product
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened, whole_table
 from pangu.models.parameters import ModelPart
@@ -30,6 +31,7 @@ LAYOUT = tuple(field.name for field in fields(Layout))
 """Fields of a plan that are those of its layout."""
 CONTEXT = "context_kind", "context_ulysses"
 _degrees = attrgetter(*LAYOUT)
+_layout = lru_cache(maxsize=100_000)(Layout)
 
 
 class Plan(NamedTuple):
@@ -66,7 +68,7 @@ class Plan(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Parallel degrees of the plan."""
-        return Layout(*_degrees(self))
+        return _layout(*_degrees(self))
 
     @property
     def recomputes(self) -> bool:
@@ -215,10 +217,13 @@ class Program:
 
     def _sketches(self, plan: Plan) -> list[Plan]:
         """Return layouts of one chunk; one of its layers is recomputed, unless in the selective way."""
-        plan = self.module_plan(plan)._replace(layers=(self.config.model.layers,))
-        plan = plan._replace(micro_size=self._sketch_size or plan.micro_size)
+        model = self.config.model
+        plan = self.module_plan(plan)._replace(micro_size=self._sketch_size or plan.micro_size)
         plan = plan if plan.recompute == "selective" else plan._replace(recompute=1)
-        return [plan._replace(offload=offload) for offload in dict.fromkeys(((), plan.offload))]
+        # spans depend on the place of a layer if it is offloaded or frozen, and on its kind else
+        fewest = model.layers if self.config.train.frozen else _fewest_layers(model)
+        offloads = dict.fromkeys(((), plan.offload))
+        return [plan._replace(offload=one, layers=(model.layers if one else fewest,)) for one in offloads]
 
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
         """Return the different parts of the model that the stages of a layout hold."""
@@ -273,7 +278,7 @@ class Program:
         if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
             return work
         offload = tuple(kind for kind in plan.offload if kind == "activations")
-        begins = shards_sums(plan.layout) and reduces_each(plan.schedule) and self.config.precision.matmul == "fp8"
+        begins = self.config.precision.matmul == "fp8" and shards_sums(plan.layout) and reduces_each(plan.schedule)
         zero = plan.zero if begins else _SINGLE.zero
         return work._replace(zero=zero, zero_group=_SINGLE.zero_group, data=_SINGLE.data, offload=offload)
 
@@ -325,6 +330,13 @@ class Program:
 
 
 _schedule = lru_cache(maxsize=100)(make_schedule)
+
+
+@lru_cache(maxsize=100)
+def _fewest_layers(model: ModelConfig) -> int:
+    """Return the number of first layers that have every kind of layer of the model, and the first kind twice."""
+    kinds = [model.kind_of_layer(layer) for layer in range(model.layers)]
+    return 1 + max(kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in set(kinds))
 
 
 def shortest(plan: Plan) -> int:
