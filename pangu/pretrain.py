@@ -19,7 +19,7 @@ from pangu.training.interrupts import ending_at_once
 
 if TYPE_CHECKING:
     from pangu.config.schema import RunConfig
-    from pangu.planning.forecast import Forecast
+    from pangu.report.forecast import Forecast
     from pangu.training.validation import Benchmarks
 
 
@@ -38,7 +38,7 @@ def planner() -> ModuleType:
 
 
 def forecast(*run: Any) -> Forecast | None:
-    """Return the predicted step time of a run on a known cluster; see `planning.forecast.forecast_run`."""
+    """Return the predicted step time of a run on a known cluster; see `report.forecast.forecast_run`."""
     return planner().forecast_run(*run)
 
 

@@ -32,11 +32,12 @@ from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import Outcome, find_layouts, overrides_of, prepare_choice, refusals, require_cluster
-from pangu.planning.forecast import Forecast
+from pangu.planning.auto import Outcome, find_layouts, overrides_of, refusals, require_cluster
 from pangu.planning.program import Program, plan_of
+from pangu.report.auto import prepare_choice
 from pangu.report.dry_run import WIDTH, print_dry_run
-from pangu.report.search_tables import explain, interval_words, memory_words, page, rows, run_words, search_data
+from pangu.report.forecast import Forecast
+from pangu.report.search_tables import explain, page, rows, run_words, search_data, sentences
 from pangu.report.sharding import print_sharding
 from pangu.report.stages import view_stages
 from pangu.schedule.advice import advise
@@ -182,7 +183,7 @@ def print_layouts(options: argparse.Namespace) -> None:
         f"{result.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(result.refused)}"
     )
     console.print(table)
-    for line in (interval_words(outcome), memory_words(outcome)):
+    for line in sentences(outcome):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if any(one.measured is None for one in result.best):
         console.print("?: predicted memory; the others show the memory of a dry run")

@@ -12,6 +12,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from pangu.planning.program import Plan
+from pangu.planning.search import Space
+
 SHARE = 0.9
 """Share of the residuals that an interval contains; sources count alike."""
 
@@ -29,6 +32,33 @@ class Interval(NamedTuple):
     """Number of sources of the measurements, which count alike."""
     rows: int
     """Number of measurements."""
+
+
+class Expectation(NamedTuple):
+    """Interval of a layout's step time, and where it is from."""
+
+    kind: str
+    """Group of measurements that the layout belongs to."""
+    group: str
+    """Nearest group that enough sources measured: the interval is that group's."""
+    interval: Interval
+
+    @property
+    def words(self) -> str:
+        """Sentence that says where the interval is from."""
+        low, high, _, sources, rows = self.interval
+        borrowed = "" if self.group == self.kind else f", borrowed: too few sources measured {self.kind}"
+        return (
+            f"{SHARE:.0%} of {rows:,} published steps took {low:.2f} to {high:.2f} times the predicted "
+            f"({self.group}, {sources} sources{borrowed})"
+        )
+
+
+def expectation(space: Space, plan: Plan) -> Expectation:
+    """Return the interval of a layout's step time."""
+    precision = space.config.precision.compute if space.config.precision.matmul == "compute" else "fp8"
+    kind = space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1
+    return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind))
 
 
 def groups_of_kind(device: str, precision: str, pipelined: bool) -> tuple[str, ...]:

@@ -16,13 +16,15 @@ from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, pha
 from pangu.planning.program import CONTEXT, Plan
 from pangu.planning.search import Candidate, Space
 from pangu.report.goodput import expected_goodput
-from pangu.report.intervals import SHARE, Interval, groups_of_kind, nearest, shipped
+from pangu.report.intervals import expectation
 from pangu.report.page import fill_template
 from pangu.schedule import orders
 from pangu.schedule.groups import groups_of
 from pangu.schedule.simulate import simulate
 from pangu.zero.choices import STAGES
 
+KEPT = ("parallel.layers", "parallel.bucket_mib", "loss.chunk", "precision.reduce", "optimizer.moments", "compile")
+"""Keys that change time or memory of a step, of which a search tries no values."""
 WIDTH = 900
 """Width of a chart in pixels."""
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4", "#17a3b8")
@@ -36,7 +38,7 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     data: dict[str, Any] = {
         "overrides": overrides_of(one.plan),
         "step_time_s": seconds,
-        "step_time_interval_s": [seconds * limit for limit in interval_of(outcome.space, one.plan)[1][:2]],
+        "step_time_interval_s": [seconds * limit for limit in expectation(outcome.space, one.plan).interval[:2]],
         "terms_s": vars(one.time).copy(),
         "memory_gib": [stage.total for stage in one.memory],
         "measured_memory_gib": one.measured,
@@ -68,6 +70,7 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
         "refused": dict(result.refused),
         "ties": ties(outcome) if result.best else 0,
         "interval": interval_words(outcome) if result.best else "",
+        "not_tried": list(untried(outcome.space)),
         "best": [as_data(outcome, one) for one in result.best],
         "front": [as_data(outcome, one) for one in front_of([*result.best, *result.others])],
     }
@@ -82,37 +85,40 @@ def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
     return front
 
 
-def interval_of(space: Space, plan: Plan) -> tuple[str, Interval]:
-    """Return the interval of a layout's step time, and the group of published measurements that it is of."""
-    return nearest(shipped(), *_kind_of(space, plan))
-
-
-def _kind_of(space: Space, plan: Plan) -> tuple[str, str, bool]:
-    precision = "bf16" if space.config.precision.matmul == "compute" else "fp8"
-    return space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1
-
-
 def interval_words(outcome: Outcome) -> str:
     """Return a sentence about the interval of the fastest layout: where it is from, and which layouts are ties."""
-    space, plan = outcome.space, outcome.result.best[0].plan
-    (name, known), own = interval_of(space, plan), groups_of_kind(*_kind_of(space, plan))[0]
-    borrowed = "" if name == own else f", borrowed: too few sources measured {own}"
-    return (
-        f"interval: {SHARE:.0%} of {known.rows:,} published steps took {known.low:.2f} to {known.high:.2f} times the "
-        f"predicted ({name}, {known.sources} sources{borrowed}); =: ties, within {known.tie:.2f} times the first"
-    )
+    of_first = expectation(outcome.space, outcome.result.best[0].plan)
+    return f"interval: {of_first.words}; =: ties, within {of_first.interval.tie:.2f} times the first"
 
 
-def memory_words(outcome: Outcome) -> str:
-    """Return a sentence with the predicted memory of each stage of the fastest layout."""
+def untried(space: Space) -> Iterator[str]:
+    """Yield what a search does not try; nothing is said of the keys of layouts that are given, which it keeps."""
+    others = {
+        "schedule": f"schedules {', '.join(sorted(orders.SCHEDULES.keys() - {*orders.worth_trying()}))}",
+        "micro_size": f"batch.micro_size other than {', '.join(map(str, search.MICRO_SIZES))}",
+        "zero_group": "ZeRO groups other than a node's and all",
+        "tensor": "tensor parallelism across nodes",
+    }
+    if space.config.model.sequence < search.LONG:
+        others["context"] = f"context parallelism of less than {search.LONG:,} tokens"
+    yield from (words for field, words in others.items() if field not in space.fixed)
+    yield f"values of {', '.join(KEPT)}"
+
+
+def sentences(outcome: Outcome) -> list[str]:
+    """Return what people need to know of a search besides its table."""
     stages = ", ".join(f"{stage.total:.1f}" for stage in outcome.result.best[0].memory)
-    return f"memory of the first, by stage: {stages} GiB predicted, of {outcome.space.cluster.memory.gib:.1f}"
+    return [
+        interval_words(outcome),
+        f"memory of the first, by stage: {stages} GiB predicted, of {outcome.space.cluster.memory.gib:.1f}",
+        f"not tried unless given: {'; '.join(untried(outcome.space))}",
+    ]
 
 
 def ties(outcome: Outcome) -> int:
     """Return the number of leading layouts that published measurements could not tell from the fastest."""
     best = outcome.result.best
-    most = best[0].time.total * interval_of(outcome.space, best[0].plan)[1].tie
+    most = best[0].time.total * expectation(outcome.space, best[0].plan).interval.tie
     return sum(one.time.total <= most for one in best)
 
 
@@ -245,7 +251,7 @@ def page(outcome: Outcome) -> str:
         width=WIDTH,
         colours=COLOURS,
         cluster=cluster,
-        words=[interval_words(outcome), memory_words(outcome), *filter(None, [run_words(outcome)])],
+        words=[*sentences(outcome), *filter(None, [run_words(outcome)])],
         rows=list(rows(outcome)),
         times=_bars(times, TERMS, max(one.time.total for one in best), "s"),
         memory=_bars(

@@ -10,8 +10,8 @@ from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.auto import load_cluster
 from pangu.planning.cost import StepTime, host_seconds, step_time
-from pangu.planning.forecast import Forecast
 from pangu.planning.program import Program, StepLedger, plan_of
+from pangu.report.forecast import Forecast
 from tests.configs import composed
 from tests.spawn import repository
 

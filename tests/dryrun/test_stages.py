@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.forecast import Forecast
+from pangu.report.forecast import Forecast
 from tests.configs import composed
 
 WORDS = (

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from pangu.planning import search as search_module
 from pangu.planning.auto import load_cluster, refusals
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StepTime, memory_of, step_time
-from pangu.planning.program import Plan, StepLedger, key_values
+from pangu.planning.program import KEYS, Plan, StepLedger, key_values
 from pangu.planning.search import (
     LONG,
     Candidate,
@@ -33,6 +34,7 @@ from pangu.planning.search import (
     time_of,
     with_layout,
 )
+from pangu.report.search_tables import KEPT
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b, splits_backward
 from tests.configs import config
 from tests.spawn import repository
@@ -271,6 +273,7 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     assert status == 0
     words = ["layouts on 64 x a100", "the first: parallel.tensor=", "days and", "failures a day", "recompute full: "]
     words += ["interval: 90% of ", "memory of the first, by stage: "]
+    words += ["not tried unless given: schedules breadth_first, gpipe; batch.micro_size other than 1, 2, 4, 8, "]
     assert all(one in out for one in words)
     assert re.search(r"goodput 9\d\.\d%\) with checkpoint\.every=\d+$", out, re.MULTILINE)
     written = page.read_text(encoding="utf-8")
@@ -294,6 +297,10 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     told = json.loads(out)
     assert len(told["best"]) == 3
+    of_run = config("+config=pangu_13b")
+    assert "tensor parallelism across nodes" not in told["not_tried"], "it was given"
+    assert [attrgetter(key)(of_run) for key in KEPT]  # they exist
+    assert {*KEPT}.isdisjoint(KEYS.values())
     for one in told["best"]:
         assert "parallel.tensor=8" in one["overrides"]
         assert one["step_time_s"] == pytest.approx(sum(one["terms_s"].values()))

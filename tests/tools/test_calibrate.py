@@ -15,7 +15,7 @@ from pangu.schedule.spans import Matmul
 from pangu.topology.launch import Launch
 from tests.configs import config
 from tests.end_to_end.commands import on_ranks
-from tests.planning.test_auto import there_are
+from tests.report.test_auto import there_are
 from tests.spawn import repository
 from tools import calibrate
 

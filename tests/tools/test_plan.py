@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pangu.dryrun.roles import DryRunError
-from pangu.planning import auto
+from pangu.report import auto
 from tests.configs import RECIPES, config
 from tests.end_to_end.commands import called, command
 from tests.prepare.test_preprocess_data import shell

@@ -19,6 +19,7 @@ from pangu.planning.auto import overrides_of
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time, terms_of
 from pangu.planning.program import plan_of
 from pangu.planning.search import search, space_of
+from pangu.report.intervals import Expectation, expectation
 from pangu.topology.layout import Coordinates, Layout
 
 log = logging.getLogger("pangu")
@@ -37,10 +38,14 @@ class Forecast:
     time: StepTime
     memory: StageMemory
     """Peak memory of the stage that needs the most."""
+    least_gib: float
+    """Peak memory in GiB if the allocator loses nothing to fragmentation."""
     stage: int
     """Stage with the highest peak memory."""
     room_gib: float
     """Memory of a device in GiB."""
+    expectation: Expectation
+    """Interval of the step time."""
     stages_s: tuple[float, ...] = ()
     """Step times of `batch.stages`; `time` is that of the final stage, which needs the most memory."""
     begins: int = 0
@@ -72,15 +77,32 @@ class Forecast:
             shorter = plan._replace(micro_batches=micro_batches)
             earlier.append(step_time(spaces[sequence].program.describe(shorter), shorter, cluster).total)
         begins = config.batch.stages[-1].until if config.batch.stages else 0
-        return cls(cluster.name, time, memory, stage, cluster.memory.gib, tuple(earlier), begins)
+        least = memory.total - cluster.memory.fragmentation * memory.activations
+        within = cluster.memory.gib, expectation(space, plan)
+        return cls(cluster.name, time, memory, least, stage, *within, tuple(earlier), begins)
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Interval of the step time in seconds."""
+        low, high, *_ = self.expectation.interval
+        return low * self.time.total, high * self.time.total
+
+    @property
+    def verdict(self) -> str:
+        """Verdict on the memory of a device: `fits`, `does not fit` or `too close to call`."""
+        if self.memory.total <= self.room_gib:
+            return "fits"
+        return "does not fit" if self.least_gib > self.room_gib else "too close to call"
 
     def line(self) -> str:
-        """Return the forecast as a log line."""
+        """Return the forecast as log lines."""
         terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
+        low, high = self.interval_s
         waits = f"; host-bound: the device waits {self.time.host:.3g} s for the host, less with larger micro-batches"
         return (
             f"{'expected':<12} on {self.cluster}: step time {self.time.total:.3g} s ({terms}), memory "
-            f"{self.memory.total:.3g} of {self.room_gib:g} GiB{waits * (self.time.host > 0)}"
+            f"{self.memory.total:.3g} of {self.room_gib:g} GiB ({self.verdict}){waits * (self.time.host > 0)}\n"
+            f"{'':<12} between {low:.3g} and {high:.3g} s: {self.expectation.words}"
         )
 
     def stages_line(self, config: RunConfig) -> str:
@@ -128,11 +150,13 @@ class Forecast:
         self._seconds.append(record.step_time_s)
         if len(self._seconds) == COMPARED_AFTER:
             taken = median(self._seconds[WARM_UP:])
+            low, high = self.interval_s
+            place = "inside" if low <= taken <= high else "outside"
             tensors, others = self.memory.states + self.memory.activations, self.memory.overhead
             self._measured = {"measured_step_time_s": taken, "measured_memory_gib": record.peak_memory_gib}
             log.info(
-                f"{'measured':<12} step time {taken:.3g} s ({taken / self.time.total - 1:+.0%} against the forecast), "
-                f"memory {record.peak_memory_gib:.3g} GiB (forecast: {tensors:.3g} for tensors, "
+                f"{'measured':<12} step time {taken:.3g} s ({taken / self.time.total - 1:+.0%} against the forecast, "
+                f"{place} its interval), memory {record.peak_memory_gib:.3g} GiB (forecast: {tensors:.3g} for tensors, "
                 f"{others:.3g} for the device)"
             )
 
@@ -142,8 +166,9 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast and measurements for summary.json."""
         expected = {"cluster": self.cluster, "step_time_s": self.time.total, "memory_gib": self.memory.total}
+        interval = {"step_time_interval_s": list(self.interval_s), "interval": self.expectation.words}
         stages = {"stages_step_time_s": list(self.stages_s)} if self.stages_s else {}
-        return {**expected, **stages, "terms_s": vars(self.time), **self._measured}
+        return {**expected, **interval, "verdict": self.verdict, **stages, "terms_s": vars(self.time), **self._measured}
 
 
 def forecast_run(

@@ -21,15 +21,12 @@ from pangu.common.errors import ConfigError, UserError
 from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
 from pangu.plan_run import cluster_here, plan_layout, with_cluster_here
-from pangu.planning import auto, forecast, search
-from pangu.planning.auto import (
-    choose_automatically,
-    cluster_names,
-    cluster_of_device,
-    with_plan,
-)
-from pangu.planning.forecast import Forecast
+from pangu.planning import search
+from pangu.planning.auto import cluster_names, cluster_of_device
 from pangu.planning.search import Candidate, Space
+from pangu.report import auto, forecast
+from pangu.report.auto import choose_automatically, with_plan
+from pangu.report.forecast import Forecast
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -57,6 +54,8 @@ def test_the_choice_is_a_layout_that_can_be_run_and_fits() -> None:
     expected = Forecast.of(config, layout, stages)
     expected.require_room(config, layout, stages)
     assert f"expected step time {expected.time.total:.3g} s, memory {expected.memory.total:.3g} of 79.2 GiB" in lines[1]
+    assert lines[2].startswith(f"{'':<12} +")
+    assert "% time (too close to call), " in lines[2]  # published steps differ by more than these predictions
 
 
 def test_a_layout_that_does_not_fit_when_it_is_carried_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +71,15 @@ def test_a_layout_that_does_not_fit_when_it_is_carried_out_is_passed_over(monkey
     values, _ = chosen()
     assert with_plan(values, asked[0].plan) == fastest
     assert with_plan(values, min(asked[1:], key=lambda one: one.time.total).plan) == values != fastest
+
+
+def test_memory_that_fragmentation_decides_is_too_close_to_call() -> None:
+    expected = Forecast.of(*choose_layout(chosen()[0], 16))
+    most, least, verdicts = expected.memory.total, expected.least_gib, list[str]()
+    for expected.room_gib in (most, (most + least) / 2, 0.99 * least):
+        verdicts.append(expected.verdict)
+        assert f" GiB ({expected.verdict})" in expected.line()
+    assert verdicts == ["fits", "too close to call", "does not fit"]
 
 
 def test_what_is_given_is_kept_and_costs_what_it_costs() -> None:
@@ -238,6 +246,10 @@ def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     forecast = summary["forecast"]
     assert forecast["step_time_s"] == pytest.approx(sum(forecast["terms_s"].values()))
+    low, high = forecast["step_time_interval_s"]
+    place = "inside" if low <= forecast["measured_step_time_s"] <= high else "outside"
+    assert f"against the forecast, {place} its interval)" in done.stderr
+    assert f"between {low:.3g} and {high:.3g} s: {forecast['interval']}" in done.stderr
     assert f"step time {forecast['measured_step_time_s']:.3g} s" in done.stderr
 
 

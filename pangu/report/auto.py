@@ -1,0 +1,76 @@
+"""Layout choice for `parallel=auto`: the planner picks the fastest layout for the devices of a run, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pangu.common.errors import ConfigError
+from pangu.config.checks import find_problems
+from pangu.config.schema import RunConfig
+from pangu.planning.auto import find_layouts, overrides_of, require_cluster
+from pangu.planning.program import Plan, key_values
+from pangu.report.search_tables import ties
+from pangu.topology.launch import Launch
+
+CHOSEN_GROUPS = ("parallel", "batch", "memory")
+"""Configuration groups that a layout sets."""
+CHOICES = 3
+"""Number of fastest layouts that the log names."""
+
+
+def choose_automatically(
+    values: Mapping[str, Any],
+    given: Set[str],
+    devices: int,
+    node: int,
+    note_progress: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration with the layout predicted to be the fastest, and log lines that explain the choice.
+
+    Args:
+        values: the composed configuration, with `parallel.auto`.
+        given: keys set on the command line, whose values are kept.
+        devices: number of devices in the run.
+        node: number of devices per node.
+        note_progress: called after each dry run.
+    """
+    cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
+    outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES, note_progress=note_progress)
+    best, room = outcome.result.best[0], outcome.space.cluster.memory.gib
+    lines = [
+        f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
+        f"{'':<12} fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: expected step time "
+        f"{best.time.total:.3g} s, memory {best.peak_gib:.3g} of {room:g} GiB",
+    ]
+    same = ties(outcome)
+    for number, other in enumerate(outcome.result.best[1:], 1):
+        changes = " ".join(overrides_of(other.plan, best.plan))
+        slower = other.time.total / best.time.total - 1
+        tie = " (too close to call)" * (number < same)
+        lines.append(f"{'':<12} {slower:+.1%} time{tie}, {other.peak_gib:.3g} GiB: {changes}")
+    return with_plan(values, best.plan), lines
+
+
+def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the configuration with the layout of a plan."""
+    chosen = {group: dict(values[group]) for group in CHOSEN_GROUPS}
+    for key, value in key_values(plan).items():
+        group, _, name = key.partition(".")
+        chosen[group][name] = value
+    chosen["parallel"] |= {"layers": None, "layouts": []}
+    return {**values, **chosen}
+
+
+def prepare_choice(
+    folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch
+) -> tuple[RunConfig, Callable[..., tuple[dict[str, Any], list[str]]]]:
+    """Return the checked configuration of a run with `parallel=auto`, and the function that chooses its layout."""
+    cluster = require_cluster(folder, values, "parallel=auto")
+    config, problems = find_problems(values)
+    if problems:
+        raise ConfigError(problems)
+    devices, node = (cluster.devices, cluster.node) if values.get("dry_run") else (launch.world, launch.local_world)
+    return config, partial(choose_automatically, values, given, devices, node)
