@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from pangu.dryrun.device import FakeDevice, StreamEntry
 from pangu.dryrun.memory import HOST, OWNED, Clock, LiveStorage, Memory, RaceDetector, Stream
-from pangu.dryrun.operators import COLLECTIVES, causal_share, count_flops, moved_bytes, operator_of, size_of, tensors_in
-from pangu.schedule.spans import Collective, Matmul, Work, matmuls_of
+from pangu.dryrun.operators import COLLECTIVES, moved_bytes, multiplied, operator_of, size_of, tensors_in
+from pangu.schedule.spans import Collective, Matmul, Work
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -31,8 +31,6 @@ _NOT_IN_RUNS = (_OWN, "<", *(f"{Path(torch.__file__).parent}/{part}" for part in
 """Code that only tensors without memory call: this package, its named tuples, and torch's handling of such tensors."""
 _ANY_ORDER = REPLACED | REFUSED
 _COPIES = ("copy_", "_to_copy")
-_FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
-"""Collectives that fill a separate output buffer."""
 _DEVICE = torch.ops.prim.device.default
 """Most frequent operator, which the tensor itself answers."""
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
@@ -250,16 +248,15 @@ class Audit(TorchDispatchMode):
         self._touched(stream, inputs, made)
         if stream == HOST:
             return
-        self._count("launches")
+        self._count("launches", by=operator.launches)
         if operator.name in _ANY_ORDER and (operator.name != "cumsum" or inputs[0].is_floating_point()):
             self._count("any_order", operator.name)
         if operator.product:
             self.hide(stream)
-            # without the matrix that the result is added to
-            shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
-            causal, flops = causal_share(function, args, kwargs, shapes), count_flops(function, args, kwargs, result)
-            self._count("product", operator.name, shapes, 1.0 if causal is None else self._share * causal)
-            self._count("flops", by=flops if causal is None else round(flops * self._share))
+            matmuls, flops = multiplied(function, args, kwargs, result, self._share)
+            for matmul in matmuls:
+                self._count("matmul", matmul._replace(calls=1), by=matmul.calls)
+            self._count("flops", by=flops)
         else:
             self._count("memory_bound_bytes", by=moved_bytes(operator, inputs, made))
 
@@ -286,7 +283,7 @@ class Audit(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
         self.used_groups.add(group)
         axis = self._groups.get(group, "pipeline")
-        if kind in _FILLS:
+        if read != written:  # it fills a separate buffer
             for tensor in targets:
                 self.memory.label(tensor, "communication", unless=OWNED)
         nbytes = max(size_of(sources), size_of(targets))
@@ -351,7 +348,7 @@ class Audit(TorchDispatchMode):
     def _host_waits(self) -> None:
         self.detector.order(self.detector.clock(self.detector.current), HOST)
 
-    def _count(self, *key: Any, by: int = 1) -> None:
+    def _count(self, *key: Any, by: Any = 1) -> None:
         self._counter()[key] += by
 
     def _counter(self) -> Counter[tuple[Any, ...]]:
@@ -360,13 +357,12 @@ class Audit(TorchDispatchMode):
 
 def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
     """Return counters in the form that plans use."""
-    matmuls: dict[Matmul, float] = defaultdict(float)
+    matmuls = list[Matmul]()
     plain: Counter[str] = Counter()
     collectives: list[Collective] = []
     for (what, *of), amount in counts.items():
-        if what == "product":
-            for matmul in matmuls_of(*of):
-                matmuls[matmul._replace(calls=1)] += matmul.calls * amount
+        if what == "matmul":
+            matmuls.append(of[0]._replace(calls=amount))
         elif what == "calls" and of[0] != "pipeline":  # messages belong to the schedule
             hidden, hidden_bytes = (counts.get((name, *of), 0) for name in ("hidden_calls", "hidden_bytes"))
             exposed = (0.0, amount - hidden, counts["bytes", *of] - hidden_bytes)
@@ -376,7 +372,7 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
         elif len(of) < 2:
             plain[what] += amount
     return Work(
-        tuple(matmul._replace(calls=number) for matmul, number in matmuls.items()),
+        tuple(matmuls),
         plain["memory_bound_bytes"],
         plain["launches"],
         tuple(collectives),

@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.autograd import Function
 
 from pangu.dryrun.operators import tensors_in
-from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels
-from pangu.layers.attention_blocks import Lengths
-from pangu.layers.dropping_attention import Masked
+from pangu.layers import attention_blocks, expert_exchange, gpu_kernels
 from pangu.layers.kernels import QKV
 from pangu.zero import flat_parameter
 
@@ -100,7 +98,7 @@ class FakeTensors(FakeTensorMode):
 
 def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> tuple[Any, bool] | None:
     """Return the entry of `FakeTensors._learned` for such inputs, or None if they do not determine the outputs."""
-    if function.namespace != "aten" or not _MORE_THAN_SHAPES.isdisjoint(function.tags):
+    if function.namespace not in ("aten", "pangu") or not _MORE_THAN_SHAPES.isdisjoint(function.tags):
         return None
     several = isinstance(result, (list, tuple))
     outputs = list(result) if several else [result]
@@ -129,20 +127,6 @@ def _is_new(output: Any, memory: set[int]) -> bool:
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 """Kernel of queries, keys, values [batch, heads, sequence, size], dropout and causality; output, log-sum-exp first."""
-
-
-def _flash_backward(
-    grad: Tensor, qkv: Sequence[Tensor], output: Tensor, log_sum: Tensor, state: Tensor, dropout: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = qkv[0].shape[2], qkv[1].shape[2]
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, *qkv, output, log_sum, state, state, *lengths, dropout, causal, state, state
-    )
-
-
-def _rows(part: Tensor, length: int) -> Tensor:
-    """Return packed rows as [batch, heads, sequence, size]."""
-    return part.reshape(-1, length, *part.shape[-2:]).transpose(1, 2)
 
 
 def attention(
@@ -175,53 +159,6 @@ def attention(
     )[0]
 
 
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
-) -> Tensor:
-    """Return attention over full rows: an upper bound on the cost, since document lengths are unknown."""
-    rows = (_rows(part, longest) for part in (query, key, value))
-    return _flash(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
-
-
-def flash_forward(
-    qkv: Sequence[Tensor], lengths: Lengths, dropout: float, options: Mapping[str, Any]
-) -> tuple[Tensor, ...]:
-    """Return the forward pass of `flash_attention`; scores outside of a sliding window are counted as well."""
-    rows = [_rows(part, length) for part, length in zip(qkv, (lengths[2], *[lengths[3]] * 2), strict=True)]
-    output, log_sum, *_ = _flash(*rows, dropout, options["is_causal"] or "window_size_left" in options)
-    if lengths.queries is not None:
-        log_sum = log_sum.transpose(0, 1).flatten(1)
-    state = qkv[0].new_empty(2, dtype=torch.int64)
-    return output.transpose(1, 2).view(qkv[0].shape), log_sum, state, state
-
-
-def flash_backward(
-    tensors: Sequence[Tensor], lengths: Lengths, dropout: float, state: Sequence[Tensor], options: Mapping[str, Any]
-) -> tuple[Tensor, ...]:
-    """Return the gradients of `flash_forward`."""
-    sizes = (lengths[2], lengths[2], lengths[3], lengths[3], lengths[2])
-    grad, *qkv, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
-    log_sum = tensors[5].view(qkv[0].shape[1], -1, lengths[2]).transpose(0, 1)
-    causal = options["is_causal"] or "window_size_left" in options
-    gradients = _flash_backward(grad, qkv, output, log_sum, state[0], dropout, causal)
-    return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(gradients, tensors[1:4], strict=True))
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of `flash_attention` for sequences split over ranks."""
-    output, log_sum, *_ = _flash(query, key, value, 0.0, masked.key_at + key.shape[2] > masked.query_at)
-    return output, log_sum
-
-
-def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients; both backward kernels recompute the scores and the gradients of the probabilities."""
-    attend(query, key, value, masked)
-    state, causal = query.new_empty(2, dtype=torch.int64), masked.key_at + key.shape[2] > masked.query_at
-    return _flash_backward(grad, (query, key, value), output, log_sum, state, 0.0, causal)
-
-
 class _Sums(Function):
     """Log-sum-exp of the softmax for FlexAttention: attends to few value columns and keeps the result."""
 
@@ -235,7 +172,9 @@ class _Sums(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *qkv, output, sums = ctx.saved_tensors
         state = output.new_empty(2, dtype=torch.int64)
-        return (*_flash_backward(output, qkv, output, sums, state, 0.0, True)[:2], None)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        lengths = qkv[0].shape[2], qkv[1].shape[2]
+        return (*backward(output, *qkv, output, sums, state, state, *lengths, 0.0, True, state, state)[:2], None)
 
 
 def flex(
@@ -261,10 +200,7 @@ def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
 
 REPLACED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.nn.functional, {"scaled_dot_product_attention": attention}),
-    (gpu_kernels, {"flash_attention": flash_attention, "_flex": lambda compiled: flex}),
-    (gpu_kernels, {"can_run": lambda kernel, device: True}),
-    (attention_blocks, {"flash_forward": flash_forward, "flash_backward": flash_backward}),
-    (dropping_attention, {"attend": attend, "attend_backward": attend_backward}),
+    (gpu_kernels, {"_flex": lambda compiled: flex, "can_run": lambda kernel, device: True}),
     (expert_exchange, {"host_numbers": _evenly}),
     (flat_parameter, {"fill": lambda *_: None}),
 )

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -365,7 +366,7 @@ _UPDATES: dict[tuple[OptimizerConfig, torch.device], UpdateTrace] = {}
 def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device) -> UpdateTrace:
     """Measure optimizer updates of tensors of several sizes, and of enough elements to need three passes."""
 
-    def step(*sizes: int, rows: int = 1) -> tuple[float, float, float]:
+    def step(*sizes: int, rows: int = 1) -> np.ndarray:
         """Return the bytes moved, kernel launches and transient bytes of an update; Muon's matrices have many rows."""
         shapes = [(rows, size // rows) for size in sizes]
         tensors = [torch.zeros(shape, device=device) for shape in shapes]
@@ -379,20 +380,17 @@ def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device)
         start = audit.memory.total
         audit.memory.restart()
         optimizer.step()
-        return audit.counts["memory_bound_bytes",], audit.counts["launches",], audit.memory.peak - start
+        counts = audit.counts["memory_bound_bytes",], audit.counts["launches",]
+        return np.array([*counts, audit.memory.peak - start], dtype=np.float64)
 
     size, most = 2**20, UPDATED_AT_ONCE
-    (moved, launches, one), (_, launches_of_two, two), (twice_moved, _, twice), (_, launches_of_three, three) = (
-        step(*sizes) for sizes in ((size,), (size // 2,) * 2, (2 * size,), (most,) * 3)
-    )
-    another = launches_of_two - launches
-    per_pass = (launches_of_three - launches - 2 * another) / 2
+    one, two, twice, three = (step(*sizes) for sizes in ((size,), (size // 2,) * 2, (2 * size,), (most,) * 3))
     per_tensor, per_element = two - one, (twice - one) / size
     fixed = one - per_tensor - per_element * size
-    more = (three - fixed - 3 * per_tensor - per_element * most) / most
-    bytes_per_element = (twice_moved - moved) / size
-    trace = UpdateTrace(bytes_per_element, launches - another, another, per_pass, fixed, per_tensor, per_element, more)
+    further = three - fixed - 3 * per_tensor - per_element * most
+    launches = fixed[1], per_tensor[1], further[1] / 2
+    trace = UpdateTrace(per_element[0], *launches, fixed[2], per_tensor[2], per_element[2], further[2] / most)
     if config.name != "muon":
         return trace
-    (moved, launches, _), (twice_moved, launches_of_two, _) = (step(*(size,) * count, rows=2**10) for count in (1, 2))
-    return trace._replace(bytes_of_matrix=(twice_moved - moved) / size, launches_of_matrix=launches_of_two - launches)
+    matrix = step(size, size, rows=2**10) - step(size, rows=2**10)
+    return trace._replace(bytes_of_matrix=matrix[0] / size, launches_of_matrix=matrix[1])

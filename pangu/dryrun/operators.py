@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from pangu.layers.grouped_matmul import FLOP_FORMULAS
+from pangu.schedule.spans import Matmul, matmuls_of
 
 for _operator, _formula in FLOP_FORMULAS.items():
     register_flop_formula(_operator)(_formula)
@@ -50,8 +52,8 @@ class Operator(NamedTuple):
     name: str
     view: bool
     """True if its results are views of its first argument."""
-    launches: bool
-    """True if it launches a kernel."""
+    launches: int
+    """Number of kernels that it launches."""
     product: bool
     """True if its time is determined by its floating-point operations (matmuls)."""
     answers: bool
@@ -69,8 +71,9 @@ def operator_of(function: OpOverload) -> Operator:
     view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     writes = (i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write)
     launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL
-    product = function.overloadpacket in flop_registry
-    return Operator(name, view and not answers, launches, product, answers, tuple(writes))
+    product = function.overloadpacket in flop_registry or (launches and "atten" in name)
+    kernels = launches * (2 if name == "attend_backward" else 1)  # one for queries, one for keys
+    return Operator(name, view and not answers, kernels, product, answers, tuple(writes))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -82,28 +85,37 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def causal_share(
-    function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
-) -> float | None:
-    """Return the share of scores that an attention kernel computes if causal, where queries and keys end together."""
-    names = [argument.name for argument in function._schema.arguments]
-    if not {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False):
-        return None
-    (*_, queries, _), (*_, keys, _) = shapes[1:3] if "backward" in function._schema.name else shapes[:2]
-    return 1 - queries / (2 * keys)
+def multiplied(
+    function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, share: float
+) -> tuple[list[Matmul], int]:
+    """Return the matmuls of a kernel and its FLOPs.
 
-
-def count_flops(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the floating-point operations of a matmul, by torch's formula."""
-    shaped = [value for value in args if not isinstance(value, torch.dtype)]  # formulas expect a shape there
-    if "dot_product" in function._schema.name:
-        # before torch 2.13 the formula rejects grouped queries, which use each key and value several times
-        query = int("backward" in function._schema.name)  # the gradient of the output comes first
-        heads = args[query].shape[1]
-        for place in (query + 1, query + 2):
-            batch, _, *rest = args[place].shape
-            shaped[place] = (batch, heads, *rest)
-    return flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
+    Documents and windows count as full causal rows: an upper bound, as the lengths of documents are unknown. A kernel
+    that skips scores above the diagonal computes `share` of the others; its FLOPs count as if there was no diagonal.
+    """
+    name = function._schema.name.partition("::")[2]
+    if "atten" not in name:
+        outputs = list(tensors_in((result,)))  # a matmul may be added to an operand
+        operands = (tensor for tensor in tensors_in((*args, *kwargs.values())) if all(tensor is not o for o in outputs))
+        shaped = [value for value in args if not isinstance(value, torch.dtype)]  # formulas expect a shape there
+        flops = flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
+        return matmuls_of(name, [tensor.shape for tensor in operands]), flops
+    named = {**dict(zip((one.name for one in function._schema.arguments), args, strict=False)), **kwargs}
+    shapes = [named[operand].shape for operand in ("query", "key", "value")]
+    if name.startswith("_flash"):  # [batch, sequence, heads, size], or [tokens, heads, size] of documents
+        lengths = (named["max_q"], named["max_k"], named["max_k"])
+        shapes = [
+            (math.prod(shape[:-2]) // length, shape[-2], length, shape[-1])
+            for shape, length in zip(shapes, lengths, strict=True)
+        ]
+    queries, keys = shapes[0][2], shapes[1][2]
+    is_causal = named.get("is_causal", False) or named.get("window_size_left") is not None
+    if "query_at" in named:
+        is_causal = named["key_at"] + keys > named["query_at"]
+    full = share if is_causal else 1.0
+    computed = full * (1 - queries / (2 * keys)) if is_causal else 1.0  # queries and keys end together
+    matmuls = matmuls_of(name, shapes, computed)
+    return matmuls, round(sum(one._replace(calls=full).flops for one in matmuls))
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

@@ -46,22 +46,20 @@ class Matmul(NamedTuple):
         return 2.0 * self.rows * self.columns * self.depth * self.batch * self.calls
 
 
-def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float) -> list[Matmul]:
+def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float = 1.0) -> list[Matmul]:
     """Return the matmuls of one kernel; a fused attention kernel, forward or backward, has several."""
-    if "attention" in operator:
-        # backward: shapes of the gradient, then of query, key and value; forward: of these three
-        backward = "backward" in operator
-        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
+    if "atten" in operator:
+        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes
 
         def fused(m: int, n: int, depth: int) -> Matmul:
             return Matmul(m, n, depth, rows * heads, computed, fused=True)
 
         scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
-        if not backward:
+        if "backward" not in operator:
             return [scores, mixed]
-        grad_query = fused(queries, width, keys)
-        # recomputed scores, then gradients of probabilities, values, queries and keys
-        return [scores, fused(queries, keys, columns), mixed, grad_query, grad_query]
+        # one kernel, or those of `dropping_attention`, which compute scores and gradients of probabilities for each
+        shared, grad_query = [scores, fused(queries, keys, columns)], fused(queries, width, keys)
+        return [*shared * (1 + (operator == "attend_backward")), mixed, grad_query, grad_query]
     if operator.startswith("grouped"):  # assume equal groups; the last operand has their ends
         (rows, depth), other, (groups,) = shapes
         of_each = math.ceil(rows / groups)

@@ -35,7 +35,8 @@ def test_no_layout_has_a_race_or_mixes_devices(process: SharedWorker, batch: int
             assert report["peak"] == sum(report["peak_bytes"].values()) > 0
             # what adds up in any order, train.deterministic replaces; a device would refuse all else
             assert report["any_order"].keys() <= REPLACED, (layout, report["any_order"])
-            assert any("attention" in name for name in report["any_order"])
+            # Triton kernels, which dropout needs, add in one order
+            assert any("attention" in name for name in report["any_order"]) != ("attention_dropout" in layout)
             waits = report["host_syncs"] and "experts" not in layout and "offload" not in layout
             if report["races"] or report["findings"] or waits:
                 wrong[layout, rank] = report["races"], report["findings"], report["host_syncs"]
