@@ -58,17 +58,24 @@ def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple
 def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
     """Fill slices, named `KIND/NAME`, from a checkpoint of any layout; raises UserError naming all that do not fit."""
     require_fit(path, index, {name: part.shape for name, part in slices})
-    by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
-    for name, part in slices:
-        for piece in index["tensors"][name]["pieces"]:
-            if common := _common(part, piece):
-                by_file.setdefault(piece["file"], []).append((part, piece, common))
-    for file, pieces in by_file.items():
+    for file, pieces in pieces_by_file(index, slices).items():
         with reading(path / file, SafetensorError), safe_open(path / file, framework="pt") as opened, torch.no_grad():
             for part, piece, common in pieces:
                 source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
                 target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
                 part.tensor[target].copy_(opened.get_slice(piece["key"])[source])
+
+
+def pieces_by_file(
+    index: Mapping[str, Any], slices: Iterable[tuple[str, Slice]]
+) -> dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]]:
+    """Return the slices with stored pieces and the bounds that they share, by file, for tensors that have any."""
+    by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
+    for name, part in slices:
+        for piece in index["tensors"].get(name, {"pieces": ()})["pieces"]:
+            if common := _common(part, piece):
+                by_file.setdefault(piece["file"], []).append((part, piece, common))
+    return by_file
 
 
 def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:

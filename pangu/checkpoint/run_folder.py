@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from pangu.common.errors import UserError, reading, writing
-from pangu.common.files import new_path, refuse_links, remove, write_atomically
+from pangu.common.files import flush, new_path, refuse_links, remove, write_atomically
 from pangu.config.data import DataConfig, TokenizerConfig
 from pangu.config.schema import RunConfig
 from pangu.data.sources import tokenizer_of
@@ -34,6 +34,14 @@ def make_run_folder(output: Path) -> None:
         refuse_links(output / name for name in FOLDERS)
         refuse_links(sorted(output.glob("checkpoints/step-*")))
         (output / "plots").mkdir(parents=True, exist_ok=True)
+
+
+def flush_figures(output: Path) -> None:
+    """Flush metrics.jsonl to disk: a run that continues counts on figures of the steps before. Raises UserError."""
+    figures = output / "metrics.jsonl"
+    if figures.exists():  # who saves without a run has none
+        with writing(figures):
+            flush(figures)
 
 
 def save_config(folder: Path, config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pangu.collectives.agreement import complete
 from pangu.topology.mesh import Mesh
+from pangu.topology.recorder import AxisGroup
 
 
 class _WatchedSend:
@@ -58,6 +59,17 @@ def _rounds(channels: Sequence[tuple[str, int, int]]) -> list[dict[int, tuple[st
             rounds.append(free := {})
         free |= dict.fromkeys(channel[1:], channel)
     return rounds
+
+
+def exchange_bytes(
+    sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], group: AxisGroup
+) -> None:
+    """Send tensors to places in a group, and receive others, all at the same time, each pair's in the same order."""
+    works = [dist.irecv(tensor, group=group.process_group, group_src=place) for tensor, place in received]
+    works += [dist.isend(tensor, group=group.process_group, group_dst=place) for tensor, place in sent]
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 class Channels:

@@ -33,6 +33,10 @@ class CheckpointConfig:
     the dense model's, as the weights of a token's experts sum to 1."""
     max_failed_saves: Natural = 3
     """Failed saves in a row that are tolerated; one more ends the run."""
+    memory_every: Natural = 0
+    """Steps between copies of the state in the memory of nodes, of which the next node keeps a second one, and from
+    which a run continues after a crash or the loss of a node. They lie in `/dev/shm`, or in the folder that
+    `PANGU_MEMORY` names on each node, and take up to six times the state of the node's ranks. 0: none."""
     remote: Filename | None = None
     """URL of a folder in an object store (`s3://BUCKET/RUN`, `gs://`) or of `file://` to which checkpoints are copied
     while training continues, and from which a run with an empty run folder continues. null: none."""

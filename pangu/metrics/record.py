@@ -57,6 +57,8 @@ class StepRecord:
     """Fraction of the time since the process started that went into steps that count: neither skipped nor undone."""
     failed_saves: int | None = None
     """Number of consecutive failed saves so far; None if the last one succeeded."""
+    failed_copies: int | None = None
+    """Number of consecutive failed copies in memory so far; None if the last one succeeded."""
     failed_uploads: int | None = None
     """Number of consecutive failed attempts to copy checkpoints to `checkpoint.remote`; None if there are none."""
     damaged_checkpoints: int | None = None

@@ -35,6 +35,7 @@ _GROUPS = {
         "continued_from",
         "rollbacks",
         "failed_saves",
+        "failed_copies",
         "failed_uploads",
         "damaged_checkpoints",
     ),

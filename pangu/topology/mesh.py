@@ -126,12 +126,16 @@ class Mesh:
         return replace(self, groups={}, store=dist.PrefixStore(BACKGROUND, self.store.clone()))  # type: ignore[attr-defined]
 
     def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """Create a group of global ranks along an axis, or for `messages`; all members call this in the same order."""
+        """Create a group of global ranks along an axis, or for `messages` or `host`, which are tensors on the host.
+
+        All members call this in the same order.
+        """
         timeout, options = timedelta(seconds=self.timeout_s), None
-        if dist.get_backend() == "nccl":
+        backend = "gloo" if axis == "host" else None
+        if dist.get_backend() == "nccl" and backend is None:
             options = group_options(axis, timeout)
         # only members take part: by default every process of the run would have to call this for every group
-        group = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
         assert group is not None
         return group
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pangu.config.schema import RunConfig
 from pangu.config.stages import describe_stages, num_samples
 from pangu.layers.sparse import in_words
+from pangu.metrics.text import size
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
 from pangu.zero.states import StatePlan
@@ -50,6 +51,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
             f"{config.train.steps:,} steps = {all_tokens:,} tokens, "
             f"{all_tokens * training_flops_per_token(model):.3g} model FLOPs",
         ),
+        *_copies(config, layout.world),
         *([("stages", "; ".join(describe_stages(config)))] if batch.stages else []),
         (
             "numbers",
@@ -62,6 +64,17 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     if model.sparse is not None:
         rows.append(("attention", in_words(model.sparse, model.sequence)))
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _copies(config: RunConfig, world: int) -> list[tuple[str, str]]:
+    """Return the row about copies in memory: weights and two moments, of a node's own ranks and of another's."""
+    every, itemsize = config.checkpoint.memory_every, 8 if config.precision.compute == "fp64" else 4
+    if not every:
+        return []
+    of_rank = 3 * itemsize * num_parameters(config.model) // world
+    # two generations and one that is being written
+    words = f"on average {size(of_rank)} of each rank for its buddy; up to {size(6 * of_rank)} of host memory per rank"
+    return [("copies", f"every {every} steps, {words}")]
 
 
 def advise_less_memory(config: RunConfig) -> str:

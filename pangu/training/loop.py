@@ -25,6 +25,7 @@ from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
 from pangu.topology.recording import stop
+from pangu.training.copies import Copies
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.profile import PROFILED, Profile, find_stragglers
@@ -55,17 +56,18 @@ class Loop:
         signals: StopSignals,
         heartbeat: Heartbeat,
         forecast: ForecastWriter | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Start from a new `trainer`, or one restored from a checkpoint, whose index is `checkpoint` (empty: new)."""
         self.config = config
         self.trainer = trainer
         self.sources = sources
         self.stages = BatchStages(config)
-        self.validation = validation
-        self.benchmarks = benchmarks
+        self.validation, self.benchmarks = validation, benchmarks
         self.signals = signals
         self.heartbeat = heartbeat
         self.forecast = forecast
+        self._copies = copies
         self.spikes = SpikeDetector(config.faults)
         self.devices = DeviceChecks(trainer, heartbeat)
         self._goodput = Goodput(signals.began)
@@ -95,10 +97,8 @@ class Loop:
         """Record of the last step."""
         self.profile: Profile | None = None
         """Profile of a step, if `profile` asks for one."""
-        self._profiled_after = -1
+        self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1 if config.profile else -1
         """Step after which one is profiled; negative: none."""
-        if config.profile:
-            self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1
 
     def run(self) -> None:
         """Run the remaining steps; validate, evaluate, record and save when due."""
@@ -109,7 +109,7 @@ class Loop:
         with self.signals, loader, ExitStack() as stack:
             stack.callback(self._close_writers)
             self._open_writers()
-            saver = stack.enter_context(Saver(config, trainer))
+            saver = stack.enter_context(Saver(config, trainer, self._copies))
             while trainer.step < config.train.steps and self.stopped is None:
                 with name_silent_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._make_step(loader, saver)
@@ -148,7 +148,8 @@ class Loop:
         self.devices.batches = batches
         self.samples += stage.global_size // stage.parts
         config = self.config
-        every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
+        every = [config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas]
+        every += [config.checkpoint.memory_every] * (self._copies is not None)
         if any(self._asked) or trainer.step == config.train.steps or any(map(self._due, every)):
             with recorder.span("interlude"):  # the time is a part of the next step, as always
                 self._look(saver, at_once=True)
@@ -197,6 +198,7 @@ class Loop:
         if self._due(every) or (request.save and every):
             with self._interlude("saving"):
                 self._save(saver)
+        saver.save_in_memory(self.samples, self.spikes.state(), self._position)
 
     def _forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
         """Run forward and backward of a step; return the stragglers, if they are looked for."""
@@ -298,8 +300,7 @@ class Loop:
 
     def _save(self, saver: Saver) -> None:
         """Save a checkpoint; non-finite weights or moments are a fault of the run instead."""
-        tensors = find_non_finite(self.trainer)
-        if tensors is None:
+        if (tensors := find_non_finite(self.trainer)) is None:
             loss = self.record.validation_loss if self.record and self.record.step == self.trainer.step else None
             saver.save(self.samples, self.spikes.state(), self._position, loss)
             return
@@ -322,7 +323,7 @@ class Loop:
             fix = "; lower optimizer.lr" * is_of_data
             raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached{fix}")
         with telling(message):
-            saver.settle()
+            saver.settle(is_fault=True)
             goes_back = faults.action == "rollback"
             if intact is None:
                 blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
@@ -333,10 +334,9 @@ class Loop:
             raise (UserError if is_of_data else DeviceError)(f"{message}; {blamed}{fix * is_of_data}")
         log.warning("%s: rolling back; %s", message, blamed, extra={"alert": "rollback"})
         with self._interlude("rolling back"):
-            step, until = trainer.step, trainer.step + faults.skip_after
-            end = self.samples + num_samples(self.config, until) - num_samples(self.config, step)
-            skipped = end if is_of_data else None
-            self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, skipped)))
+            step, last = trainer.step, trainer.step + faults.skip_after
+            end = self.samples + num_samples(self.config, last) - num_samples(self.config, step) if is_of_data else None
+            self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
         self._step_began = None
         place = saver.newest or "the beginning"
         log.warning("rolled back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
@@ -361,7 +361,7 @@ class Loop:
             message = f"train.check_replicas: after step {step} replicas differ: {difference}; check the device"
             fault = f"step {step}: replicas differ, last compared in {last}"
             with telling(message):
-                saver.settle()
+                saver.settle(is_fault=True)
                 continues = saver.standings.condemn_after(last, fault)
             raise DeviceError(f"{message}; {continues}")
 

@@ -47,6 +47,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.alerts import Alerts
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
+from pangu.training.copies import Copies
 from pangu.training.describe import advise_less_memory, describe
 from pangu.training.determinism import deterministic
 from pangu.training.interrupts import Interrupts
@@ -130,9 +131,7 @@ def run(
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
         stack.push(lambda kind, *_: mesh.close(failed=kind is not None))
         stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
-        watchdog = None
-        if mesh.store is not None:
-            watchdog = stack.enter_context(Watchdog(mesh, output))
+        watchdog = None if mesh.store is None else stack.enter_context(Watchdog(mesh, output))
         agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
         if launch.world > 1:
             check_cluster(config, mesh)
@@ -143,7 +142,8 @@ def run(
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
         signals = StopSignals(began, config.train.stop_after_s)
-        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora)
+        copies = stack.enter_context(Copies(config, mesh)) if config.checkpoint.memory_every else None
+        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora, copies)
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -195,6 +195,7 @@ def _train(
     watchdog: Watchdog | None,
     read_benchmarks: ReadBenchmarks | None,
     corpora: Corpora | None,
+    copies: Copies | None,
 ) -> int:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch, watchdog, corpora)
@@ -208,7 +209,7 @@ def _train(
     validates = sources.validation is not None and config.validation.every
     validation = Validation(config, sources, mesh) if validates else None
     benchmarks = read_benchmarks(config) if read_benchmarks and config.evaluate.every else None
-    checkpoint = find_checkpoint(config, mesh)
+    checkpoint = find_checkpoint(config, mesh, copies)
     warn_of_slow_format(config, mesh)
     recorded = None
     if checkpoint is not None:
@@ -221,12 +222,12 @@ def _train(
     if watchdog is not None:
         watchdog.follow(trainer)
     _log_states(config, trainer)
-    index = _begin(config, trainer, checkpoint)
+    index = _begin(config, trainer, checkpoint, copies)
     ranks = gather_objects(describe_rank(mesh, launch.local_rank), mesh.group("world"))
     # only now: a run that is refused must not overwrite what another one left
     agree(mesh, lambda: _describe_folder(output, config, choices, ranks, corpora), runs_here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
-        loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
+        loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast, copies)
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are done; set a larger train.steps to continue it", config.train.steps)
         started = time.perf_counter()
@@ -239,9 +240,11 @@ def _train(
         return 0
 
 
-def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict[str, Any]:
+def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None, copies: Copies | None) -> dict[str, Any]:
     """Restore a trainer from a checkpoint and return its index, or start from the beginning."""
     if checkpoint is not None:
+        if copies is not None:
+            copies.fetch(checkpoint, trainer)
         index = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
         return index

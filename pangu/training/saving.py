@@ -14,19 +14,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from pangu.checkpoint.arena import Arena
-from pangu.checkpoint.files import Slice, amend, checkpoint_path, partial_of, prune, tidy
+from pangu.checkpoint.files import Slice, amend, checkpoint_path, partial_of, prune, step_of, tidy
 from pangu.checkpoint.index import read_index, read_start, write_start
 from pangu.checkpoint.remote import RemoteRun
-from pangu.checkpoint.run_folder import identity
+from pangu.checkpoint.run_folder import flush_figures, identity
 from pangu.checkpoint.standing import Standing, write_standing
 from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import StuckError, agree, complete
 from pangu.collectives.long_work import agree_on_long_work
-from pangu.common.errors import SAVE_SECONDS, LocalError, UserError, writing
-from pangu.common.files import flush
+from pangu.common.errors import SAVE_SECONDS, LocalError, UserError
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
+from pangu.training.copies import Copies, forget
 from pangu.training.resuming import begin_with, in_sequences_of, intact, load_checkpoint, place_to_continue
 from pangu.training.standings import Standings
 from pangu.training.step import Trainer
@@ -36,8 +36,10 @@ from pangu.training.verifying import Verifier
 log = logging.getLogger("pangu")
 
 
-def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
+def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None) -> Path | None:
     """Return the intact checkpoint that a run continues from; None: start from the seed. All ranks share reading.
+
+    A generation in memory, which may lack files on this node, is preferred to one on a disk that is not newer.
 
     Raises UserError on all ranks if `checkpoint.resume` forbids the content of the run folder or names no intact
     checkpoint, or if the run folder holds none that can be continued.
@@ -45,14 +47,21 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     resume = config.checkpoint.resume
     (listed, *_) = agree(mesh, lambda: all_checkpoints(config, is_running=False), runs_here=mesh.is_first)
     assert listed is not None
-    found, copies = listed
+    found, uploaded = listed
     if resume == "none" and found:
         newest = found[-1][0]
-        where = f"{config.checkpoint.remote}/checkpoints/{copies[newest]}" if newest in copies else newest
+        where = f"{config.checkpoint.remote}/checkpoints/{uploaded[newest]}" if newest in uploaded else newest
         raise UserError(
             f"checkpoint.resume = none: {where} already exists; set another train.output, delete the folder, "
             "or set checkpoint.resume=auto to continue it"
         )
+    if copies is not None and resume == "auto":
+        if (path := copies.find(step_of(found[-1][0]) if found else 0)) is not None:
+            return path
+    elif copies is not None:
+        copies.clear()
+    elif mesh.is_first:
+        forget(Path(config.train.output))
     if resume in ("auto", "none") and not found:
         return None
     return place_to_continue(config, mesh) if resume == "auto" else intact(Path(resume), mesh)
@@ -89,10 +98,11 @@ class Saver:
     Use it as a context manager; its end waits for the writer, but not forever.
     """
 
-    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, trainer: Trainer, copies: Copies | None = None) -> None:
         """Allocate memory for asynchronous saves, and read the standings."""
         self._config = config
         self._trainer = trainer
+        self._copies = copies
         self._folder = Path(config.train.output) / "checkpoints"
         self._mesh = trainer.mesh.background()
         self._arena = None
@@ -131,7 +141,31 @@ class Saver:
         """
         self.settle()
         trainer = self._trainer
-        facts = {
+        facts = self._facts(samples, watch, position)
+        path = checkpoint_path(self._folder, trainer.step)
+        # first: what is pruned after this save depends on it, however long the save before took
+        self.standings.note(watch.get("good_steps", 0), writing=False)
+        self.standings.add(path, watch.get("good_steps", 0))
+        slices = trainer.state(owned=True)
+        write = partial(self._write, path, facts=facts, validation_loss=validation_loss)
+        self._save = Future()
+        if self._arena is not None:
+            copies, trainer.copied = self._arena.copy(slices)
+            arguments = (self._save, partial(write, copies))
+            Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
+        else:
+            complete(self._save, partial(write, slices))
+
+    def save_in_memory(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+        """Start to write a generation in memory if it is due; the last step's would be deleted at once."""
+        step, every = self._trainer.step, self._config.checkpoint.memory_every
+        if self._copies is not None and step % every == 0 and step < self._config.train.steps:
+            self._copies.take(self._trainer, self._facts(samples, watch, position))
+
+    def _facts(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the facts of the run for an index."""
+        trainer = self._trainer
+        return {
             "step": trainer.step,
             "skipped": trainer.skipped,
             "samples": samples,
@@ -147,19 +181,6 @@ class Saver:
             "layout": asdict(trainer.mesh.layout),
             "choices": trainer.choices,
         }
-        path = checkpoint_path(self._folder, trainer.step)
-        # first: what is pruned after this save depends on it, however long the save before took
-        self.standings.note(watch.get("good_steps", 0), writing=False)
-        self.standings.add(path, watch.get("good_steps", 0))
-        slices = trainer.state(owned=True)
-        write = partial(self._write, path, facts=facts, validation_loss=validation_loss)
-        self._save = Future()
-        if self._arena is not None:
-            copies, trainer.copied = self._arena.copy(slices)
-            arguments = (self._save, partial(write, copies))
-            Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
-        else:
-            complete(self._save, partial(write, slices))
 
     @property
     def has_failed(self) -> bool:
@@ -168,6 +189,8 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the last save has ended. Raises UserError on all ranks if it failed."""
+        if self._copies is not None:
+            self._copies.settle()
         save, self._save = self._save, None
         if save is not None:
             self.newest = save.result()
@@ -175,10 +198,11 @@ class Saver:
 
     @property
     def failures(self) -> dict[str, int]:
-        """Failures in a row: `failed_saves` and `failed_uploads`; and `damaged_checkpoints`; as far as they can be."""
+        """Failures in a row of saves, copies in memory and uploads, and damaged checkpoints, as far as they can be."""
         uploads = {} if self.uploader is None else {"failed_uploads": self.uploader.failed}
         damaged = {} if self._verifier is None else {"damaged_checkpoints": len(self._verifier.damaged)}
-        return {"failed_saves": self.failed} | uploads | damaged
+        copies = {} if self._copies is None else {"failed_copies": self._copies.failed}
+        return {"failed_saves": self.failed} | copies | uploads | damaged
 
     def finish_uploads(self) -> None:
         """Wait until all is sent, or makes no progress; each rank for its share. May raise StuckError on all ranks."""
@@ -190,8 +214,10 @@ class Saver:
                     mesh, doing, lambda note: uploader.wait(mesh.timeout_s / 2, note), runs_here=runs_here
                 )
 
-    def settle(self) -> None:
+    def settle(self, is_fault: bool = False) -> None:
         """Wait until the last save has ended. A failure is a warning, because older checkpoints are untouched.
+
+        `is_fault`: the state of the run is in doubt, so delete its copies in memory.
 
         Raises:
             StuckError: The save makes no progress, so the next one would not either.
@@ -207,6 +233,8 @@ class Saver:
                 rule = f"checkpoint.max_failed_saves = {self._most_failed}"
                 raise UserError(f"failed saves in a row: {self.failed} ({rule}); the last one: {error}") from error
             log.warning("%s", error, extra={"alert": "failed_save"})
+        if is_fault and self._copies is not None:
+            self._copies.clear()
 
     @property
     def is_writing(self) -> bool:
@@ -261,11 +289,7 @@ class Saver:
 
         def finish() -> None:
             write_standing(partial_of(path), Standing(saved_s=time.time(), validation_loss=validation_loss))
-            # a run that continues from the checkpoint counts on the figures of the steps before it
-            figures = self._folder.parent / "metrics.jsonl"
-            if figures.exists():  # who saves without a run has none
-                with writing(figures):
-                    flush(figures)
+            flush_figures(self._folder.parent)
 
         write_together(mesh, path, slices, facts, finish)
         doing = f"deleting checkpoints older than {path}"

@@ -58,6 +58,7 @@ def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make)
     plain_figures = {"padding": 0.125, "continued_from": 119, "validation_loss": 2.0, "validation_perplexity": 7.4}
     plain_figures |= {
         "failed_saves": 2,
+        "failed_copies": 1,
         "failed_uploads": 1,
         "damaged_checkpoints": 3,
         "rollbacks": 4,

@@ -97,7 +97,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
     made: dict[tuple[int, ...], Any] = {}
     sent: list[object] = []
 
-    def new_group(ranks: list[int], timeout: object, pg_options: Any, use_local_synchronization: bool) -> object:
+    def new_group(
+        ranks: list[int], timeout: object, backend: None, pg_options: Any, use_local_synchronization: bool
+    ) -> object:
         made[tuple(ranks)] = pg_options
         return tuple(ranks)
 

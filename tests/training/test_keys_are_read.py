@@ -219,6 +219,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         "model.experts=2",
         "checkpoint.upcycle=true",
         "checkpoint.verify_every_hours=1",
+        "checkpoint.memory_every=1",
     )
     run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))
     with pytest.raises(UserError, match=r"faults\.max_rollbacks = 1 is reached"):

@@ -1,0 +1,95 @@
+"""Generations of checkpoints in the memory of nodes: each file lies on two nodes, so that one of them may be lost.
+
+    node 0: step-00000100/   index.json, tensors-00000-*, tensors-00001-* (its ranks), tensors-00002-*, tensors-00003-*
+    node 1: step-00000100/   index.json, tensors-00002-*, tensors-00003-* (its ranks), tensors-00000-*, tensors-00001-*
+
+A generation on a node is a checkpoint folder (`files.py`) with the whole index and some of the files. It is committed,
+verified and loaded as one on a disk is, by any layout. It counts if the nodes that are left hold all its files intact.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pangu.checkpoint.files import checksum, list_checkpoints, step_of
+from pangu.checkpoint.index import find_damage, read_index
+from pangu.common.errors import UserError
+
+
+def buddies(nodes: Sequence[int]) -> list[int]:
+    """Return the rank on the next node that keeps a copy of each rank's files, given the node of each rank.
+
+    It has the same place on its node, so that every rank of equal nodes sends and receives one copy, in any layout.
+    On a single node each rank is its own buddy.
+    """
+    ranks_of = {node: [rank for rank, its in enumerate(nodes) if its == node] for node in dict.fromkeys(nodes)}
+    order = list(ranks_of)
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    return [
+        ranks_of[following[node]][ranks_of[node].index(rank) % len(ranks_of[following[node]])]
+        for rank, node in enumerate(nodes)
+    ]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Intact files of a generation that a node holds."""
+
+    node: int
+    step: int
+    index: str
+    """Checksum of the index: generations of one step from two courses of a run are not mixed."""
+    files: frozenset[str]
+    num_files: int
+    """Files of the whole generation."""
+
+
+def held_files(folder: Path, node: int, share: int, shares: int) -> tuple[list[Held], list[str]]:
+    """Return what a node's folder holds, and the damage there; each of `shares` processes reads its share of files."""
+    found, problems = [], []
+    for path in list_checkpoints(folder):
+        try:
+            index = read_index(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        intact = set()
+        for name in sorted(name for name in index["files"] if (path / name).exists())[share::shares]:
+            lines = find_damage(path, {**index, "files": {name: index["files"][name]}})
+            problems += lines
+            intact |= set() if lines else {name}
+        found.append(Held(node, step_of(path), checksum(index), frozenset(intact), len(index["files"])))
+    return found, problems
+
+
+def newest_whole(held: Iterable[Held]) -> tuple[int, str, dict[str, set[int]]] | None:
+    """Return step and index of the newest generation with all files on some node, and the nodes of each; else None."""
+    generations = defaultdict(list)
+    for one in held:
+        generations[one.step, one.index].append(one)
+    for (step, index), parts in sorted(generations.items(), reverse=True):
+        names = sorted(set().union(*(part.files for part in parts)))
+        if len(names) == parts[0].num_files:
+            return step, index, {name: {part.node for part in parts if name in part.files} for name in names}
+    return None
+
+
+def transfers(
+    places: Mapping[str, set[int]], nodes: Sequence[int], needs: Sequence[Iterable[str]]
+) -> list[tuple[str, int, int]]:
+    """Return (file, sending rank, receiving rank) for the files that ranks need and their nodes lack.
+
+    `places`: nodes that hold each file; `nodes`: node of each rank; `needs`: files that each rank reads.
+    """
+    plan: list[tuple[str, int, int]] = []
+    coming: set[tuple[int, str]] = set()
+    for rank, names in enumerate(needs):
+        for name in sorted(names):
+            if nodes[rank] not in places[name] and (nodes[rank], name) not in coming:
+                coming.add((nodes[rank], name))
+                holders = [peer for peer, node in enumerate(nodes) if node in places[name]]
+                plan.append((name, holders[len(plan) % len(holders)], rank))
+    return plan

@@ -1,0 +1,284 @@
+"""Copies of a run's state in the memory of nodes (`checkpoint.memory_every`), from which it continues after a crash.
+
+Each rank writes its files into a folder in its node's memory, and its buddy on the next node keeps a copy of them
+(Wang et al. 2023, Gemini). A thread does that beside the next steps, with a process group of its own:
+
+    step 10 | copy to the host | steps 11, 12, ...                                                   | step 20
+    thread                     | write | meet | send to the buddy | meet | commit | meet | delete step -10
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from pangu.checkpoint.arena import Arena, as_saved
+from pangu.checkpoint.files import (
+    Slice,
+    Written,
+    amend,
+    checkpoint_path,
+    commit,
+    discard,
+    list_checkpoints,
+    partial_of,
+    start,
+    step_of,
+    write_slices,
+)
+from pangu.checkpoint.index import read_index
+from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, transfers
+from pangu.checkpoint.reading import pieces_by_file
+from pangu.checkpoint.run_folder import flush_figures
+from pangu.collectives.agreement import agree, complete, first_message, outcome
+from pangu.collectives.point_to_point import exchange_bytes
+from pangu.collectives.reduce import gather_objects
+from pangu.common.errors import SAVE_SECONDS, LocalError, UserError, reading, writing
+from pangu.common.files import write_atomically
+from pangu.config.schema import RunConfig
+from pangu.metrics.text import size
+from pangu.topology.mesh import Mesh
+from pangu.topology.recorder import AxisGroup
+from pangu.training.step import Trainer
+
+log = logging.getLogger("pangu")
+
+T = TypeVar("T")
+
+PLACE = "PANGU_MEMORY"
+"""Environment variable: folder for copies in a node's memory."""
+ID = "memory.id"
+"""File in the run folder with the name of the run's folders in memory, so that those of a deleted run are not used."""
+GENERATIONS = 2
+
+
+class Copies:
+    """Writer and finder of generations in the memory of nodes; a context manager, as a run that ends leaves none."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        """Make the process group, and the folder on each node."""
+        self._mesh, self._output = mesh, Path(config.train.output)
+        self._group: AxisGroup | None = None
+        if mesh.layout.world > 1:
+            group = mesh.new_group(range(mesh.layout.world), "host")
+            self._group = AxisGroup(group, "host")
+        place = (socket.gethostname(), os.path.realpath(os.environ.get(PLACE, "/dev/shm")))
+        places = gather_objects(place, self._group)
+        self._nodes = [places.index(one) for one in places]
+        """First rank on the node of each rank."""
+        self._buddies = buddies(self._nodes)
+        self._peers = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[mesh.rank]]
+        self._leads = self._peers[0] == mesh.rank
+        """True if this rank acts for its node."""
+        (name, *_) = agree(mesh, self._read_id, runs_here=mesh.is_first)
+        assert name is not None
+        self._root = Path(place[1]) / f"pangu-{os.getuid()}-{name[:16]}"
+        self._folder = self._root / name[16:]
+        agree(mesh, self._make_folder, runs_here=self._leads)
+        if len(set(self._nodes)) == 1:
+            log.warning(
+                "checkpoint.memory_every: on one node, copies in memory outlive its processes, but not the node"
+            )
+        self._arena: Arena | None = None
+        self._writing: Future[None] | None = None
+        self._places: dict[str, set[int]] = {}
+        """Nodes that hold each file of the generation that was found."""
+        self.failed = 0
+        """Generations in a row that could not be written."""
+        self._is_told = False
+
+    def find(self, newest_on_disk: int) -> Path | None:
+        """Return the newest whole generation if it is as new as the disk's checkpoints, whose last step is given.
+
+        Otherwise, return None and delete all generations. All ranks get the same; none has fetched any file yet.
+        """
+        share = self._peers.index(self._mesh.rank), len(self._peers)
+        answers = self._meet(lambda: held_files(self._folder, self._nodes[self._mesh.rank], *share))
+        held: list[Held] = [one for found, _ in answers for one in found]
+        for line in dict.fromkeys(line for _, lines in answers for line in lines):
+            log.warning("skipping a copy in memory: %s", line, extra={"alert": "damaged_checkpoint"})
+        found = newest_whole(held)
+        if found is None or found[0] < newest_on_disk:
+            if held:
+                steps = ", ".join(str(step) for step in sorted({one.step for one in held}))
+                reason = "a checkpoint is newer" if found else "the nodes that are left hold no whole one"
+                log.warning("the copies in memory of step %s are not used: %s", steps, reason)
+            self.clear()
+            return None
+        step, checksum, self._places = found
+        path = checkpoint_path(self._folder, step)
+        holders = [one.node for one in held if (one.step, one.index) == (step, checksum)]
+        (index,) = (one for one in self._meet(lambda: read_index(path), holders[0] == self._mesh.rank) if one)
+
+        def prepare() -> None:
+            with writing(path):
+                for rest in (*list_checkpoints(self._folder), *self._folder.glob(".*")):
+                    is_stale = rest == path and self._mesh.rank not in holders
+                    if rest.name.startswith(".") or is_stale or step_of(rest) > step:
+                        shutil.rmtree(rest)
+                path.mkdir(exist_ok=True)
+            amend(path, index)
+
+        self._meet(prepare, self._leads)
+        return path
+
+    def fetch(self, path: Path, trainer: Trainer) -> None:
+        """Fetch the files that this node's ranks need and it lacks, if `path` is the generation that was found."""
+        if path.parent != self._folder:
+            return
+        needs = gather_objects(set(pieces_by_file(read_index(path), trainer.state(every_kind=True))), self._group)
+        plan = transfers(self._places, self._nodes, needs)
+        files = read_index(path)["files"]
+        self._move(path, [(name, files[name]["bytes"], *ranks) for name, *ranks in plan])
+        if plan:
+            moved = sum(files[name]["bytes"] for name, *_ in plan)
+            log.info("%-12s %d files (%s) fetched from other nodes", "memory", len(plan), size(moved))
+
+    def take(self, trainer: Trainer, facts: Mapping[str, Any]) -> None:
+        """Copy the state of the run, and start to write it into memory, once the generation before is settled."""
+        self.settle()
+        if self._arena is None:
+            self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
+        trainer.copied.precede()  # the update waits for the copy of a checkpoint of this step, too
+        slices, trainer.copied = self._arena.copy(trainer.state(owned=True))
+        self._writing = Future()
+        write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
+        Thread(target=complete, args=(self._writing, write), name="copies in memory", daemon=True).start()
+
+    def settle(self) -> None:
+        """Wait until the last generation is written; a failure is a warning. Raises RuntimeError if a rank is gone."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+            self.failed = 0
+        except UserError as error:
+            self.failed += 1
+            log.warning("no copy in memory: %s", error, extra={"alert": "failed_save"})
+
+    def clear(self) -> None:
+        """Delete all generations on all nodes, because the run goes on from elsewhere. The last one has settled."""
+        agree(self._mesh, lambda: self._delete(list_checkpoints(self._folder)), runs_here=self._leads)
+
+    def __enter__(self) -> Self:
+        """Return the copies."""
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        """Wait for the last generation, unless this process must end at once; free the memory if the run has ended."""
+        if self._writing is not None and not isinstance(error, LocalError):
+            wait([self._writing], SAVE_SECONDS)
+        if error is None and self._leads:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _read_id(self) -> str:
+        """Return 16 digits that stand for the run folder, and a random name, which the run folder keeps."""
+        file = self._output / ID
+        with reading(file, ValueError):
+            if not file.exists():
+                write_atomically(file, secrets.token_hex(8).encode())
+            name = file.read_bytes()[:16].decode()
+        if len(name) != 16 or not name.isalnum():
+            raise UserError(f"{file}: damaged; delete it to start without the copies in memory")
+        return hashlib.sha256(os.fsencode(self._output.resolve())).hexdigest()[:16] + name
+
+    def _make_folder(self) -> None:
+        """Make the folder of this node, and delete those of runs before that had the same run folder."""
+        fix = f"set {PLACE} to a folder in memory on every node, or checkpoint.memory_every=0"
+        with reading(self._root, rule="copies in memory cannot be kept here", fix=fix):
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._root.is_symlink() or self._root.stat().st_uid != os.getuid():
+                raise UserError(f"{self._root}: belongs to another user; {fix}")
+            self._folder.mkdir(exist_ok=True)
+            self._delete(path for path in self._root.iterdir() if path != self._folder)
+
+    def _delete(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            with writing(path):
+                shutil.rmtree(path)
+
+    def _meet(self, action: Callable[[], T], runs_here: bool = True) -> list[Any]:
+        """Run `action` like `agree`, but in this object's group: results may be large, and many."""
+        outcomes = gather_objects(outcome(action) if runs_here else (None, None), self._group)
+        if (message := first_message(outcomes)) is not None:
+            raise UserError(message)
+        return [result for result, _ in outcomes]
+
+    def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: Mapping[str, Any]) -> None:
+        """Write a generation together with the other ranks, then delete those that are too old."""
+        rank, partial_path = self._mesh.rank, partial_of(path)
+        try:
+            (facts, *_) = gather_objects(facts if rank == 0 else None, self._group)
+            self._meet(lambda: start(path), self._leads)
+            parts: Sequence[Written] = self._meet(lambda: write_slices(path, rank, as_saved(slices)))
+            moves = [
+                (name, file["bytes"], source, buddy)
+                for source, buddy in enumerate(self._buddies)
+                for name, file in parts[source].files.items()
+                if self._nodes[source] != self._nodes[buddy]
+            ]
+            self._move(partial_path, moves)
+            self._meet(lambda: flush_figures(self._output), rank == 0)
+            self._meet(lambda: commit(path, parts, facts), self._leads)
+        except UserError:
+            if self._leads:
+                discard(path)
+            raise
+        # only now: until every node has this one, the two before may be all that is whole
+        if self._leads:
+            self._delete(list_checkpoints(self._folder)[:-GENERATIONS])
+        if not self._is_told:
+            self._is_told = True
+            own, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
+            log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(own), size(kept))
+
+    def _move(self, folder: Path, moves: Sequence[tuple[str, int, int, int]]) -> None:
+        """Move (file, bytes, sending rank, receiving rank) of a folder; a file gets its name when it is complete."""
+        rank = self._mesh.rank
+
+        def allocate() -> int:
+            for name, length, _, receiver in moves:
+                if receiver == rank:
+                    # memory that turned out to be missing only when it is written would be a SIGBUS
+                    with writing(folder), (folder / f"{name}.part").open("wb") as file:
+                        os.posix_fallocate(file.fileno(), 0, length)
+            return 0
+
+        self._meet(allocate)
+        sent = [(_mapped(folder / name, length), to) for name, length, sender, to in moves if sender == rank]
+        received = [
+            (_mapped(folder / f"{name}.part", length, shared=True), sender)
+            for name, length, sender, to in moves
+            if to == rank
+        ]
+        if self._group is not None:
+            exchange_bytes(sent, received, self._group)
+        for name, _, _, to in moves:
+            if to == rank:
+                (folder / f"{name}.part").rename(folder / name)
+        self._meet(lambda: None)
+
+
+def forget(output: Path) -> None:
+    """Let no later start use what is in memory now, because the run goes on without copies there."""
+    with writing(output / ID):
+        (output / ID).unlink(missing_ok=True)
+
+
+def _mapped(path: Path, length: int, shared: bool = False) -> Tensor:
+    return torch.from_file(str(path), shared=shared, size=length, dtype=torch.uint8)

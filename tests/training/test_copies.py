@@ -1,0 +1,166 @@
+"""A run that loses a process and the memory of a node continues bit for bit from copies in memory, without the disk."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pangu.common.errors import UserError
+from pangu.training import copies, loop
+from pangu.training.step import Trainer
+from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics, run_script
+from tests.spawn import Program, repository, run_ranks
+from tests.training.test_resume import first_file, flip, train
+
+EVERY, STEPS, DIES_IN = 2, 9, 6
+WORDS = (*SMALL, SAME_ATTENTION, SAME_PRODUCTS, "data=synthetic", "validation.every=0", "lr_schedule.warmup_steps=1")
+LAYOUTS = {
+    "zero 3": (2, ("parallel.zero=3",)),
+    "pipeline 2": (2, ("parallel.pipeline=2",)),
+    "tensor 2 x data 2": (4, ("parallel.tensor=2", "parallel.zero=1")),
+}
+POINTS = ("write_slices", "exchange_bytes", "commit", "flush_figures")
+"""Where the writer of a generation is killed; rank 0 flushes, the first rank of each node commits."""
+
+SCRIPT = f"""
+import os
+from pathlib import Path
+
+from pangu.pretrain import pretrain
+from pangu.training import copies
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.environ["PANGU_MEMORY"] = f"NODES/{{2 * RANK // WORLD}}"
+dies, point, calls = DIES, "POINT", [0]
+original = getattr(copies, point)
+
+
+def dying(*arguments):
+    calls[0] += 1
+    if calls[0] == {DIES_IN // EVERY} and RANK == dies:
+        os._exit(9)
+    return original(*arguments)
+
+
+setattr(copies, point, dying)
+if __name__ == "__main__":
+    pretrain(Path({str(repository())!r}) / "configs")
+"""
+
+
+def start(folder: Path, layout: str, *words: str, dies: int = -1, point: str = "commit") -> Program:
+    """Run on two "nodes", each with half of the ranks and a folder for its memory."""
+    world, keys = LAYOUTS[layout]
+    folder.mkdir(exist_ok=True)
+    script = folder / "dying.py"
+    text = SCRIPT.replace("NODES", str(folder / "node")).replace("DIES", str(dies)).replace("POINT", point)
+    script.write_text(text, encoding="utf-8")
+    every = (f"checkpoint.memory_every={EVERY}", "checkpoint.every=4", f"train.steps={STEPS}")
+    return run_ranks(world, run_script, str(script), *WORDS, *keys, *every, f"train.output={folder / 'run'}", *words)
+
+
+def cases() -> list[object]:
+    """In CI the points of death take turns over layouts and nodes; each with each is tried with --all."""
+    few = [("zero 3", "exchange_bytes", 1, 1), ("tensor 2 x data 2", "commit", 2, 0)]
+    every = [
+        (layout, point, dies, lost) for layout in LAYOUTS for point in POINTS for dies in (0, 1) for lost in (0, 1)
+    ]
+    more = [pytest.param(*case, marks=pytest.mark.long) for case in every if case not in few]
+    return [*few, *more]
+
+
+@pytest.mark.parametrize(("layout", "point", "dies", "lost"), cases())
+def test_a_run_that_lost_a_node_continues_from_memory(
+    layout: str, point: str, dies: int, lost: int, tmp_path: Path
+) -> None:
+    assert start(tmp_path / "unbroken", layout, "checkpoint.memory_every=0").returncode == 0
+    folder = tmp_path / "broken"
+    died = start(folder, layout, dies=dies, point=point)
+    assert 9 in died.statuses, died.stderr
+    before = [line["loss"] for line in metrics(folder / "run")]
+    shutil.rmtree(folder / "run" / "checkpoints")
+    shutil.rmtree(folder / "node" / str(lost))
+    done = start(folder, layout)
+    assert done.returncode == 0, done.stderr
+    assert (found := re.search(r"continuing from .*/node/.* \(step (\d)\)", done.stderr)), done.stderr
+    assert int(found[1]) in (DIES_IN - EVERY, DIES_IN)
+    assert len(before) - int(found[1]) <= 2 * EVERY
+    losses = [line["loss"] for line in metrics(folder / "run")]
+    assert losses == [line["loss"] for line in metrics(tmp_path / "unbroken" / "run")]
+    assert not list((folder / "node").glob("*/*")), "an ended run leaves copies in memory"
+
+
+def test_the_disk_is_used_if_a_node_and_its_buddy_are_lost(tmp_path: Path) -> None:
+    died = start(tmp_path, "zero 3", dies=1)
+    assert 9 in died.statuses, died.stderr
+    shutil.rmtree(tmp_path / "node")
+    done = start(tmp_path, "zero 3")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"continuing from .*/run/checkpoints/step-00000004 \(step 4\)", done.stderr), done.stderr
+
+
+def crash(output: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Path]:
+    """End a run of one process with an error in step 6, and return the generations of steps 2 and 4 in memory."""
+    memory = output.with_name("memory")
+    monkeypatch.setenv(copies.PLACE, str(memory))
+    update = Trainer.update
+
+    def fail(trainer: Trainer, flags: list[bool]) -> object:
+        if trainer.step == 5:
+            raise UserError("step 6 fails")
+        return update(trainer, flags)
+
+    monkeypatch.setattr(Trainer, "update", fail)
+    with pytest.raises(UserError, match="step 6 fails"):
+        train(output, 7, "checkpoint.memory_every=2", *words)
+    monkeypatch.setattr(Trainer, "update", update)
+    found = sorted(memory.glob("pangu-*/*/step-*"))
+    assert [path.name for path in found] == ["step-00000002", "step-00000004"]
+    return found
+
+
+def test_damaged_copies_are_named_and_the_generation_before_or_the_disk_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = train(tmp_path / "unbroken", 7)
+    for name, every, place in (("older", 100, "/memory/.*step 2"), ("disk", 3, "/disk/.*step 3")):
+        words = (f"checkpoint.every={every}", "checkpoint.memory_every=2")
+        *_, newest = crash(tmp_path / name, monkeypatch, *words)
+        flip(file := first_file(newest))
+        capsys.readouterr()
+        assert train(tmp_path / name, 7, *words) == losses
+        said = capsys.readouterr().err
+        assert f"skipping a copy in memory: {file}: damaged: checksum" in said
+        assert re.search(f"continuing from .*{place}", said), said
+        assert not list((tmp_path / "memory").iterdir())
+
+
+def test_copies_of_another_run_in_the_same_folder_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crash(tmp_path / "run", monkeypatch, "checkpoint.every=100")
+    shutil.rmtree(tmp_path / "run")
+    train(tmp_path / "run", 3, "checkpoint.memory_every=2")
+    assert "continuing from" not in capsys.readouterr().err
+
+
+def test_a_full_memory_is_a_warning_and_a_fault_deletes_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = crash(tmp_path / "run", monkeypatch, "checkpoint.every=100")
+
+    def full(*_: object) -> None:
+        raise UserError("no space is left")
+
+    monkeypatch.setattr(copies, "write_slices", full)
+    monkeypatch.setattr(loop, "find_replica_difference", lambda trainer: "weight/a" if trainer.step == 7 else None)
+    words = ("checkpoint.every=100", "checkpoint.memory_every=1", "train.check_replicas=7")
+    with pytest.raises(UserError, match="after step 7 replicas differ"):
+        train(tmp_path / "run", 9, *words)
+    assert capsys.readouterr().err.count("no copy in memory: no space is left") == 2
+    assert [line.get("failed_copies") for line in metrics(tmp_path / "run")][4:] == [None, None, 1]
+    assert found[0].parent.is_dir()
+    assert not list(found[0].parent.iterdir())
