@@ -18,7 +18,7 @@ from benchmarks.planner_accuracy.published import (
     layer_work,
 )
 from pangu.config.schema import RunConfig
-from pangu.dryrun.traces import TraceRequest, content
+from pangu.dryrun.traces import TraceRequest, _content
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.planning.cost import memory_of
 from pangu.planning.search import Candidate, Space
@@ -58,7 +58,7 @@ class FormulaTraces:
                 if of_model not in self._gradients:
                     self._gradients[of_model] = _gradients(config, *ends)
                 gradients = self._gradients[of_model]
-                spans = {one: _span(setup, one, gradients.get(content(one.module), ()), offload) for one in missing}
+                spans = {one: _span(setup, one, gradients.get(_content(one.module), ()), offload) for one in missing}
                 self._traces[key] = Trace({**known, **spans}, Span(), Span(), Span(), ADAM)
         return [self._traces[_key(request)] for request in requests]
 
@@ -89,7 +89,7 @@ def _gradients(config: RunConfig, first: bool, last: bool) -> dict[str, tuple[st
     table = place_tensors(model, [part], TensorRank(), config.train.frozen)
     kinds = module_kinds(config, table, part)
     return {
-        content(kinds[module]): tuple(
+        _content(kinds[module]): tuple(
             name.removeprefix(module) if module.startswith("layers.") else name
             for name in names
             if table.is_trained(name)

@@ -23,7 +23,7 @@ from pangu.dryrun.audit import Audit, work_of
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake_tensors
-from pangu.dryrun.traces import TraceRequest, as_data, content
+from pangu.dryrun.traces import TraceRequest, as_data
 from pangu.models.language_model import ModuleHooks
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
@@ -267,11 +267,8 @@ def measure(
     layers = sorted({layer for part in measured for layer in part.layers})
     first, last = (any(getattr(part, end) for part in measured) for end in ("first", "last"))
     together = _part({"layers": layers, "start": -1, "first": first, "last": last})
-    table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
-    of_content = {content(kind): name for name, kind in module_kinds(config, table, together).items()}
-    each = sorted(int(name.partition(".")[2]) for name in of_content.values() if name.startswith("layers."))
-    warm_up = _part({"layers": each, "start": -1, "first": first, "last": last})
-    parts = {2 * place + 1: part for place, part in enumerate([warm_up, *measured])}
+    # the first chunk warms all layers up: some keep tensors, such as weights in fp8, from the first micro-batch on
+    parts = {2 * place + 1: part for place, part in enumerate([together, *measured])}
     schedule = _schedule(parts, splits)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
     own, replies = schedule.actions
@@ -284,6 +281,7 @@ def measure(
     ):
         trainer.stages = replace(built, schedule=schedule)
         trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(trainer.mesh, schedule.channels))
+        table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
         kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
         if (config.optimizer, device) not in _UPDATES:
             _UPDATES[config.optimizer, device] = _measure_update(audit, config.optimizer, device)
@@ -306,14 +304,15 @@ def measure(
 def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedule:
     """Return a schedule that runs each chunk on its own, forward and backward, once for each kind of backward.
 
-    A first micro-batch, which later sizes leave out, creates what all share: the first chunk is for it alone. The
-    second stage, never carried out, has the other chunks.
+    The first chunk is carried out in a micro-batch of its own, which later sizes leave out, to create the tensors that
+    all micro-batches share. The second stage, never carried out, has the other chunks.
     """
     micros = [(0, False), *((micro, split) for micro, split in enumerate(splits, 1))]
+    warm_up, *measured = parts.items()
 
     def actions() -> Iterator[Action]:
         for micro, split in micros:
-            for chunk, part in [*parts.items()][1 if micro else 0 : None if micro else 1]:
+            for chunk, part in measured if micro else [warm_up]:
                 if not part.first:
                     yield Action(Kind.RECV_ACTIVATION, chunk, micro, 1)
                 yield Action(Kind.FORWARD, chunk, micro)
@@ -334,7 +333,8 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
 def _trace(
     wanted: TraceRequest, audit: Audit, log: list[Any], kinds: Mapping[int, Mapping[str, str]], update: UpdateTrace
 ) -> Trace:
-    keys = (wanted.keys(tuple(modules.values())) for modules in [*kinds.values()][1:])
+    _, *measured = kinds.values()
+    keys = (wanted.keys(tuple(modules.values())) for modules in measured)
     spans: dict[SpanKey, Span | None] = dict.fromkeys(chain.from_iterable(keys))
     parts: dict[str, Span] = {}
     """Last span of each part of the step besides its actions: before the micro-batches are moved nothing is kept."""

@@ -185,13 +185,13 @@ def _with_pairs(chunk: Chunk) -> Chunk:
 def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
     """Yield chunks of the model's first layers of each kind, in the form that `measure.measure` takes."""
     kinds = module_kinds(config, whole_table(config.model, config.train.frozen), ModelPart.whole(config.model))
-    contents = [content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
+    contents = [_content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
     for chunk in chunks:
         layers: list[int] = []
         start = -_RECOMPUTED
         for kind in chunk:
             if kind.startswith("layer"):
-                layers.append(contents.index(content(kind), layers[-1] + 1 if layers else 0))
+                layers.append(contents.index(_content(kind), layers[-1] + 1 if layers else 0))
                 start = layers[-1] + 1 - _RECOMPUTED if "recomputed" in kind.split() else start
         first, last = (any(kind.startswith(name) for kind in chunk) for name in ("embedding", "head"))
         yield {"layers": layers, "start": start, "first": first, "last": last}
@@ -203,8 +203,7 @@ def whole_table(model: ModelConfig, frozen: tuple[str, ...]) -> PlacementTable:
     return place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
 
 
-def content(kind: str) -> str:
-    """Return the kind of a module without its position in a chunk."""
+def _content(kind: str) -> str:
     return " ".join(word for word in kind.split() if word not in _PLACES)
 
 

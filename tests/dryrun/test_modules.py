@@ -29,7 +29,7 @@ TENSOR = ("", "parallel.tensor=2 parallel.sequence=true")
 class Modules:
     """Spans of the modules of a model that is on one stage."""
 
-    def __init__(self, layout: str, *keys: str) -> None:
+    def __init__(self, layout: str, *keys: str, splits: tuple[bool, ...] = (False, True)) -> None:
         """Measure them."""
         config = choose_layout(values(layout, *SHAPE, *keys), 1).config
         part = ModelPart.whole(config.model)
@@ -37,7 +37,7 @@ class Modules:
         chunk = tuple(module_kinds(config, table, part).values())
         self.model: ModelConfig = config.model
         self.tokens: int = config.batch.micro_size * config.model.sequence
-        self.trace: Trace = Traces().measure([TraceRequest(config, (chunk,), (False, True))])[0]
+        self.trace: Trace = Traces().measure([TraceRequest(config, (chunk,), splits)])[0]
 
     def span(self, action: str, module: str = "layer") -> Span:
         """Return the span of a module in the middle of a chunk, if it has neighbours of its kind."""
@@ -66,6 +66,14 @@ def test_a_host_adds_each_weight_gradient_of_a_layer_once_unless_they_are_comput
     assert work.sum_bytes == (2 + 4 + 4) * (qkv + model.hidden**2 + 8 * model.hidden**2)  # in bf16, to sums in fp32
     assert [modules.work(action).sums for action in ("F", "I", "W")] == [0, 0, 0]
     assert modules.work("B", "head").sums == modules.work("B", "embedding").sums == 0
+
+
+def test_no_layer_is_measured_while_it_casts_its_weights_to_fp8() -> None:
+    """The first micro-batch does, which is not measured."""
+    spans = Modules("batch.micro_size=2", "precision.matmul=fp8", splits=(False,)).trace.spans
+    forward = [span for key, span in spans.items() if key.action == "F" and key.module == "layer"]
+    assert len(forward) == 3
+    assert len({(span.work.launches, span.work.bytes) for span in forward if span}) == 1
 
 
 @pytest.mark.parametrize("first", [False, True])
