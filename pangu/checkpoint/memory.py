@@ -48,7 +48,7 @@ class Held:
 
 
 def held_files(folder: Path, node: int, share: int, shares: int) -> tuple[list[Held], list[str]]:
-    """Return what a node's folder holds, and the damage there; each of `shares` processes reads its share of files."""
+    """Return the generations in a node's folder, and their damage; each of `shares` processes reads its share."""
     found, problems = [], []
     for path in list_checkpoints(folder):
         try:

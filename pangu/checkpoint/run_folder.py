@@ -39,7 +39,7 @@ def make_run_folder(output: Path) -> None:
 def flush_figures(output: Path) -> None:
     """Flush metrics.jsonl to disk: a run that continues counts on figures of the steps before. Raises UserError."""
     figures = output / "metrics.jsonl"
-    if figures.exists():  # who saves without a run has none
+    if figures.exists():  # a save outside of a run has none
         with writing(figures):
             flush(figures)
 

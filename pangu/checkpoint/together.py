@@ -25,7 +25,7 @@ def write_together(
     doing, first = f"writing {path}", mesh.is_first
 
     def write(note_progress: Callable[[], None]) -> Written:
-        return write_slices(path, mesh.rank, as_saved(_noting(slices, note_progress)))
+        return write_slices(path, mesh.rank, as_saved(noting(slices, note_progress)))
 
     def finish(_: Callable[[], None]) -> None:
         before_commit()
@@ -47,7 +47,8 @@ def write_together(
         raise
 
 
-def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
+def noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
+    """Yield slices, and note progress before each of them."""
     for part in slices:
         note_progress()
         yield part

@@ -67,9 +67,8 @@ def exchange_bytes(
     """Send tensors to places in a group, and receive others, all at the same time, each pair's in the same order."""
     works = [dist.irecv(tensor, group=group.process_group, group_src=place) for tensor, place in received]
     works += [dist.isend(tensor, group=group.process_group, group_dst=place) for tensor, place in sent]
-    for work in works:
-        if work is not None:
-            work.wait()
+    for work in filter(None, works):
+        work.wait()
 
 
 class Channels:

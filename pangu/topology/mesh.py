@@ -118,12 +118,12 @@ class Mesh:
             layout = experts.ExpertLayout(self.layout)
             yield from ((axis, layout.peers(self.rank, axis)) for axis in experts.GROUPS)
 
-    def background(self) -> Mesh:
-        """Return this mesh for a background thread, with its own connection and prefix in the store and no groups."""
+    def background(self, name: str = BACKGROUND) -> Mesh:
+        """Return this mesh for a background thread: its own connection and prefix `name` in the store, no groups."""
         # no groups: collectives of two threads on one group would run in any order
         if self.store is None:
             return self
-        return replace(self, groups={}, store=dist.PrefixStore(BACKGROUND, self.store.clone()))  # type: ignore[attr-defined]
+        return replace(self, groups={}, store=dist.PrefixStore(name, self.store.clone()))  # type: ignore[attr-defined]
 
     def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
         """Create a group of global ranks along an axis, or for `messages` or `host`, which are tensors on the host.

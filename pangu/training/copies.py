@@ -44,11 +44,13 @@ from pangu.checkpoint.index import read_index
 from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, transfers
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
-from pangu.collectives.agreement import agree, complete, first_message, outcome
+from pangu.checkpoint.together import noting
+from pangu.collectives.agreement import StuckError, agree, complete, first_message, outcome
+from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.point_to_point import exchange_bytes
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import SAVE_SECONDS, LocalError, UserError, reading, writing
-from pangu.common.files import write_atomically
+from pangu.common.files import open_regular, remove, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.topology.mesh import Mesh
@@ -71,11 +73,10 @@ class Copies:
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         """Make the process group, and the folder on each node."""
-        self._mesh, self._output = mesh, Path(config.train.output)
+        self._mesh, self._background, self._output = mesh, mesh.background("copies"), Path(config.train.output)
         self._group: AxisGroup | None = None
         if mesh.layout.world > 1:
-            group = mesh.new_group(range(mesh.layout.world), "host")
-            self._group = AxisGroup(group, "host")
+            self._group = AxisGroup(mesh.new_group(range(mesh.layout.world), "host"), "host")
         place = (socket.gethostname(), os.path.realpath(os.environ.get(PLACE, "/dev/shm")))
         places = gather_objects(place, self._group)
         self._nodes = [places.index(one) for one in places]
@@ -90,9 +91,7 @@ class Copies:
         self._folder = self._root / name[16:]
         agree(mesh, self._make_folder, runs_here=self._leads)
         if len(set(self._nodes)) == 1:
-            log.warning(
-                "checkpoint.memory_every: on one node, copies in memory outlive its processes, but not the node"
-            )
+            log.warning("checkpoint.memory_every: copies on one node outlive its processes, but not the node")
         self._arena: Arena | None = None
         self._writing: Future[None] | None = None
         self._places: dict[str, set[int]] = {}
@@ -101,8 +100,8 @@ class Copies:
         """Generations in a row that could not be written."""
         self._is_told = False
 
-    def find(self, newest_on_disk: int) -> Path | None:
-        """Return the newest whole generation if it is as new as the disk's checkpoints, whose last step is given.
+    def find(self, has_newer: Callable[[int], bool]) -> Path | None:
+        """Return the newest whole generation, unless the disk has an intact checkpoint after its step.
 
         Otherwise, return None and delete all generations. All ranks get the same; none has fetched any file yet.
         """
@@ -112,7 +111,7 @@ class Copies:
         for line in dict.fromkeys(line for _, lines in answers for line in lines):
             log.warning("skipping a copy in memory: %s", line, extra={"alert": "damaged_checkpoint"})
         found = newest_whole(held)
-        if found is None or found[0] < newest_on_disk:
+        if found is None or has_newer(found[0]):
             if held:
                 steps = ", ".join(str(step) for step in sorted({one.step for one in held}))
                 reason = "a checkpoint is newer" if found else "the nodes that are left hold no whole one"
@@ -129,7 +128,7 @@ class Copies:
                 for rest in (*list_checkpoints(self._folder), *self._folder.glob(".*")):
                     is_stale = rest == path and self._mesh.rank not in holders
                     if rest.name.startswith(".") or is_stale or step_of(rest) > step:
-                        shutil.rmtree(rest)
+                        remove(rest)
                 path.mkdir(exist_ok=True)
             amend(path, index)
 
@@ -140,9 +139,10 @@ class Copies:
         """Fetch the files that this node's ranks need and it lacks, if `path` is the generation that was found."""
         if path.parent != self._folder:
             return
-        needs = gather_objects(set(pieces_by_file(read_index(path), trainer.state(every_kind=True))), self._group)
+        index = read_index(path)
+        files = index["files"]
+        needs = gather_objects(set(pieces_by_file(index, trainer.state(every_kind=True))), self._group)
         plan = transfers(self._places, self._nodes, needs)
-        files = read_index(path)["files"]
         self._move(path, [(name, files[name]["bytes"], *ranks) for name, *ranks in plan])
         if plan:
             moved = sum(files[name]["bytes"] for name, *_ in plan)
@@ -160,13 +160,20 @@ class Copies:
         Thread(target=complete, args=(self._writing, write), name="copies in memory", daemon=True).start()
 
     def settle(self) -> None:
-        """Wait until the last generation is written; a failure is a warning. Raises RuntimeError if a rank is gone."""
+        """Wait until the last generation is written; a failure is a warning.
+
+        Raises:
+            StuckError: The writing makes no progress.
+            RuntimeError: A rank is gone.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
             writing.result()
             self.failed = 0
+        except StuckError:
+            raise
         except UserError as error:
             self.failed += 1
             log.warning("no copy in memory: %s", error, extra={"alert": "failed_save"})
@@ -192,7 +199,8 @@ class Copies:
         with reading(file, ValueError):
             if not file.exists():
                 write_atomically(file, secrets.token_hex(8).encode())
-            name = file.read_bytes()[:16].decode()
+            with open_regular(file, "rb") as opened:
+                name = opened.read(16).decode()
         if len(name) != 16 or not name.isalnum():
             raise UserError(f"{file}: damaged; delete it to start without the copies in memory")
         return hashlib.sha256(os.fsencode(self._output.resolve())).hexdigest()[:16] + name
@@ -210,7 +218,7 @@ class Copies:
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
             with writing(path):
-                shutil.rmtree(path)
+                remove(path)
 
     def _meet(self, action: Callable[[], T], runs_here: bool = True) -> list[Any]:
         """Run `action` like `agree`, but in this object's group: results may be large, and many."""
@@ -225,7 +233,13 @@ class Copies:
         try:
             (facts, *_) = gather_objects(facts if rank == 0 else None, self._group)
             self._meet(lambda: start(path), self._leads)
-            parts: Sequence[Written] = self._meet(lambda: write_slices(path, rank, as_saved(slices)))
+            written = list[Written]()
+
+            def write(note_progress: Callable[[], None]) -> None:
+                written.append(write_slices(path, rank, as_saved(noting(slices, note_progress))))
+
+            agree_on_long_work(self._background, f"writing {path}", write, runs_here=True)
+            parts: Sequence[Written] = gather_objects(written[0], self._group)
             moves = [
                 (name, file["bytes"], source, buddy)
                 for source, buddy in enumerate(self._buddies)
@@ -235,6 +249,8 @@ class Copies:
             self._move(partial_path, moves)
             self._meet(lambda: flush_figures(self._output), rank == 0)
             self._meet(lambda: commit(path, parts, facts), self._leads)
+        except StuckError:
+            raise  # it may still write
         except UserError:
             if self._leads:
                 discard(path)
@@ -242,7 +258,7 @@ class Copies:
         # only now: until every node has this one, the two before may be all that is whole
         if self._leads:
             self._delete(list_checkpoints(self._folder)[:-GENERATIONS])
-        if not self._is_told:
+        if moves and not self._is_told:
             self._is_told = True
             own, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
             log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(own), size(kept))
@@ -250,32 +266,29 @@ class Copies:
     def _move(self, folder: Path, moves: Sequence[tuple[str, int, int, int]]) -> None:
         """Move (file, bytes, sending rank, receiving rank) of a folder; a file gets its name when it is complete."""
         rank = self._mesh.rank
+        arriving = [(name, length, sender) for name, length, sender, to in moves if to == rank]
 
-        def allocate() -> int:
-            for name, length, _, receiver in moves:
-                if receiver == rank:
-                    # memory that turned out to be missing only when it is written would be a SIGBUS
-                    with writing(folder), (folder / f"{name}.part").open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, length)
-            return 0
+        def allocate() -> None:
+            for name, length, _ in arriving:
+                # memory that turned out to be missing only when it is written would be a SIGBUS
+                with writing(folder), (folder / f"{name}.part").open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, length)
+
+        def publish() -> None:
+            with writing(folder):
+                for name, *_ in arriving:
+                    (folder / f"{name}.part").rename(folder / name)
 
         self._meet(allocate)
         sent = [(_mapped(folder / name, length), to) for name, length, sender, to in moves if sender == rank]
-        received = [
-            (_mapped(folder / f"{name}.part", length, shared=True), sender)
-            for name, length, sender, to in moves
-            if to == rank
-        ]
+        received = [(_mapped(folder / f"{name}.part", length, shared=True), peer) for name, length, peer in arriving]
         if self._group is not None:
             exchange_bytes(sent, received, self._group)
-        for name, _, _, to in moves:
-            if to == rank:
-                (folder / f"{name}.part").rename(folder / name)
-        self._meet(lambda: None)
+        self._meet(publish)
 
 
 def forget(output: Path) -> None:
-    """Let no later start use what is in memory now, because the run goes on without copies there."""
+    """Forget the generations in memory: the run continues without copies, so no later start may use them."""
     with writing(output / ID):
         (output / ID).unlink(missing_ok=True)
 

@@ -148,8 +148,8 @@ class Loop:
         self.devices.batches = batches
         self.samples += stage.global_size // stage.parts
         config = self.config
-        every = [config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas]
-        every += [config.checkpoint.memory_every] * (self._copies is not None)
+        every = [config.checkpoint.every, config.checkpoint.memory_every, config.validation.every]
+        every += [config.evaluate.every, config.train.check_replicas]
         if any(self._asked) or trainer.step == config.train.steps or any(map(self._due, every)):
             with recorder.span("interlude"):  # the time is a part of the next step, as always
                 self._look(saver, at_once=True)
@@ -318,13 +318,13 @@ class Loop:
         if faults.action == "warn":
             log.warning(message, extra={"alert": "fault"})
             return False
-        rollbacks = len(self.spikes.rollbacks)
-        if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
+        rollbacks, goes_back = len(self.spikes.rollbacks), faults.action == "rollback"
+        with telling(message):
+            saver.settle(is_fault=True)
+        if goes_back and rollbacks >= faults.max_rollbacks:
             fix = "; lower optimizer.lr" * is_of_data
             raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached{fix}")
         with telling(message):
-            saver.settle(is_fault=True)
-            goes_back = faults.action == "rollback"
             if intact is None:
                 blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
             else:

@@ -16,6 +16,7 @@ from typing import Any, Self
 from pangu.checkpoint.arena import Arena
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, partial_of, prune, step_of, tidy
 from pangu.checkpoint.index import read_index, read_start, write_start
+from pangu.checkpoint.reading import damage, intact
 from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.run_folder import flush_figures, identity
 from pangu.checkpoint.standing import Standing, write_standing
@@ -27,7 +28,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.copies import Copies, forget
-from pangu.training.resuming import begin_with, in_sequences_of, intact, load_checkpoint, place_to_continue
+from pangu.training.resuming import begin_with, in_sequences_of, load_checkpoint, place_to_continue
 from pangu.training.standings import Standings
 from pangu.training.step import Trainer
 from pangu.training.uploading import Uploader, all_checkpoints
@@ -39,7 +40,7 @@ log = logging.getLogger("pangu")
 def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None) -> Path | None:
     """Return the intact checkpoint that a run continues from; None: start from the seed. All ranks share reading.
 
-    A generation in memory, which may lack files on this node, is preferred to one on a disk that is not newer.
+    A generation in memory, which may lack files on this node, is preferred to what a disk has of its step or before.
 
     Raises UserError on all ranks if `checkpoint.resume` forbids the content of the run folder or names no intact
     checkpoint, or if the run folder holds none that can be continued.
@@ -55,9 +56,13 @@ def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None)
             f"checkpoint.resume = none: {where} already exists; set another train.output, delete the folder, "
             "or set checkpoint.resume=auto to continue it"
         )
+
+    def has_newer(step: int) -> bool:
+        return any(step_of(path) > step and (path in uploaded or not damage(path, mesh)) for path, _ in found)
+
     if copies is not None and resume == "auto":
-        if (path := copies.find(step_of(found[-1][0]) if found else 0)) is not None:
-            return path
+        if (generation := copies.find(has_newer)) is not None:
+            return generation
     elif copies is not None:
         copies.clear()
     elif mesh.is_first:
@@ -189,8 +194,6 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the last save has ended. Raises UserError on all ranks if it failed."""
-        if self._copies is not None:
-            self._copies.settle()
         save, self._save = self._save, None
         if save is not None:
             self.newest = save.result()
@@ -234,6 +237,7 @@ class Saver:
                 raise UserError(f"failed saves in a row: {self.failed} ({rule}); the last one: {error}") from error
             log.warning("%s", error, extra={"alert": "failed_save"})
         if is_fault and self._copies is not None:
+            self._copies.settle()
             self._copies.clear()
 
     @property

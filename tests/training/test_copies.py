@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -140,6 +141,32 @@ def test_damaged_copies_are_named_and_the_generation_before_or_the_disk_is_used(
         assert f"skipping a copy in memory: {file}: damaged: checksum" in said
         assert re.search(f"continuing from .*{place}", said), said
         assert not list((tmp_path / "memory").iterdir())
+
+
+def test_a_damaged_checkpoint_does_not_replace_older_copies_nor_stray_files_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = train(tmp_path / "unbroken", 7)
+    words = ("checkpoint.every=5", "checkpoint.memory_every=2")
+    *_, newest = crash(tmp_path / "run", monkeypatch, *words)
+    flip(first_file(tmp_path / "run" / "checkpoints" / "step-00000005"))
+    for folder in (newest.parent, newest.parent.parent):
+        (folder / ".stray").write_text("", encoding="utf-8")
+        (folder / ".link").symlink_to(tmp_path / "unbroken")
+    capsys.readouterr()
+    assert train(tmp_path / "run", 7, *words) == losses
+    assert re.search(r"continuing from .*/memory/.*step 4", capsys.readouterr().err)
+    assert (tmp_path / "unbroken" / "metrics.jsonl").exists()
+
+
+def test_a_run_folder_with_a_pipe_for_the_name_of_the_copies_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(copies.PLACE, str(tmp_path / "memory"))
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / copies.ID)
+    with pytest.raises(UserError, match="is not a regular file"):
+        train(tmp_path / "run", 3, "checkpoint.memory_every=2")
 
 
 def test_copies_of_another_run_in_the_same_folder_are_not_used(
