@@ -34,8 +34,9 @@ from benchmarks.side_by_side import fresh, machine
 from benchmarks.trainer import composed, micro_batches
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
-from pangu.planning.auto import load_cluster, overrides_of
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import TERMS
+from pangu.planning.find import overrides_of
 from pangu.planning.program import Plan
 from pangu.planning.search import Space, enumerate_plans, smaller, space_of, time_of, with_layout
 from pangu.topology.layout import Layout

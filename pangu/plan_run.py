@@ -12,7 +12,7 @@ from pangu.collectives.agreement import meet_all, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.metrics.devices import device_here, peak_tflops
-from pangu.planning.auto import cluster_names, cluster_of_device, load_cluster
+from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.report.auto import CHOSEN_GROUPS, prepare_choice
 from pangu.report.dry_run import show_dry_run
 from pangu.report.forecast import forecast_run

@@ -37,7 +37,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.cpu import precisions
 from pangu.metrics.devices import device_here
-from pangu.planning.auto import cluster_names, cluster_of_device, load_cluster
+from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
 from pangu.planning.program import Plan, Program
 from pangu.schedule.groups import Group

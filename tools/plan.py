@@ -32,7 +32,8 @@ from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import Outcome, find_layouts, overrides_of, refusals, require_cluster
+from pangu.planning.clusters import require_cluster
+from pangu.planning.find import Outcome, find_layouts, overrides_of, refusals
 from pangu.planning.program import Program, plan_of
 from pangu.report.auto import prepare_choice
 from pangu.report.dry_run import WIDTH, print_dry_run
@@ -122,7 +123,7 @@ def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
 def expected(config: RunConfig, layout: Layout, stages: Stages) -> str:
     """Return time and memory of a step, or the reason why there is no forecast."""
     try:
-        return Forecast.of(config, layout, stages).line()
+        return Forecast.of(config, layout, stages).lines()
     except DryRunError as error:
         return f"{'expected':<12} no forecast: {error}"
 

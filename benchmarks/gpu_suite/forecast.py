@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu_suite.setting import ROOT, Setting
 from pangu.dryrun.roles import Worker
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from pangu.report.forecast import Forecast
 
 SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")

@@ -15,7 +15,7 @@ from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.published import Recompute, Setup, Shape, System
 from pangu.common.errors import UserError
 from pangu.config.cluster import ClusterConfig
-from pangu.planning.auto import cluster_names, load_cluster
+from pangu.planning.clusters import cluster_names, load_cluster
 from pangu.topology.layout import Layout
 
 COLUMNS = ("source", "gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "global_batch")

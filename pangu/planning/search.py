@@ -178,7 +178,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
 
 
 def _first(heap: list[Any], most: int) -> list[Any]:
-    """Return the smallest entries of a heap, much faster than by looking at all of them."""
+    """Return the smallest entries of a heap, without a look at all of them."""
     entries = [heappop(heap) for _ in range(min(most, len(heap)))]
     for entry in entries:
         heappush(heap, entry)

@@ -10,7 +10,8 @@ from typing import Any
 from pangu.common.errors import ConfigError
 from pangu.config.checks import find_problems
 from pangu.config.schema import RunConfig
-from pangu.planning.auto import find_layouts, overrides_of, require_cluster
+from pangu.planning.clusters import require_cluster
+from pangu.planning.find import find_layouts, overrides_of
 from pangu.planning.program import Plan, key_values
 from pangu.report.search_tables import ties
 from pangu.topology.launch import Launch

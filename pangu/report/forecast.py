@@ -15,8 +15,8 @@ from pangu.config.stages import in_stage
 from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import overrides_of
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time, terms_of
+from pangu.planning.find import overrides_of
 from pangu.planning.program import plan_of
 from pangu.planning.search import search, space_of
 from pangu.report.intervals import Expectation, expectation
@@ -76,10 +76,17 @@ class Forecast:
             micro_batches = one.batch.global_size // (one.batch.micro_size * layout.data)
             shorter = plan._replace(micro_batches=micro_batches)
             earlier.append(step_time(spaces[sequence].program.describe(shorter), shorter, cluster).total)
-        begins = config.batch.stages[-1].until if config.batch.stages else 0
-        least = memory.total - cluster.memory.fragmentation * memory.activations
-        within = cluster.memory.gib, expectation(space, plan)
-        return cls(cluster.name, time, memory, least, stage, *within, tuple(earlier), begins)
+        return cls(
+            cluster=cluster.name,
+            time=time,
+            memory=memory,
+            least_gib=memory.total - cluster.memory.fragmentation * memory.activations,
+            stage=stage,
+            room_gib=cluster.memory.gib,
+            expectation=expectation(space, plan),
+            stages_s=tuple(earlier),
+            begins=config.batch.stages[-1].until if config.batch.stages else 0,
+        )
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -94,7 +101,7 @@ class Forecast:
             return "fits"
         return "does not fit" if self.least_gib > self.room_gib else "too close to call"
 
-    def line(self) -> str:
+    def lines(self) -> str:
         """Return the forecast as log lines."""
         terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
         low, high = self.interval_s
@@ -180,7 +187,7 @@ def forecast_run(
     except DryRunError as error:
         log.info("%-12s no forecast: %s", "expected", error)
         return None
-    log.info(forecast.line())
+    log.info(forecast.lines())
     if forecast.stages_s:
         log.info(forecast.stages_line(config))
     if not config.dry_run:

@@ -11,8 +11,8 @@ from pangu.config.context import context_kind
 from pangu.metrics.text import duration
 from pangu.models.size import training_flops_per_token
 from pangu.planning import search
-from pangu.planning.auto import Outcome, overrides_of
 from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
+from pangu.planning.find import Outcome, overrides_of
 from pangu.planning.program import CONTEXT, Plan
 from pangu.planning.search import Candidate, Space
 from pangu.report.goodput import expected_goodput
@@ -92,7 +92,7 @@ def interval_words(outcome: Outcome) -> str:
 
 
 def untried(space: Space) -> Iterator[str]:
-    """Yield what a search does not try; nothing is said of the keys of layouts that are given, which it keeps."""
+    """Yield the values and keys that a search does not try. It keeps keys that are given, so they are left out."""
     others = {
         "schedule": f"schedules {', '.join(sorted(orders.SCHEDULES.keys() - {*orders.worth_trying()}))}",
         "micro_size": f"batch.micro_size other than {', '.join(map(str, search.MICRO_SIZES))}",
@@ -106,7 +106,7 @@ def untried(space: Space) -> Iterator[str]:
 
 
 def sentences(outcome: Outcome) -> list[str]:
-    """Return what people need to know of a search besides its table."""
+    """Return the sentences below the table of a search."""
     stages = ", ".join(f"{stage.total:.1f}" for stage in outcome.result.best[0].memory)
     return [
         interval_words(outcome),

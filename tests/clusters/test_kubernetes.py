@@ -1,4 +1,4 @@
-"""What starts a run on a cluster is what that cluster takes, and its command is understood."""
+"""The files that start runs on clusters fit the schemas of these, and their commands are understood."""
 
 from __future__ import annotations
 

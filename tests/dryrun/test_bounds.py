@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pangu.planning.auto import load_cluster
 from pangu.planning.bounds import LayoutBounds
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import memory_of
 from pangu.planning.program import Plan, configured, shortest
 from pangu.planning.search import (

@@ -8,7 +8,7 @@ import pytest
 
 from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import StepTime, host_seconds, step_time
 from pangu.planning.program import Program, StepLedger, plan_of
 from pangu.report.forecast import Forecast
@@ -62,6 +62,6 @@ def test_a_step_takes_at_least_as_long_as_its_host(size: int) -> None:
 def test_a_forecast_names_a_layout_that_waits_for_its_host() -> None:
     words = ("cluster=h200", "data=synthetic", "validation.every=0", "batch.global_size=16", "batch.micro_size=1")
     config, layout, stages = choose_layout(composed("+config=pangu_350m", *words), 1)
-    assert "host-bound: the device waits" in Forecast.of(config, layout, stages).line()
+    assert "host-bound: the device waits" in Forecast.of(config, layout, stages).lines()
     larger = replace(config, batch=replace(config.batch, micro_size=16))
-    assert "host-bound" not in Forecast.of(larger, layout, stages).line()
+    assert "host-bound" not in Forecast.of(larger, layout, stages).lines()

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planner_accuracy.measurements import load_clusters
 from benchmarks.planner_accuracy.published import MEGATRON_2021, Setup, Shape, layer_work
 from pangu.config.cluster import ClusterConfig
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import (
     collective_seconds,
     matmul_seconds,

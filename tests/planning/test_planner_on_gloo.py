@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from benchmarks.planner_on_gloo import configuration, drawn, rank_correlation
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from pangu.planning.search import problem_of, space_of, with_layout
 from tests.spawn import repository
 

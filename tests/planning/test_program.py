@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from pangu.planning import program
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import step_time
 from pangu.planning.program import Plan, Program
 from pangu.schedule.orders import SCHEDULES

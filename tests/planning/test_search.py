@@ -18,9 +18,10 @@ from pangu.common.errors import ConfigError, UserError
 from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
-from pangu.planning.auto import load_cluster, refusals
 from pangu.planning.bounds import LayoutBounds
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import StepTime, memory_of, step_time
+from pangu.planning.find import refusals
 from pangu.planning.program import KEYS, Plan, StepLedger, key_values
 from pangu.planning.search import (
     LONG,

@@ -22,7 +22,7 @@ from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
 from pangu.plan_run import cluster_here, plan_layout, with_cluster_here
 from pangu.planning import search
-from pangu.planning.auto import cluster_names, cluster_of_device
+from pangu.planning.clusters import cluster_names, cluster_of_device
 from pangu.planning.search import Candidate, Space
 from pangu.report import auto, forecast
 from pangu.report.auto import choose_automatically, with_plan
@@ -78,7 +78,7 @@ def test_memory_that_fragmentation_decides_is_too_close_to_call() -> None:
     most, least, verdicts = expected.memory.total, expected.least_gib, list[str]()
     for expected.room_gib in (most, (most + least) / 2, 0.99 * least):
         verdicts.append(expected.verdict)
-        assert f" GiB ({expected.verdict})" in expected.line()
+        assert f" GiB ({expected.verdict})" in expected.lines()
     assert verdicts == ["fits", "too close to call", "does not fit"]
 
 

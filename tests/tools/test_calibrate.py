@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pangu.common.exit_status import INTERRUPTED, USER_ERROR
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import matmul_seconds
 from pangu.planning.search import search, space_of
 from pangu.schedule.spans import Matmul

@@ -23,7 +23,7 @@ from benchmarks.gpu_suite.host import host_counts
 from benchmarks.gpu_suite.setting import PRESETS, QUIET, Setting, preset, require_near
 from benchmarks.gpu_suite.staged import StagedGroup
 from benchmarks.gpu_suite.trace import Interval, busiest, gaps
-from pangu.planning.auto import load_cluster
+from pangu.planning.clusters import load_cluster
 from tests.configs import composed
 from tests.end_to_end.commands import command
 from tests.spawn import Pool, repository

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pangu.common.errors import UserError
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.auto import cluster_names, load_cluster
+from pangu.planning.clusters import cluster_names, load_cluster
 from pangu.training.command import check_sweeper, compose, final_loss
 from tests.end_to_end.commands import called
 from tests.spawn import repository
