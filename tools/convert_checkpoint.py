@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> None:
     if options.output.exists():
         raise UserError(f"--output {options.output} exists already; choose another one")
     if not options.input.exists():
-        raise UserError(f"--input {options.input} does not exist")
+        raise UserError(f"--input {options.input} does not exist, and nothing is downloaded; give a folder or file")
     # before the conversion, which may take an hour
     hub = HubRepository(options.push_to_hub) if options.push_to_hub else None
     source = FORMATS[options.source].open(options.input)

@@ -144,7 +144,7 @@ def _manifest(prefix: str) -> AbstractContextManager[None]:
 def _verify(prefixes: list[str], manifests: list[dict[str, Any] | None]) -> None:
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         if manifest is None:
-            raise UserError(f"{manifest_path(prefix)} does not exist, so {prefix} cannot be verified; write it again")
+            raise UserError(f"no {manifest_path(prefix)} to compare with (Megatron-LM writes none); leave out --verify")
         with reading(prefix):
             problems = find_damage(prefix, manifest)
         if problems:

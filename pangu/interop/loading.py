@@ -145,8 +145,8 @@ def _checkpoint(path: Path) -> Path:
     newest = newest_checkpoint(path)
     if newest == path and not (path / "index.json").exists():
         if not path.exists():
-            kinds = "a run folder, a checkpoint, or a model of transformers, which `hf download` fetches"
-            raise UserError(f"{path}: does not exist, and nothing is downloaded; give the folder of {kinds}")
+            kinds = "a run folder, a checkpoint, or the folder that `hf download` made of a transformers model"
+            raise UserError(f"{path}: does not exist, and nothing is downloaded; give {kinds}")
         rule = "neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)"
         raise UserError(f"{path}: {rule} nor a model of transformers (no config.json)")
     return newest

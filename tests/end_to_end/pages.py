@@ -197,7 +197,8 @@ FORMS: dict[str, Form] = {
     "tools/train_tokenizer": Form("a small corpus", instead={"40000": "300"}),
     "tools/preprocess_data": Form("a small corpus", ("--max-bad", "0")),
     "tools/inspect_data": Form(
-        "nobody has trained on conversations", instead={"runs/chat/data/instructions": "my/corpus"}
+        "nobody has trained on conversations, and the vocabulary of one's own has another name",
+        instead={"runs/chat/data/instructions": "my/corpus", "tokenizer.model": "my/tokenizer.model"},
     ),
     "tools/inspect_checkpoint": Form("the trained model has fewer steps", instead=TRAINED_STEP),
     "tools/convert_checkpoint": Form("files of small models", instead=MODEL_OF_FILES),
