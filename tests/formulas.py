@@ -10,9 +10,7 @@ from typing import Any
 from benchmarks.planner_accuracy.published import (
     MEGATRON_2021,
     Module,
-    Recompute,
     Setup,
-    Shape,
     embedding_work,
     head_work,
     layer_work,
@@ -21,10 +19,10 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import TraceRequest, _content
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.planning.cost import memory_of
+from pangu.planning.program import Plan
 from pangu.planning.search import Candidate, Space
 from pangu.schedule.actions import MESSAGES
 from pangu.schedule.spans import Mark, Segment, Span, SpanKey, Trace, UpdateTrace, Work, module_kinds
-from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 
 ADAM = UpdateTrace(34.0, 24.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -71,15 +69,11 @@ def _key(request: TraceRequest) -> tuple[Setup, bool, bool, bool]:
 
 def _setup(config: RunConfig) -> Setup:
     """Return the published run of the same shape; what ZeRO sends is no part of a module's work."""
-    model, parallel = config.model, config.parallel
-    heads = model.heads, model.kv_heads or model.heads
-    gated = model.activation == "swiglu"
-    shape = Shape(
-        model.layers, model.hidden, *heads, model.ffn_size, model.vocab, model.sequence, gated, model.tied_head
-    )
-    layout = Layout(parallel.tensor, sequence=parallel.sequence, context=parallel.context)
-    recompute: Recompute = "selective" if config.memory.recompute == "selective" else "none"
-    return Setup(shape, MEGATRON_2021, layout, recompute, config.batch.micro_size, 1, "1f1b", (model.layers,))
+    model, parallel = config.model.without_experts, config.parallel
+    recompute = "selective" if config.memory.recompute == "selective" else "none"
+    sizes = parallel.tensor, 1, 1, 1, parallel.context, 0, parallel.sequence
+    plan = Plan(*sizes, recompute, config.batch.micro_size, 1, "1f1b", (model.layers,))
+    return Setup(model, MEGATRON_2021, plan)
 
 
 def _gradients(config: RunConfig, first: bool, last: bool) -> dict[str, tuple[str, ...]]:
@@ -109,7 +103,7 @@ def _span(setup: Setup, key: SpanKey, gradients: tuple[str, ...], offload: bool)
     module = WORKS[name](setup)
     saved = kept = 0 if "unreached" in words else int(module.saved_bytes)
     if "recomputed" in words:
-        module = WORKS[name](setup._replace(recompute="full"))
+        module = WORKS[name](setup._replace(plan=setup.plan._replace(recompute="full")))
         kept = int(module.saved_bytes)
     # all layers but the last wait on the host: each frees the one before it, whose backward pass brings it back first
     layer = offload and name == "layer"
@@ -133,7 +127,7 @@ def _work(setup: Setup, action: str, module: Module) -> Work:
         tuple(one for part in passes[action] for one in part.matmuls),
         sum(part.bytes for part in passes[action]),
         sum(part.launches for part in passes[action]),
-        tuple(one for part in passes[action] for one in part.collectives if getattr(setup.layout, one.axis) > 1),
+        tuple(one for part in passes[action] for one in part.collectives if getattr(setup.plan, one.axis) > 1),
     )
 
 

@@ -9,34 +9,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.planner_accuracy.accuracy import (
-    LEAST_ROWS,
-    Fitted,
-    Prediction,
-    cross_validated,
-    fit_rows,
-    pooled,
-    predict_rows,
-    summarise,
-)
+from benchmarks.planner_accuracy import accuracy
 from benchmarks.planner_accuracy.intervals import coverage, intervals_of, residuals_of
-from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of, load_clusters, read_rows
-from pangu.common.errors import UserError
+from benchmarks.planner_accuracy.measurements import Row, grouped, kind_of, load_clusters, read_rows
+from pangu.common.errors import UserError, writing
 from pangu.common.exit_status import exit_status
+from pangu.common.files import read_json
 from pangu.report.intervals import SHARE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"
+_PROGRAM = "python -m benchmarks.planner_accuracy"
 _EXAMPLE = """example:
   python -m benchmarks.planner_accuracy --table measurements.csv
   python -m benchmarks.planner_accuracy --table measurements.csv --held-out
@@ -46,24 +37,19 @@ _EXAMPLE = """example:
 A table has a row for each measurement, with columns source, gpu, gpus, layers, hidden, heads, vocab, seq, tp, pp,
 global_batch and more; rows that lack what is needed are counted and left out.
 """
-_ERRORS = ("time_mean_error", "time_median_error", "time_worst_error", "memory_mean_error")
+_FIGURES = ("time_mean_error", "time_median_error", "time_worst_error", "memory_mean_error", "tau", "pick_slowdown")
+"""Columns of the printed table between the number of rows and those that ran out of memory."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planner_accuracy",
-        description=__doc__,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(_PROGRAM, description=__doc__, epilog=_EXAMPLE, formatter_class=form)
     parser.add_argument("--table", required=True, type=Path, metavar="FILE.csv", help="measurements")
     fitted = parser.add_mutually_exclusive_group()
     fitted.add_argument("--fit", metavar="SOURCES", help="words of sources' names, separated by commas, or all")
     fitted.add_argument("--held-out", action="store_true", help="leave out one source after the other")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE.json", help="write coefficients (with --fit) or intervals (--held-out)"
-    )
+    parser.add_argument("--write", type=Path, metavar="FILE.json", help="file for what is fitted, or for intervals")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table in Markdown")
     return parser.parse_args(arguments)
 
@@ -76,7 +62,7 @@ def validate(options: argparse.Namespace) -> None:
     if options.write is not None and options.fit is None and not options.held_out:
         raise UserError("--write needs --fit or --held-out: there is nothing new to write; --fit all works")
     if options.fit is None and not options.held_out:
-        predictions = predict_rows(rows, [Fitted(**one) for one in json.loads(_SHIPPED.read_text("utf-8"))["fits"]])
+        predictions = accuracy.predict_rows(rows, [accuracy.Fitted(**one) for one in read_json(_SHIPPED)["fits"]])
     else:
         predictions = _fit_and_predict(options, rows)
     report = {**summary(predictions, options.held_out), "skipped": dict(skipped)}
@@ -92,49 +78,40 @@ def validate(options: argparse.Namespace) -> None:
     print(json.dumps(report, indent=2) if options.json else markdown(report))
 
 
-def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[Prediction]:
+def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[accuracy.Prediction]:
     """Predict all rows by named sources other than theirs; rows of named ones by cross-validation, unless held out."""
     scopes = grouped(rows, attrgetter("scope"))
     words = [word.strip() for word in (options.fit or "all").lower().split(",") if word.strip()]
-    chosen = {
-        scope: of_scope
-        for scope, of_scope in scopes.items()
-        if words == ["all"] or any(word in " ".join(scope[:2]).lower() for word in words)
-    }
+    chosen = {one: scopes[one] for one in scopes if any(word in f"all {one[0]} {one[1]}".lower() for word in words)}
     if not chosen:
         names = "; ".join(sorted({source for source, *_ in scopes}))
         raise UserError(f"--fit {options.fit}: names no source of {options.table}; there are: {names}")
-    least = math.inf if options.held_out else LEAST_ROWS
-    large = {scope: of_scope for scope, of_scope in chosen.items() if len(of_scope) >= least}
+    large = [] if options.held_out else [scope for scope in chosen if len(chosen[scope]) >= accuracy.LEAST_ROWS]
     if options.write is not None and not options.held_out:
-        fits = [fit_rows(of_scope, scope) for scope, of_scope in large.items()]
+        fits = [accuracy.fit_rows(chosen[scope], scope) for scope in large]
         how = "factors over the figures of configs/cluster; Huber loss, at most 150 rows a source;"
-        found = [asdict(one) for one in fits + pooled(chosen)]
+        found = [asdict(one) for one in fits + accuracy.pooled(chosen)]
         _write(options, "--fit all", {"how": f"{how} * stands for all others", "fits": found})
-    predicted = (cross_validated(scopes[one]) if one in large else _by_others(scopes[one], chosen) for one in scopes)
-    return list(chain.from_iterable(predicted))
-
-
-def _by_others(rows: Sequence[Row], scopes: Mapping[Scope, list[Row]]) -> list[Prediction]:
-    """Predict the rows of a scope by the scopes of other sources."""
-    source, kind = rows[0].source, kind_of(rows[0].scope)
-    return predict_rows(rows, pooled({one: scopes[one] for one in scopes if one[0] != source and kind_of(one) == kind}))
+    predictions: list[accuracy.Prediction] = []
+    for scope, of_scope in scopes.items():
+        others = {one: chosen[one] for one in chosen if one[0] != scope[0] and kind_of(one) == kind_of(scope)}
+        if scope in large:
+            predictions += accuracy.cross_validated(of_scope)
+        else:
+            predictions += accuracy.predict_rows(of_scope, accuracy.pooled(others))
+    return predictions
 
 
 def _write(options: argparse.Namespace, fitted: str, content: Mapping[str, Any]) -> None:
     """Write what was fitted, with how it was made, to four digits. Raises UserError if the file cannot be written."""
-    command = (
-        f"python -m benchmarks.planner_accuracy --table {options.table.name} {fitted} --write {options.write.name}"
-    )
+    command = f"{_PROGRAM} --table {options.table.name} {fitted} --write {options.write.name}"
     exact = json.dumps({"made_by": command, **content})
     text = json.dumps(json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}")), indent=1)
-    try:
+    with writing(options.write):
         options.write.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{options.write}: cannot be written: {error}") from error
 
 
-def summary(predictions: Sequence[Prediction], by_kind: bool = False) -> dict[str, Any]:
+def summary(predictions: Sequence[accuracy.Prediction], by_kind: bool = False) -> dict[str, Any]:
     """Return the errors by source, by kind of device where a source has several, and if `by_kind` by kind and format
     over all sources."""
     sources = grouped(predictions, lambda one: one.row.source)
@@ -142,10 +119,10 @@ def summary(predictions: Sequence[Prediction], by_kind: bool = False) -> dict[st
     kinds = grouped(predictions, lambda one: "all {} {}".format(*kind_of(one.row.scope)))
     several = {name: group for name, group in devices.items() if len(group) < len(sources[group[0].row.source])}
     return {
-        "sources": {source: summarise(group) for source, group in sources.items()},
-        "devices": {name: summarise(group) for name, group in several.items()},
-        "kinds": {name: summarise(group) for name, group in kinds.items() if by_kind},
-        "all": summarise(predictions),
+        "sources": {source: accuracy.summarise(group) for source, group in sources.items()},
+        "devices": {name: accuracy.summarise(group) for name, group in several.items()},
+        "kinds": {name: accuracy.summarise(group) for name, group in kinds.items() if by_kind},
+        "all": accuracy.summarise(predictions),
     }
 
 
@@ -156,26 +133,21 @@ def markdown(report: Mapping[str, Any]) -> str:
         "| --- |" + " ---: |" * 8,
     ]
     for name, numbers in {**report["sources"], **report["devices"], **report["kinds"], "all": report["all"]}.items():
-        errors = [_format(numbers[key], ".1%") for key in _ERRORS]
-        order = _format(numbers["tau"], ".2f"), _format(numbers["pick_slowdown"], ".1%")
+        cells = [
+            "" if numbers[key] is None else format(numbers[key], ".2f" if key == "tau" else ".1%") for key in _FIGURES
+        ]
         told, failed = numbers["out_of_memory_told"], numbers["out_of_memory_rows"]
-        cells = name.replace("|", "/"), str(numbers["rows"]), *errors, *order, f"{told} of {failed}" if failed else ""
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"Left out: {_join(report['skipped']) or 'nothing'}."]
-    numbers = report["all"]
-    lines.append(f"False alarms: {numbers['out_of_memory_false']} of {numbers['rows']} that ran are called too large.")
+        cells = [name.replace("|", "/"), str(numbers["rows"]), *cells, f"{told} of {failed}" if failed else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    alarms = f"{report['all']['out_of_memory_false']} of {report['all']['rows']} that ran are called too large."
+    lines += ["", f"Left out: {_join(report['skipped']) or 'nothing'}.", f"False alarms: {alarms}"]
     if counts := report.get("coverage"):
         inside, rows = map(sum, zip(*counts.values(), strict=True))
         mean = fmean(one / of_source for one, of_source in counts.values())
-        lines.append(
-            f"Intervals from other sources contain {inside} of {rows} rows, {mean:.0%} in the mean over sources:"
-        )
+        told = f"{inside} of {rows} rows, {mean:.0%} in the mean over sources"
+        lines.append(f"Intervals from other sources contain {told}:")
         lines += [f"- {source}: {one} of {of_source}" for source, (one, of_source) in counts.items()]
     return "\n".join(lines)
-
-
-def _format(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _join(skipped: Mapping[str, int]) -> str:

@@ -6,8 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,6 @@ from benchmarks.planner_accuracy.step import memory_gib, step_seconds
 
 MOST_ROWS = 150
 """Rows of a scope that are fitted to."""
-MOST_OF_SHAPE = 0.5
-"""Logarithm of the largest factor of a layer's shape."""
-LEAST_OF_SHAPE = 2
-"""Rows of a layer's shape from which on it has an efficiency of its own."""
 FOLDS = 5
 """Folds of a cross-validation that does not leave out models."""
 MODELS_AT_MOST = 40
@@ -65,25 +62,14 @@ class Fitted:
     stalls: Factors = field(default_factory=dict)
     """Nodes -> seconds that a message between stages waits besides, where most runs on so many did."""
 
-    @property
-    def scope(self) -> Scope:
-        """Scope of the rows."""
-        return self.source, self.device, self.format
 
-
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Predicted time and memory of a row."""
 
     row: Row
     seconds: float
     memory: float
     """GiB of the stage that needs most."""
-
-    @property
-    def error(self) -> float:
-        """Logarithm of the measured over the predicted time."""
-        return math.log((self.row.seconds or math.nan) / self.seconds)
 
     @property
     def fits(self) -> bool:
@@ -93,15 +79,14 @@ class Prediction:
 
 def shape_of(setup: Setup) -> str:
     """Return what the kernels of a layer depend on."""
-    shape, layout = setup.shape, setup.layout
-    length = shape.sequence // layout.context
-    numbers = (shape.hidden, shape.heads, shape.ffn, length, setup.micro_size, layout.tensor)
-    return " ".join(map(str, (*numbers, setup.recompute)))
+    model, _, plan, _ = setup
+    sizes = model.hidden, model.heads, model.ffn_size, model.sequence // plan.context, plan.micro_size, plan.tensor
+    return " ".join(map(str, (*sizes, plan.recompute)))
 
 
 def messages_of(setup: Setup) -> float:
     """Return the messages between stages that follow each other in a step: both ways, mean over the stages."""
-    return setup.micro_batches * 2 * (setup.layout.pipeline - 1) / setup.layout.pipeline
+    return setup.plan.micro_batches * 2 * (setup.plan.pipeline - 1) / setup.plan.pipeline
 
 
 def predict(row: Row, fitted: Fitted) -> Prediction:
@@ -109,9 +94,8 @@ def predict(row: Row, fitted: Fitted) -> Prediction:
     timed, filled = scaled(row.cluster, fitted.times), scaled(row.cluster, fitted.memory)
     options = []
     for setup in row.setups:
-        slowdown = fitted.shapes.get(shape_of(setup), 1.0) if fitted.shapes else 1.0
-        stalled = messages_of(setup) * fitted.stalls.get(str(row.nodes), 0.0)
-        seconds = step_seconds(setup, timed, slowdown) + stalled
+        seconds = step_seconds(setup, timed, fitted.shapes.get(shape_of(setup), 1.0) if fitted.shapes else 1.0)
+        seconds += messages_of(setup) * fitted.stalls.get(str(row.nodes), 0.0)
         options.append(Prediction(row, seconds, memory_gib(setup, filled)))
     return min(options, key=lambda option: (not option.fits, option.seconds))
 
@@ -145,43 +129,36 @@ def _spread(rows: list[Row]) -> list[Row]:
 
 def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:
     """Return what messages wait besides on so many nodes, where three of four runs did."""
-    waits: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        if row.setups[0].layout.pipeline > 1 and row.nodes > 1:
-            wait = (row.seconds or math.nan) - predict(row, fitted).seconds
-            waits[str(row.nodes)].append(wait / messages_of(row.setups[0]))
-    return {
-        nodes: median(seconds)
-        for nodes, seconds in waits.items()
-        if len(seconds) >= ROWS_IN_POOL and sorted(seconds)[len(seconds) // 4] > LEAST_STALL
-    }
+    piped = grouped((row for row in rows if row.setups[0].plan.pipeline > 1 and row.nodes > 1), attrgetter("nodes"))
+    stalls = {}
+    for nodes, group in piped.items():
+        late = [((row.seconds or math.nan) - predict(row, fitted).seconds, messages_of(row.setups[0])) for row in group]
+        waits = sorted(seconds / messages for seconds, messages in late)
+        if len(waits) >= ROWS_IN_POOL and waits[len(waits) // 4] > LEAST_STALL:
+            stalls[str(nodes)] = median(waits)
+    return stalls
 
 
 def _shapes(rows: Sequence[Row], fitted: Fitted) -> Factors:
-    """Return the factors of the layers of each shape, as if one more row had no residual."""
-    residuals: dict[str, list[float]] = defaultdict(list)
-    for row, error in zip(rows, log_errors(rows, fitted), strict=True):
-        if len(row.setups) == 1 and abs(error) < UNUSUAL:
-            residuals[shape_of(row.setups[0])].append(-error)
-    return {
-        shape: math.exp(max(-MOST_OF_SHAPE, min(MOST_OF_SHAPE, median(errors) * len(errors) / (len(errors) + 1))))
-        for shape, errors in residuals.items()
-        if len(errors) >= LEAST_OF_SHAPE
-    }
+    """Return the factors of the layers of each shape of two rows or more, as if one more row had no residual."""
+    shapes = {}
+    certain = (row for row in rows if len(row.setups) == 1)
+    for shape, group in grouped(certain, lambda row: shape_of(row.setups[0])).items():
+        errors = [error for error in log_errors(group, fitted) if abs(error) < UNUSUAL]
+        if len(errors) > 1:
+            shapes[shape] = math.exp(-median(errors) * len(errors) / (len(errors) + 1))
+    return shapes
 
 
 def cross_validated(rows: Sequence[Row]) -> list[Prediction]:
     """Predict the rows of a scope, each with coefficients that were fitted without it: without its model where there
     are few rows, otherwise without its fifth of the rows."""
-    models = sorted({row.model for row in rows})
-    folds = [set(range(first, len(rows), FOLDS)) for first in range(min(FOLDS, len(rows)))]
-    if len(rows) <= MODELS_AT_MOST and len(models) > 1:
-        folds = [{place for place, row in enumerate(rows) if row.model == model} for model in models]
-    predictions: dict[int, Prediction] = {}
-    for fold in folds:
-        fitted = fit_rows([row for place, row in enumerate(rows) if place not in fold])
-        predictions |= {place: predict(rows[place], fitted) for place in fold}
-    return [predictions[place] for place in sorted(predictions)]
+    folds: list[object] = [row.model for row in rows]
+    if len(rows) > MODELS_AT_MOST or len(set(folds)) == 1:
+        folds = [place % FOLDS for place in range(len(rows))]
+    pairs = list(zip(rows, folds, strict=True))
+    fits = {fold: fit_rows([row for row, other in pairs if other != fold]) for fold in set(folds)}
+    return [predict(row, fits[fold]) for row, fold in pairs]
 
 
 def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
@@ -199,8 +176,7 @@ def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
     pools = []
     for (family, format_, program), members in groups.items():
         while True:
-            rows = [row for timed in members.values() for row in timed]
-            fitted = fit_rows(rows, ("*", family, format_), program)
+            fitted = fit_rows([row for timed in members.values() for row in timed], ("*", family, format_), program)
             bias = {scope: abs(median(log_errors(timed, fitted))) for scope, timed in members.items()}
             worst = max(bias, key=bias.__getitem__)
             if len(members) < 3 or bias[worst] <= DISAGREEMENT:
@@ -216,11 +192,12 @@ def fitted_for(row: Row, fits: Sequence[Fitted]) -> Fitted:
     name = row.setups[0].system.name
 
     def distance(one: Fitted) -> int:
-        is_unseen = one.scope == ("*", *kind_of(row.scope))
-        is_source = one.source == row.source and kind_of(one.scope) == kind_of(row.scope)
+        scope = one.source, one.device, one.format
+        is_unseen = scope == ("*", *kind_of(row.scope))
+        is_source = one.source == row.source and kind_of(scope) == kind_of(row.scope)
         # Megatron's kernels are not those of others: what one lacks is no property of a device.
         is_like = is_unseen and one.program.startswith("megatron") == name.startswith("megatron")
-        return (one.scope == row.scope, is_source, is_unseen and one.program == name, is_like, True).index(True)
+        return (scope == row.scope, is_source, is_unseen and one.program == name, is_like, True).index(True)
 
     near = sorted((one for one in fits if distance(one) < 4), key=lambda one: (distance(one), -one.rows))
     times = next((one for one in near if one.times), Fitted())
@@ -239,14 +216,10 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
     errors = [abs(bias) for bias in biases]
     memories = [abs(one.memory / one.row.memory - 1) for one in predictions if one.row.memory]
     failed = [one for one in predictions if one.row.out_of_memory]
-    groups = grouped(timed, lambda one: one.row.sweep).values()
-    sweeps = [
-        [(one.seconds, one.row.seconds or math.nan) for one in group] for group in groups if len(group) >= LEAST_SWEEP
-    ]
-    taus = [tau for sweep in sweeps if (tau := kendall_tau(sweep)) is not None]
-    slowdowns = [
-        min(sweep, key=lambda pair: pair[0])[1] / min(measured for _, measured in sweep) - 1 for sweep in sweeps
-    ]
+    large = [group for group in grouped(timed, lambda one: one.row.sweep).values() if len(group) >= LEAST_SWEEP]
+    sweeps = [np.array([(one.seconds, one.row.seconds) for one in group], float).T for group in large]
+    taus = [tau for sweep in sweeps if (tau := kendall_tau(*sweep)) is not None]
+    slowdowns = [float(measured[predicted.argmin()] / measured.min()) - 1 for predicted, measured in sweeps]
     return {
         "rows": len(timed),
         "time_mean_error": fmean(errors) if errors else None,
@@ -265,8 +238,8 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Kendall's rank correlation (tau-b) of predicted and measured; None if all of a kind are equal."""
-    predicted, measured = (np.sign(np.subtract.outer(of_kind, of_kind)) for of_kind in np.array(pairs).T)
-    counted = math.sqrt((predicted**2).sum() * (measured**2).sum())
-    return float((predicted * measured).sum() / counted) if counted else None
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    """Return Kendall's rank correlation (tau-b); None if all of a kind are equal."""
+    first, second = (np.sign(np.subtract.outer(values, values)) for values in (predicted, measured))
+    counted = math.sqrt((first**2).sum() * (second**2).sum())
+    return float((first * second).sum() / counted) if counted else None

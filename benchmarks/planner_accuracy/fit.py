@@ -24,12 +24,8 @@ _TIMES = {
 }
 TIMES = {".".join(filter(None, (part, name))): width for part, names in _TIMES.items() for name, width in names.items()}
 """Figures that times depend on, with the logarithm of the factor by which a cluster's file may be wrong."""
-MEMORY = {
-    "memory.context_gib": 1.0,
-    "memory.workspace_gib": 1.5,
-    "memory.communicator_gib": 0.5,
-    "memory.fragmentation": 1.0,
-}
+_MEMORY = {"context_gib": 1.0, "workspace_gib": 1.5, "communicator_gib": 0.5, "fragmentation": 1.0}
+MEMORY = {f"memory.{name}": width for name, width in _MEMORY.items()}
 """The same for memory."""
 MOST = {"matmul.efficiency": 0.92, "memory.efficiency": 0.95, "matmul.attention": 0.9}
 """Figures that no kernel exceeds."""
@@ -67,15 +63,14 @@ def fit(errors: Callable[[Factors], Sequence[float]], freedom: Mapping[str, floa
     for _ in range(40):
         jacobian = np.stack([(residuals(x + step) - now) / 1e-3 for step in 1e-3 * np.eye(len(x))], axis=1)
         gain = 0.0
-        while damping < 1e6:
+        while gain <= 0 and damping < 1e6:
             curvature = jacobian.T @ jacobian + damping * np.eye(len(x))
             tried = np.clip(x - np.linalg.solve(curvature, jacobian.T @ now), -4, 4)
             then = residuals(tried)
             gain = float(now @ now - then @ then)
-            if gain > 0:
-                x, now, damping = tried, then, damping / 4
-                break
             damping *= 4
+        if gain > 0:
+            x, now, damping = tried, then, damping / 16
         if gain < 1e-4 * float(now @ now):
             break
     return factors(x)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks.planner_accuracy.accuracy import LEAST_SWEEP, Fitted, predict
 from benchmarks.planner_accuracy.measurements import Row, grouped, kind_of
@@ -36,11 +36,12 @@ def residuals_of(rows: Iterable[Row]) -> Iterator[Residual]:
     """Yield the residuals of the timed rows, one sweep after the other."""
     timed = [predict(row, Fitted()) for row in rows if row.seconds and not row.out_of_memory]
     for sweep in grouped(timed, lambda one: one.row.sweep).values():
-        pick = min(sweep, key=lambda one: one.seconds)
-        for one in sweep:
-            told = len(sweep) >= LEAST_SWEEP and one is not pick and one.seconds <= NEAR * pick.seconds
-            kind = (*kind_of(one.row.scope), one.row.setups[0].layout.pipeline > 1)
-            yield Residual(one.row.source, kind, one.error, abs(one.error - pick.error) if told else None)
+        errors = [math.log((one.row.seconds or math.nan) / one.seconds) for one in sweep]
+        least, pick = min((one.seconds, place) for place, one in enumerate(sweep))
+        for place, (one, error) in enumerate(zip(sweep, errors, strict=True)):
+            told = len(sweep) >= LEAST_SWEEP and place != pick and one.seconds <= NEAR * least
+            kind = (*kind_of(one.row.scope), one.row.setups[0].plan.pipeline > 1)
+            yield Residual(one.row.source, kind, error, abs(error - errors[pick]) if told else None)
 
 
 def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
@@ -66,18 +67,15 @@ def _ties(residuals: Iterable[Residual]) -> list[tuple[float, str]]:
 
 def _quantile(values: Sequence[tuple[float, str]], share: float) -> float:
     """Return a quantile of values with their sources, which count alike."""
-    ordered, counts = sorted(values), defaultdict[str, int](int)
-    for _, source in ordered:
-        counts[source] += 1
-    weights = list(accumulate(1 / counts[source] for _, source in ordered))
-    return ordered[min(bisect_left(weights, share * weights[-1]), len(ordered) - 1)][0]
+    counts = Counter(source for _, source in values)
+    weights = [1 / counts[source] for _, source in values]
+    return float(np.quantile([value for value, _ in values], share, weights=weights, method="inverted_cdf"))
 
 
 def coverage(residuals: Sequence[Residual]) -> dict[str, tuple[int, int]]:
     """Return the number of rows that intervals of all other sources contain, and of all rows, by source."""
     counts = {}
-    for source in sorted({one.source for one in residuals}):
-        own = [one for one in residuals if one.source == source]
+    for source, own in sorted(grouped(residuals, attrgetter("source")).items()):
         if table := intervals_of([one for one in residuals if one.source != source]):
             limits = [nearest(table, *one.kind)[1] for one in own]
             inside = sum(one.low <= math.exp(row.error) <= one.high for one, row in zip(limits, own, strict=True))

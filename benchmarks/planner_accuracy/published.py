@@ -6,55 +6,28 @@ messages), Rajbhandari et al. 2020 (model states).
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from pangu.config.model import ModelConfig
+from pangu.models.parameters import VOCABULARY_MULTIPLE
+from pangu.models.size import layer_matrices
+from pangu.planning.program import Plan
 from pangu.schedule.spans import Collective, Matmul, Work
-from pangu.topology.layout import Layout
+from pangu.topology.placement import room
 
-Recompute = Literal["none", "selective", "full"]
-
-
-class Shape(NamedTuple):
-    """Shape of a decoder."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    sequence: int
-    gated: bool = False
-    tied: bool = True
-
-    @property
-    def layer_matrices(self) -> int:
-        """Elements of one layer's weight matrices."""
-        kv = self.hidden // self.heads * self.kv_heads
-        return self.hidden * (2 * self.hidden + 2 * kv + (3 if self.gated else 2) * self.ffn)
-
-    @property
-    def parameters(self) -> float:
-        """Parameters of the model."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.sequence * self.hidden
-        return self.layers * (self.layer_matrices + 13 * self.hidden) + embeddings
-
-    def flops(self, sequences: float) -> float:
-        """Return the model FLOPs of a step: full attention, no recompute."""
-        layer = 2.0 * self.layer_matrices + 4.0 * self.sequence * self.hidden
-        return 3.0 * sequences * self.sequence * (self.layers * layer + 2.0 * self.vocab * self.hidden)
+DECODER = ModelConfig(
+    "gpt", 1, 1, 1, 1, 1, None, "gelu", "layernorm", "pre", True, True, None, "learned", None, None, None, None, False,
+    0.1, 0.1, 1e-5, 0.02, "before_query", "auto",
+)  # fmt: skip
+"""GPT-3's decoder, of any size; Llama's has `activation="swiglu"` and an untied head."""
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     """Properties of a training system that its step depends on."""
 
     name: str
     flash: bool
-    """Whether attention is one kernel that keeps no scores and skips masked ones."""
-    dropout: bool
+    """Whether attention is one kernel that keeps no scores and skips masked ones. Systems with it drop nothing."""
     fused: bool
     """Whether element-wise operations are fused into few kernels."""
     launches: float
@@ -82,69 +55,55 @@ class System:
 
 
 class Setup(NamedTuple):
-    """Model, system, layout, schedule and batch of a published run."""
+    """Model, system and layout of a published run."""
 
-    shape: Shape
+    model: ModelConfig
     system: System
-    layout: Layout
-    recompute: Recompute
-    micro_size: int
-    micro_batches: int
-    schedule: str
-    layers: tuple[int, ...]
-    """Layers of each model chunk."""
+    plan: Plan
     fp8: bool = False
     """Whether the matmuls of layers take operands of fewer than 16 bits; those of attention and of the head do not."""
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
-        return self.micro_size * max(1, self.shape.sequence // self.layout.context)
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the schedule computes weight gradients apart from input gradients: zb-1p and zb-2p."""
-        return self.schedule.startswith("zb")
+        return self.plan.micro_size * max(1, self.model.sequence // self.plan.context)
 
     @property
     def reduces_each(self) -> bool:
         """Whether gradients are reduced after each micro-batch: by ZeRO-3, and ZeRO-2 without a pipeline, unless their
         weights' come late. A pipeline sums the gradients of a step first (Llama 3, section 3.3.2)."""
-        return self.layout.zero > (2 if self.layout.pipeline > 1 else 1) and not self.splits_backward
+        return self.plan.zero > (2 if self.plan.pipeline > 1 else 1) and not self.plan.schedule.startswith("zb")
 
 
-MEGATRON_2021 = System("megatron", False, True, True, 22, 2, 8, spare_bytes=4)
+MEGATRON_2021 = System("megatron", False, True, 22, 2, 8, spare_bytes=4)
 """Megatron-LM of 2021: fused softmax, gradients in fp16 with a copy in fp32 for the update, no overlap."""
-MEGATRON_2022 = replace(MEGATRON_2021, gradient_bytes=4, accumulation_bytes=0, spare_bytes=0, hidden_backward=1.0)
+MEGATRON_2022 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=0, spare_bytes=0, hidden_backward=1.0)
 """Megatron-LM since sequence parallelism and selective recompute (Korthikanti et al. 2022, section 4.2.2): wgrad
 matmuls accumulate in fp32, and overlap with the reduction of input gradients."""
-ZERO_BUBBLE = replace(MEGATRON_2022, accumulation_bytes=8)
+ZERO_BUBBLE = MEGATRON_2022._replace(accumulation_bytes=8)
 """Megatron-LM with schedules that defer weight gradients and accumulate them in a separate kernel (Qi et al. 2024)."""
-MEGATRON_UNFUSED = replace(MEGATRON_2021, fused=False)
+MEGATRON_UNFUSED = MEGATRON_2021._replace(fused=False)
 """Megatron-LM code with layers that its fused kernels do not support (gated, rotary): GLM-130B, Zeng et al. 2022."""
-DEEPSPEED = replace(MEGATRON_2021, spare_bytes=0)
+DEEPSPEED = MEGATRON_2021._replace(spare_bytes=0)
 """Megatron-DeepSpeed in fp16, whose fp32 copies are sharded."""
-DEEPSPEED_BF16 = replace(MEGATRON_2021, gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
+DEEPSPEED_BF16 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
 """Megatron-DeepSpeed in bf16: the optimizer accumulates each micro-batch's gradients in fp32 in separate kernels: they
 clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, MT-NLG)."""
-MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 4, 0.5, 0.5, 0.95, 1.0)
+MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, 0.95, 1.0)
 """Megatron-Core since 2023: flash attention, communication overlapped with computation. A wgrad matmul has to read the
 sum that it adds to."""
-NEMO = replace(MEGATRON_CORE, gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
+NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
 """Megatron-Core as NeMo's recipes set it up: `grad_reduce_in_fp32=False`, `defer_embedding_wgrad_compute=True`."""
-BRIDGE = replace(NEMO, fused_loss=True)
+BRIDGE = NEMO._replace(fused_loss=True)
 """The same as Megatron-Bridge's recipes: with `cross_entropy_fusion_impl="te"`."""
-NANOTRON = System("nanotron", True, False, False, 30, 4, 12, hidden_tensor=1.0, contended_us=250.0)
+NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, contended_us=250.0)
 """nanotron of 2024 with `tp_linear_async_communication`. Fitted: wherever a pipeline spans nodes, a layer takes the
 host 2.3 ms more for each further tensor rank, whatever its size."""
-FSDP = System("fsdp", True, False, False, 24, 4, 8, 0.0, 0.0, 1.0)
+FSDP = System("fsdp", True, False, 24, 4, 8, 0.0, 0.0, 1.0)
 """PyTorch FSDP with flash attention."""
-
-
-UNFUSED_SCORES = 18.0
-"""16-bit elements that each score moves when scale, mask, fp32 softmax, its casts and dropout are separate kernels."""
-TILES = 128
-"""Rows on each tensor-parallel rank that the vocabulary is padded to a multiple of."""
+FUSED_SCORES, UNFUSED_SCORES = 6.5, 18.0
+"""16-bit elements that each score moves when scale, mask and softmax are one kernel beside dropout, and when they, the
+casts of an fp32 softmax and dropout are separate kernels."""
 
 
 class Module(NamedTuple):
@@ -160,18 +119,19 @@ class Module(NamedTuple):
 
 def embedding_work(setup: Setup) -> Module:
     """Return the work of the token and position embedding."""
-    shape, tensor = setup.shape, setup.layout.tensor
-    elements = float(setup.tokens * shape.hidden)
+    model, hidden = setup.model, setup.model.hidden
+    elements = float(setup.tokens * hidden)
     forward = Work((), 10 * elements, 6, (Collective("all_reduce", "tensor", 2 * elements),))
     passes = forward, Work(), Work((), 12 * elements, 5), Work()
-    return Module(passes, elements, (_vocabulary(shape, tensor) + shape.sequence) * shape.hidden)
+    words = room(model.vocab, setup.plan.tensor, VOCABULARY_MULTIPLE)
+    return Module(passes, elements, (words + model.sequence) * hidden)
 
 
 def head_work(setup: Setup) -> Module:
     """Return the work of the final norm, the output matrix and the loss: logits in 16 bits and, unless fused, fp32."""
-    shape, accumulation = setup.shape, setup.system.accumulation_bytes
-    tokens, columns, h = setup.tokens, _vocabulary(shape, setup.layout.tensor), shape.hidden
-    logits = 1.0 * tokens * columns
+    tokens, h = setup.tokens, setup.model.hidden
+    columns = room(setup.model.vocab, setup.plan.tensor, VOCABULARY_MULTIPLE)
+    logits, accumulation = 1.0 * tokens * columns, setup.system.accumulation_bytes
     bytes_forward, bytes_backward, saved = (4, 4, 2) if setup.system.fused_loss else (22, 14, 10)
     passes = (
         Work((Matmul(tokens, columns, h),), logits * bytes_forward + 8.0 * tokens * h, 14),
@@ -184,60 +144,52 @@ def head_work(setup: Setup) -> Module:
 
 def layer_work(setup: Setup) -> Module:
     """Return the work of a transformer layer."""
-    shape, system, layout = setup[:3]
-    tokens, h, t = setup.tokens, shape.hidden, layout.tensor
-    columns = (h + 2 * (h // shape.heads * shape.kv_heads)) // t
-    matrices = ((h, columns), (h // t, h), (h, shape.ffn * (2 if shape.gated else 1) // t), (shape.ffn // t, h))
-    parameters = shape.layer_matrices / t + 13 * h / t
+    model, system, plan, fp8 = setup
+    tokens, h, t = setup.tokens, model.hidden, plan.tensor
+    matrices = layer_matrices(model, t)
+    parameters = sum(depth * columns for depth, columns in layer_matrices(model)) / t + 13 * h / t
     sends = _communication(setup)
     calls = sum(send.calls for send in sends)
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
     # Sequence parallelism gathers the inputs of matmuls once more for the weight gradients.
-    again = (sends[0]._replace(hidden=1.0),) if layout.sequence and t > 1 else ()
-    is_sharded, sent = layout.zero == 3, system.gradient_bytes * parameters
+    again = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
+    is_sharded, sent = plan.zero == 3, system.gradient_bytes * parameters
     gather = (Collective("all_gather", "shard", 2 * parameters, 1, system.hidden_data),) * is_sharded
     reduce = (Collective("reduce_scatter", "shard", sent, 1, system.hidden_data),) * is_sharded
     bytes_forward, bytes_backward = _layer_bytes(setup)
-    heads = setup.micro_size * max(1, shape.heads // t)
+    heads = max(1, model.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.
-    launches = system.launches + (9 if not system.flash and heads % 4 else 0)
+    launches = system.launches + (9 if not system.flash and plan.micro_size * heads % 4 else 0)
     moved = system.accumulation_bytes * parameters
-    if setup.fp8:  # casts and transposes of matmul inputs, of output gradients, and of weights for the input gradients
-        bytes_forward += tokens * (4 * (h + shape.ffn) / t + 4 * h)
-        bytes_backward += tokens * (4 * (columns + matrices[2][1]) + 4 * h)
+    if fp8:  # casts and transposes of matmul inputs, of output gradients, and of weights for the input gradients
+        bytes_forward += tokens * (4 * (h + model.ffn_size) / t + 4 * h)
+        bytes_backward += tokens * (4 * (matrices[0][1] + matrices[2][1]) + 4 * h)
         moved += 2 * parameters
-    products = tuple(Matmul(tokens, columns, depth, fp8=setup.fp8) for depth, columns in matrices)
+    products = tuple(Matmul(tokens, columns, depth, fp8=fp8) for depth, columns in matrices)
     forward = Work(products + _attention(setup, 1), bytes_forward, launches + 2 * calls, sends + gather)
     recompute = Work()
-    if setup.recompute == "full":
+    if plan.recompute == "full":
         recompute, gather = forward, ()
-    elif setup.recompute == "selective" and system.flash:  # torchtitan: all but every other matmul and attention
+    elif plan.recompute == "selective" and system.flash:  # torchtitan: all but every other matmul and attention
         recompute = Work(tuple(one._replace(calls=0.5) for one in products), bytes_forward, launches - 3)
-    elif setup.recompute == "selective":
-        scores = 1.0 * tokens * shape.sequence * max(1, shape.heads // t)
-        recompute = Work(_attention(setup, 1), 13 * scores, 4)
-    inputs = tuple(Matmul(tokens, depth, columns, fp8=setup.fp8) for depth, columns in matrices)
-    weights = tuple(Matmul(depth, columns, tokens, fp8=setup.fp8) for depth, columns in matrices)
-    launched = 2 * launches - 4 + 2 * calls
-    backward = Work(inputs + _attention(setup, 2), bytes_backward, launched, back + again + gather)
-    wgrad = Work(weights, moved, 4, reduce)
-    return Module((forward, recompute, backward, wgrad), _saved(setup), parameters)
-
-
-def _vocabulary(shape: Shape, tensor: int) -> int:
-    return math.ceil(shape.vocab / (TILES * tensor)) * TILES
+    elif plan.recompute == "selective":
+        recompute = Work(_attention(setup, 1), 13.0 * tokens * model.sequence * heads, 4)
+    inputs = tuple(one._replace(columns=one.depth, depth=one.columns) for one in products)
+    weights = tuple(one._replace(rows=one.depth, depth=tokens) for one in products)
+    backward = Work(inputs + _attention(setup, 2), bytes_backward, 2 * launches - 4 + 2 * calls, back + again + gather)
+    passes = forward, recompute, backward, Work(weights, moved, 4, reduce)
+    return Module(passes, _saved(setup), parameters)
 
 
 def _attention(setup: Setup, passes: float) -> tuple[Matmul, ...]:
     """Return the matmuls of scores and values; `passes` is 1 for the forward pass and 2 for the backward pass."""
-    shape = setup.shape
-    length, size = max(1, shape.sequence // setup.layout.context), shape.hidden // shape.heads
-    heads = setup.micro_size * max(1, shape.heads // setup.layout.tensor)
+    model, _, plan, _ = setup
+    length, heads = max(1, model.sequence // plan.context), plan.micro_size * max(1, model.heads // plan.tensor)
     if setup.system.flash:
         # Both matmuls, half of them causally masked; backward computes the scores again: 2.5 times forward.
-        return (Matmul(length, shape.sequence, size, heads, 0.5 * (2 if passes == 1 else 5), True),)
-    scores = Matmul(length, shape.sequence, size, heads, passes)
-    return scores, scores._replace(columns=size, depth=shape.sequence)
+        return (Matmul(length, model.sequence, model.head_size, heads, 0.5 * (2 if passes == 1 else 5), True),)
+    scores = Matmul(length, model.sequence, model.head_size, heads, passes)
+    return scores, scores._replace(columns=scores.depth, depth=scores.columns)
 
 
 def _layer_bytes(setup: Setup) -> tuple[float, float]:
@@ -246,44 +198,42 @@ def _layer_bytes(setup: Setup) -> tuple[float, float]:
     Counted per element of [tokens, hidden] in 16 bits: norms, bias-dropout-add, activation, transposes, and without
     flash attention scale-mask-softmax and dropout of the scores.
     """
-    shape, system, layout = setup[:3]
-    h, t, shared = shape.hidden, layout.tensor, layout.tensor if layout.sequence else 1
-    down, up = shape.ffn / h, shape.ffn / h * (2 if shape.gated else 1)
+    model, system, plan, _ = setup
+    h, t, shared = model.hidden, plan.tensor, plan.tensor if plan.sequence else 1
+    down, up = model.ffn_size / h, model.ffn_size / h * (2 if model.is_gated else 1)
     residual = 11.0 if system.fused else 15.0
-    forward = residual / shared + (2 * down + up + 4 + 4 * shape.kv_heads / shape.heads) / t
+    forward = residual / shared + (2 * down + up + 4 + 4 * model.kv_size / h) / t
     backward = 1.9 * residual / shared + (2 * up + 2 * down + 12) / t
-    each = (6.5 if system.dropout else 4) if system.fused else UNFUSED_SCORES
-    scores = 0.0 if system.flash else shape.heads / t * shape.sequence / h * each
+    each = 0.0 if system.flash else FUSED_SCORES if system.fused else UNFUSED_SCORES
+    scores = model.heads / t * model.sequence / h * each
     unit = 2.0 * setup.tokens * h
     return unit * (forward + scores), unit * (backward + scores * 1.6)
 
 
 def _saved(setup: Setup) -> float:
     """Return the bytes of a layer's activations: Korthikanti et al. 2022, table 2, for any activation function."""
-    shape, system, layout = setup[:3]
-    tokens, h, t, shared = setup.tokens, shape.hidden, layout.tensor, layout.tensor if layout.sequence else 1
-    if setup.recompute == "full":
+    model, system, plan, _ = setup
+    tokens, h, t, shared = setup.tokens, model.hidden, plan.tensor, plan.tensor if plan.sequence else 1
+    if plan.recompute == "full":
         return 2.0 * tokens * h / shared
-    mlp = (6 if shape.gated else 4) * shape.ffn / h
-    replicated = 8 + (2 if system.dropout else 0)
-    saved = tokens * h * (replicated / shared + (4 + 4 * shape.kv_heads / shape.heads + mlp) / t)
-    if system.flash and setup.recompute == "selective":
+    mlp = (6 if model.is_gated else 4) * model.ffn_size / h
+    saved = tokens * h * ((8 if system.flash else 10) / shared + (4 + 4 * model.kv_size / h + mlp) / t)
+    if system.flash and plan.recompute == "selective":
         return saved / 2  # torchtitan's selective-op keeps the output of every other matmul
-    if not system.flash and setup.recompute == "none":
-        saved += tokens * shape.sequence * shape.heads / t * (5 if system.dropout else 4)
+    if not system.flash and plan.recompute == "none":
+        saved += tokens * model.sequence * model.heads / t * 5
     return saved
 
 
 def _communication(setup: Setup) -> tuple[Collective, ...]:
     """Return the collectives of a layer's forward pass; the backward pass sends the same."""
-    shape, system, layout = setup[:3]
-    collectives, full = [], 2.0 * setup.tokens * shape.hidden
-    if layout.tensor > 1 and layout.sequence:
-        collectives.append(Collective("all_gather", "tensor", full / (2 if setup.fp8 else 1), 2, system.hidden_tensor))
-        collectives.append(Collective("reduce_scatter", "tensor", full, 2, system.hidden_tensor))
-    elif layout.tensor > 1:
-        collectives.append(Collective("all_reduce", "tensor", full, 2, system.hidden_tensor))
-    if layout.context > 1:
-        keys = 2 * full * layout.context * shape.kv_heads / shape.heads / layout.tensor
-        collectives.append(Collective("all_gather", "context", keys, 1, 0.9))
-    return tuple(collectives)
+    model, system, plan, fp8 = setup
+    full, hidden = 2.0 * setup.tokens * model.hidden, system.hidden_tensor
+    collectives = (Collective("all_reduce", "tensor", full, 2, hidden),) * (plan.tensor > 1)
+    if plan.tensor > 1 and plan.sequence:
+        gather = Collective("all_gather", "tensor", full / (2 if fp8 else 1), 2, hidden)
+        collectives = gather, Collective("reduce_scatter", "tensor", full, 2, hidden)
+    if plan.context > 1:
+        keys = 2 * full * plan.context * model.kv_size / model.hidden / plan.tensor
+        collectives += (Collective("all_gather", "context", keys, 1, 0.9),)
+    return collectives

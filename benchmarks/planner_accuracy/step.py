@@ -52,113 +52,99 @@ class Step(NamedTuple):
 @lru_cache(maxsize=10_000)
 def describe(setup: Setup) -> Step:
     """Return the step of a system."""
-    shape, system, layout = setup[:3]
-    last = len(setup.layers) - 1
+    model, system, plan, _ = setup
+    last, shards = len(plan.layers) - 1, plan.layout.shards
     modules = tuple(work(setup) for work in (embedding_work, layer_work, head_work))
-    chunks = np.array([(chunk == 0, layers, chunk == last) for chunk, layers in enumerate(setup.layers)], float)
-    chunks = chunks.reshape(layout.virtual_stages, layout.pipeline, len(modules))
+    chunks = np.array([(chunk == 0, layers, chunk == last) for chunk, layers in enumerate(plan.layers)], float)
+    chunks = chunks.reshape(plan.virtual_stages, plan.pipeline, len(modules))
     counts = chunks.sum(0)
     # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
-    sent = 2 * setup.micro_size * shape.sequence / layout.context * shape.hidden / layout.tensor
+    sent = 2 * plan.micro_size * model.sequence / plan.context * model.hidden / plan.tensor
     saved = (chunks @ [module.saved_bytes for module in modules]).T
     # More micro-batches than these change nothing.
-    held = in_flight(
-        setup.schedule, layout.pipeline, layout.virtual_stages, min(setup.micro_batches, 4 * layout.pipeline)
-    )
+    held = in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, min(plan.micro_batches, 4 * plan.pipeline))
     activations = np.array([(moments @ of_chunks).max() for moments, of_chunks in zip(held, saved, strict=True)])
-    shared = modules[-1].parameters if shape.tied else 0
-    parameters = counts @ [module.parameters for module in modules] - (shared if layout.pipeline == 1 else 0)
+    shared = modules[-1].parameters if model.tied_head else 0
+    parameters = counts @ [module.parameters for module in modules] - (shared if plan.pipeline == 1 else 0)
+    moved = UPDATE_BYTES / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
     ends = set()
     for stage, (held_parameters, layers) in enumerate(zip(parameters.tolist(), counts[:, 1].tolist(), strict=True)):
         reductions, gathers = _reductions(held_parameters, setup)
-        if shared and stage in (0, layout.pipeline - 1):
+        if shared and stage in (0, plan.pipeline - 1):
             reductions += (Collective("all_reduce", "ends", shared * system.gradient_bytes),)
-        moved = UPDATE_BYTES / layout.shards + (system.gradient_bytes + 4) / (layout.shards if layout.zero >= 2 else 1)
         update = Work((), held_parameters * moved, UPDATE_LAUNCHES * layers)
         ends.add((Work(collectives=reductions), update, Work(collectives=gathers)))
-    gradients = system.gradient_bytes / (layout.shards if setup.reduces_each else 1) + system.spare_bytes
-    weights = 2 / (layout.shards if layout.zero == 3 else 1)
-    return Step(
-        modules,
-        counts,
-        Collective("send", "pipeline", sent),
-        ends,
-        parameters * (weights + gradients + OPTIMIZER_BYTES / layout.shards),
-        activations + (MESSAGES * sent if layout.pipeline > 1 else 0),
-    )
+    gradients = system.gradient_bytes / (shards if setup.reduces_each else 1) + system.spare_bytes
+    weights = 2 / (shards if plan.zero == 3 else 1)
+    states = parameters * (weights + gradients + OPTIMIZER_BYTES / shards)
+    activations += MESSAGES * sent if plan.pipeline > 1 else 0
+    return Step(modules, counts, Collective("send", "pipeline", sent), ends, states, activations)
 
 
 @lru_cache(maxsize=1000)
 def in_flight(schedule: str, stages: int, virtual_stages: int, micro_batches: int) -> list[Any]:
     """Return, for each stage, an array [moments, chunks] of the micro-batches whose activations it holds."""
-    if virtual_stages == 1:
-        most = 2 if schedule == "zb-2p" else 1  # of the memory of 1F1B
-        return [np.array([[min(micro_batches, most * (stages - stage))]]) for stage in range(stages)]
-    orders = SCHEDULES[schedule].order(stages, virtual_stages, micro_batches)
-    return [np.array([one[:virtual_stages] for one in held_in(order, schedule)]) for order in orders]
+    # ZB-1p holds what 1F1B does, ZB-2p what every other one of twice as many stages does.
+    like, every = "interleaved" if virtual_stages > 1 else "1f1b", 2 if schedule == "zb-2p" else 1
+    orders = SCHEDULES[like].order(every * stages, virtual_stages, micro_batches)[::every]
+    return [np.array([one[:virtual_stages] for one in held_in(order, like)]) for order in orders]
 
 
 def _reductions(parameters: float, setup: Setup) -> tuple[tuple[Collective, ...], ...]:
     """Return the collectives of gradients and of parameters between replicas, except those of ZeRO-3 in the layers."""
-    layout, gradients = setup.layout, parameters * setup.system.gradient_bytes
-    hidden = setup.system.hidden_data
-    if layout.zero == 0:
+    _, system, plan, _ = setup
+    gradients, hidden = parameters * system.gradient_bytes, system.hidden_data
+    if plan.zero == 0:
         return (Collective("all_reduce", "replicas", gradients, 1, hidden),), ()
-    if layout.zero == 3:
+    if plan.zero == 3:
         return (), ()
-    times = setup.micro_batches if setup.reduces_each else 1
+    times = plan.micro_batches if setup.reduces_each else 1
     gathers = (Collective("all_gather", "shard", 2 * parameters, 1, hidden),)
     return (Collective("reduce_scatter", "shard", gradients, times, hidden),), gathers
 
 
 def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
     """Return the GiB of the stage that needs most memory."""
-    step, layout, memory = describe(setup), setup.layout, cluster.memory
-    communicators = sum(size > 1 for size in (layout.tensor, layout.context, layout.data, layout.pipeline))
+    step, memory = describe(setup), cluster.memory
     tensors = (step.states + (1 + memory.fragmentation) * step.activations).max()
-    return float(tensors) / 2**30 + memory.overhead_gib(communicators)
+    return float(tensors) / 2**30 + memory.overhead_gib(setup.plan.axes)
 
 
 def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) -> float:
     """Return the seconds of a step; `slowdown` is a factor of what the layers and the bubble take."""
-    step, layout, m = describe(setup), setup.layout, setup.micro_batches
-    groups = groups_of(layout, cluster.node)
-    phases = [[pass_time(work, setup.system, groups, cluster) for work in module.passes] for module in step.modules]
+    step, system, plan = describe(setup), setup.system, setup.plan
+    m, chunks = plan.micro_batches, plan.virtual_stages
+    groups = groups_of(plan.layout, cluster.node)
+    phases = [[pass_time(work, system, groups, cluster) for work in module.passes] for module in step.modules]
     seconds = step.counts @ [[phase.total for phase in passes] for passes in phases]
     longest = seconds.sum(1).argmax()
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
-    link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - setup.system.hidden_messages)
+    link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - system.hidden_messages)
     link += cluster.message_us * 1e-6
     total = makespan(seconds, setup, link) - _deferred(seconds, m * phases[2][3].total, setup)
-    waiting = min(2 * link * layout.virtual_stages * m, total - m * float(seconds[longest].sum()))
-    chunks = layout.virtual_stages
+    waiting = min(2 * link * chunks * m, total - m * float(seconds[longest].sum()))
     # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
-    window = (1 + (chunks - 1) * min(m, layout.pipeline)) / chunks
-    forward, backward = (window * float(part.sum()) for part in (seconds[longest, :1], seconds[longest, 1:]))
-
-    def seconds_of(works: tuple[Work, ...]) -> float:
-        beside = zip(works, (backward, 0.0, forward), strict=True)
-        return sum(phase_seconds(work, groups, cluster, computing).total for work, computing in beside)
-
-    end = max(map(seconds_of, step.ends))
+    window = (1 + (chunks - 1) * min(m, plan.pipeline)) / chunks
+    beside = window * seconds[longest, 1:].sum(), 0.0, window * seconds[longest, 0]
+    ends = [zip(works, beside, strict=True) for works in step.ends]
+    end = max(sum(phase_seconds(work, groups, cluster, float(least)).total for work, least in one) for one in ends)
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
 
 
 def _deferred(seconds: Any, head: float, setup: Setup) -> float:
     """Return the seconds that the last stage saves by computing weight gradients of the head, `head` seconds in all,
     while the other stages drain the pipeline."""
-    layout, stages = setup.layout, seconds.sum(1)
-    draining = (layout.pipeline - 1) / layout.virtual_stages * seconds[-1, 1:].sum()
-    longer = setup.micro_batches * (stages[-1] - stages[:-1].max(initial=0.0))
+    plan, stages = setup.plan, seconds.sum(1)
+    draining = (plan.pipeline - 1) / plan.virtual_stages * seconds[-1, 1:].sum()
+    longer = plan.micro_batches * (stages[-1] - stages[:-1].max(initial=0.0))
     return setup.system.deferred_head * max(0.0, min(head, float(draining), float(longer)))
 
 
 def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
     """Return the seconds of one pass of a module."""
-    tensor, pipeline = groups["tensor"], groups["pipeline"]
-    if system.contended_us and pipeline.inside < pipeline.size:
+    if system.contended_us and groups["pipeline"].inside < groups["pipeline"].size:
         rings = sum(one.calls for one in work.collectives if one.axis == "tensor" and one.kind != "all_reduce")
-        held_us = rings * (tensor.size - 1) * system.contended_us
+        held_us = rings * (groups["tensor"].size - 1) * system.contended_us
         work = replace(work, launches=work.launches + held_us / cluster.launch_us)
     return phase_seconds(work, groups, cluster)
 
@@ -166,11 +152,11 @@ def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster:
 def makespan(seconds: Any, setup: Setup, link: float) -> float:
     """Return the seconds from the first to the last computation of a step, in closed form, where a micro-batch takes
     `seconds` [stages, passes] and a message between stages takes `link`."""
-    p, v, m = setup.layout.pipeline, setup.layout.virtual_stages, setup.micro_batches
-    stages = seconds.sum(1)
+    plan, stages = setup.plan, seconds.sum(1)
+    p, v, m = plan.pipeline, plan.virtual_stages, plan.micro_batches
     waiting = 2 * link * v if p > 1 else 0.0
-    if setup.splits_backward:
-        idle = stages.sum() - (2 if setup.schedule == "zb-1p" else 3) * seconds[:, 3].sum()
+    if plan.schedule.startswith("zb"):  # weight gradients apart from input gradients
+        idle = stages.sum() - (2 if plan.schedule == "zb-1p" else 3) * seconds[:, 3].sum()
         return float(m * (stages.max() + waiting) + (p - 1) / p * max(0.0, idle) + 2 * (p - 1) * link)
     # Exact where micro-batches are even and fill whole rounds of the stages, or less than one.
     busy = ((v - 1) * max(m, p) + m - 1) / v * stages.max()

@@ -21,7 +21,7 @@ def measured(folder: Path, devices: int, stall: float = 0.0) -> list[Row]:
                 folder, source="nanotron", gpu="H100-80G", gpus=str(devices), pp=str(stages), micro_batch=str(size),
                 global_batch=str(4 * devices), params_b="39",
             )  # fmt: skip
-            messages = one.setups[0].micro_batches * 2 * (stages - 1) / stages
+            messages = one.setups[0].plan.micro_batches * 2 * (stages - 1) / stages
             found.append(one._replace(seconds=predict(one, Fitted()).seconds + stall * messages))
     return found
 

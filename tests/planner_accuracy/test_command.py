@@ -101,8 +101,8 @@ def test_the_table_names_all_sources(table: Path, capsys: pytest.CaptureFixture[
     ("content", "says"),
     [
         (None, "cannot be read"),
-        ("", "no table of measurements"),
-        ("a,b\n1,2\n", "there is no column source"),
+        ("", "no row can be used"),
+        ("a,b\n1,2\n", "layers is not told"),
         (HEADER, "no row can be used"),
         (HEADER.replace("params_b", "layers") + "\n", "there are 2 columns layers"),
         (
@@ -162,10 +162,10 @@ def test_words_that_name_no_source_are_refused(table: Path, capsys: pytest.Captu
 
 
 def test_kendalls_tau() -> None:
-    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1
-    assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1
-    assert kendall_tau([(1, 1), (2, 2), (3, 4), (4, 3)]) == pytest.approx(4 / 6)
-    assert kendall_tau([(1, 1), (1, 2)]) is None
+    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 1], [1, 2]) is None
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the table of measurements is not here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.planner_accuracy.measurements import Row, cut_by_cost, cut_evenly, load_clusters, read_rows
 from benchmarks.planner_accuracy.published import (
     BRIDGE,
+    DECODER,
     DEEPSPEED,
     DEEPSPEED_BF16,
     MEGATRON_2021,
@@ -18,9 +20,9 @@ from benchmarks.planner_accuracy.published import (
     MEGATRON_UNFUSED,
     NEMO,
     ZERO_BUBBLE,
-    Shape,
     System,
 )
+from pangu.models.size import training_flops_per_token
 from tests.spawn import repository
 
 CLUSTERS = load_clusters(repository() / "configs" / "cluster")
@@ -84,11 +86,12 @@ def test_torchtitans_options_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factor", "recompute"), [(1.0, "none"), (4 / 3, "full")])
 def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, tmp_path: Path) -> None:
-    rate = factor * row(tmp_path).setups[0].shape.flops(64) / 128 / 10 / 1e12
+    flops = training_flops_per_token(row(tmp_path).setups[0].model) * 2048 * 64
+    rate = factor * flops / 128 / 10 / 1e12
     found = row(tmp_path, step_time_s="10", tflops_per_gpu=str(rate))
-    assert found.setups[0].recompute == recompute
+    assert found.setups[0].plan.recompute == recompute
     told = row(tmp_path, step_time_s="10", tflops_per_gpu=str(rate), recompute="none")
-    assert told.setups[0].recompute == "none"
+    assert told.setups[0].plan.recompute == "none"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, 
     ],
 )
 def test_chunks_that_are_not_told(values: dict[str, str], chunks: set[int], tmp_path: Path) -> None:
-    assert {setup.layout.virtual_stages for setup in row(tmp_path, **values).setups} == chunks
+    assert {setup.plan.virtual_stages for setup in row(tmp_path, **values).setups} == chunks
 
 
 def test_fp8_doubles_the_rate_of_the_layers_matmuls_alone(tmp_path: Path) -> None:
@@ -122,10 +125,10 @@ def test_an_h100_with_hbm2e_reads_memory_slower(tmp_path: Path) -> None:
 
 def test_stages_are_cut_by_what_they_compute() -> None:
     # a head that weighs as much as four layers fills the last of four stages
-    shape = Shape(16, 2048, 32, 32, 8192, 131072, 4096, True, False)
-    assert cut_by_cost(shape, 1) == (16,)
-    assert cut_by_cost(shape._replace(vocab=1), 4) == (5, 4, 4, 3)
-    assert cut_by_cost(shape, 4) == (6, 5, 5, 0)
+    model = replace(DECODER, layers=16, hidden=2048, heads=32, vocab=131072, activation="swiglu")
+    assert cut_by_cost(model, 1) == (16,)
+    assert cut_by_cost(replace(model, vocab=1), 4) == (5, 4, 4, 3)
+    assert cut_by_cost(model, 4) == (6, 5, 5, 0)
 
 
 def test_chunks_are_even_and_ends_may_count_as_layers() -> None:

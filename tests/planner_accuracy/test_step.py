@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from benchmarks.planner_accuracy.measurements import load_clusters
 from benchmarks.planner_accuracy.published import (
+    DECODER,
     FSDP,
     MEGATRON_2021,
     MEGATRON_2022,
     MEGATRON_CORE,
     NANOTRON,
     NEMO,
-    Recompute,
     Setup,
-    Shape,
     System,
     head_work,
     layer_work,
 )
 from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memory_gib, pass_time, step_seconds
 from pangu.config.cluster import ClusterConfig
+from pangu.models.size import num_parameters
+from pangu.planning.program import LAYOUT, Plan
 from pangu.schedule.actions import Durations
 from pangu.schedule.groups import groups_of
 from pangu.schedule.schedule import make_schedule
@@ -32,26 +34,27 @@ from pangu.topology.layout import Layout
 from tests.spawn import repository
 
 A100 = load_clusters(repository() / "configs" / "cluster")["a100"]
-GPT_22B = Shape(48, 6144, 64, 64, 24576, 51200, 2048)
+GPT_22B = replace(DECODER, layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
 
 
 def setup(
     layout: Layout,
     system: System = MEGATRON_2022,
-    recompute: Recompute = "none",
+    recompute: Literal["none", "selective", "full"] = "none",
     micros: int = 1,
     schedule: str = "1f1b",
 ) -> Setup:
     """The model of 22B with an even number of layers in each chunk."""
-    chunks = layout.pipeline * layout.virtual_stages
-    return Setup(GPT_22B, system, layout, recompute, 4, micros, schedule, (48 // chunks,) * chunks)
+    degrees, chunks = {name: getattr(layout, name) for name in LAYOUT}, layout.pipeline * layout.virtual_stages
+    batch = {"recompute": recompute, "micro_size": 4, "micro_batches": micros, "schedule": schedule}
+    return Setup(GPT_22B, system, Plan(**degrees, **batch, layers=(48 // chunks,) * chunks))
 
 
 def test_layers_take_as_long_as_was_published() -> None:
     # Korthikanti et al. 2022, table 4: a layer of the 22B model, milliseconds
-    def milliseconds(sequence: bool, recompute: Recompute) -> tuple[float, float]:
+    def milliseconds(sequence: bool, recompute: Literal["none", "full"]) -> tuple[float, float]:
         one = setup(Layout(8, sequence=sequence), recompute=recompute)
-        groups = groups_of(one.layout, 8)
+        groups = groups_of(one.plan.layout, 8)
         forward, *backward = (1e3 * pass_time(work, one.system, groups, A100).total for work in layer_work(one).passes)
         return forward, sum(backward)
 
@@ -63,7 +66,7 @@ def test_layers_take_as_long_as_was_published() -> None:
 def test_rings_hold_the_host_where_a_pipeline_crosses_nodes() -> None:
     def computing(system: System, stages: int) -> float:
         one = setup(Layout(8, stages, sequence=True), system)
-        return pass_time(layer_work(one).passes[0], system, groups_of(one.layout, 8), A100).compute
+        return pass_time(layer_work(one).passes[0], system, groups_of(one.plan.layout, 8), A100).compute
 
     launches = layer_work(setup(Layout(8, 2, sequence=True), NANOTRON)).passes[0].launches
     held = launches * A100.launch_us + 4 * 7 * NANOTRON.contended_us
@@ -81,7 +84,7 @@ def test_selective_recompute_with_flash_attention_repeats_every_other_matmul() -
 def test_memory_is_what_the_papers_formulas_say() -> None:
     # 2 + 4 + 12 bytes a parameter in bf16, 2 more in fp16, all on one device
     for system, each in ((MEGATRON_2021, 20), (MEGATRON_2022, 18)):
-        assert describe(setup(Layout(8), system)).states == pytest.approx(each * GPT_22B.parameters / 8, rel=0.02)
+        assert describe(setup(Layout(8), system)).states == pytest.approx(each * num_parameters(GPT_22B) / 8, rel=0.02)
     # 34 sbh + 5 a s^2 b a layer over 8 ranks (Korthikanti et al. 2022, table 2)
     s, b, h, a = 2048, 4, 6144, 64
     layer = s * b * h * (10 + 24 / 8 + 5 * a * s / (h * 8))
@@ -89,7 +92,7 @@ def test_memory_is_what_the_papers_formulas_say() -> None:
     # Rajbhandari et al. 2020, 3.1: what is sharded
     for zero, each in ((0, 18), (1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)):
         states = describe(setup(Layout(data=4, zero=zero))).states
-        assert states == pytest.approx(each * GPT_22B.parameters, rel=0.02)
+        assert states == pytest.approx(each * num_parameters(GPT_22B), rel=0.02)
 
 
 def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
@@ -116,7 +119,7 @@ def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others(
         layout = Layout(8, 4, 4, 1, virtual_stages=virtual_stages)
         schedule = "interleaved" if virtual_stages > 1 else "1f1b"
         alone = setup(layout, MEGATRON_CORE, micros=16, schedule=schedule)
-        hidden = alone._replace(system=replace(MEGATRON_CORE, hidden_data=0.0))
+        hidden = alone._replace(system=MEGATRON_CORE._replace(hidden_data=0.0))
         return step_seconds(alone, cluster) / step_seconds(hidden, cluster)
 
     assert exposed(4, slow) < exposed(1, slow) < 1
@@ -134,18 +137,21 @@ def test_heads_and_attention_compute_in_16_bits_in_fp8_runs() -> None:
 @pytest.mark.parametrize("stages", [1, 4])
 def test_weight_gradients_of_the_head_wait_for_a_draining_pipeline(stages: int) -> None:
     waiting = setup(Layout(8, stages), NEMO, micros=16)
-    at_once = waiting._replace(system=replace(NEMO, deferred_head=False))
+    at_once = waiting._replace(system=NEMO._replace(deferred_head=False))
     saved = step_seconds(at_once, A100) - step_seconds(waiting, A100)
-    head = pass_time(head_work(waiting).passes[3], NEMO, groups_of(waiting.layout, 8), A100).total
+    head = pass_time(head_work(waiting).passes[3], NEMO, groups_of(waiting.plan.layout, 8), A100).total
     assert 0 <= saved <= 16 * head
     assert (saved > head) == (stages > 1)
 
 
 def test_a_chunk_may_have_no_layer() -> None:
-    one = setup(Layout(pipeline=2))
-    first, last = describe(one._replace(layers=(0, 48))).states
+    def with_layers(stages: int, layers: tuple[int, ...]) -> Setup:
+        one = setup(Layout(pipeline=stages))
+        return one._replace(plan=one.plan._replace(layers=layers))
+
+    first, last = describe(with_layers(2, (0, 48))).states
     assert 0 < first < last
-    first, middle, last = describe(setup(Layout(pipeline=3))._replace(layers=(48, 0, 0))).states
+    first, middle, last = describe(with_layers(3, (48, 0, 0))).states
     assert middle == 0 < last < first
 
 

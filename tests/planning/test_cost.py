@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner_accuracy.measurements import load_clusters
-from benchmarks.planner_accuracy.published import MEGATRON_2021, Setup, Shape, layer_work
+from benchmarks.planner_accuracy.published import DECODER, MEGATRON_2021, Setup, layer_work
 from pangu.config.cluster import ClusterConfig
+from pangu.models.size import training_flops_per_token
 from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import (
     collective_seconds,
@@ -25,7 +26,7 @@ from tests.configs import config
 from tests.spawn import repository
 
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
-GPT_22B = Shape(48, 6144, 64, 64, 24576, 51200, 2048)
+GPT_22B = replace(DECODER, layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
 
 
 def perfect() -> ClusterConfig:
@@ -138,7 +139,8 @@ def test_a_step_computes_the_matmuls_of_all_its_micro_batches(micro_batches: int
     where = replace(perfect(), launch_us=0.0, step_us=0.0)
     where = replace(where, memory=replace(where.memory, gb_s=1e12))
     plan = Plan(1, 1, 1, 1, 1, 0, False, "none", 2, micro_batches, "1f1b", (40,))
-    flops = Shape(40, 5120, 40, 40, 20480, 40064, 1024).flops(2 * micro_batches)
+    padded = replace(config("+config=pangu_13b").model, vocab=40064)
+    flops = training_flops_per_token(padded) * 1024 * 2 * micro_batches
     time = step_time(described(plan), plan, where)
     assert time.compute == pytest.approx(flops / 312e12, rel=1e-3)
     assert time.total == pytest.approx(time.compute, rel=1e-3)
@@ -155,9 +157,9 @@ def test_an_update_takes_the_iterations_of_muon() -> None:
 
 
 def test_a_host_computes_after_it_has_started_a_kernel() -> None:
-    layout = Layout(8)
-    work = layer_work(Setup(GPT_22B, MEGATRON_2021, layout, "none", 4, 1, "1f1b", (48,))).passes[0]
-    groups, slow = groups_of(layout, 8), replace(A100, launch_us=100.0)
+    plan = Plan(8, 1, 1, 1, 1, 0, False, "none", 4, 1, "1f1b", (48,))
+    work = layer_work(Setup(GPT_22B, MEGATRON_2021, plan)).passes[0]
+    groups, slow = groups_of(plan.layout, 8), replace(A100, launch_us=100.0)
     starting = work.launches * 100e-6
     computing = phase_seconds(work, groups, replace(slow, launch_us=0.0)).compute
     assert phase_seconds(work, groups, slow).compute == max(starting, computing)
