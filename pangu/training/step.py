@@ -185,6 +185,7 @@ class Trainer:
 
         Bias correction counts from `moments_since`, see the attribute, and without the `skipped` steps.
         """
+        self.parameters.unsharder.wait()  # what the last update still sends would arrive in restored weights
         self.step, self.skipped, self.moments_since = step, skipped, dict(moments_since)
         for shard in self.parameters.trained_shards:
             state = self.optimizer.state[shard.main]

@@ -202,7 +202,7 @@ def started_over(rank: int, world: int, layout: Layout, words: tuple[str, ...]) 
         (Layout(), ("precision=fp16", "optimizer=lamb")),
         (Layout(data=2, zero=1), ("precision=bf16", "memory.offload=[optimizer]")),
         (Layout(data=2, zero=3), ("precision=fp8",)),
-        (Layout(tensor=2), ("train.frozen=['layers.0.*']",)),
+        (Layout(data=2, zero=2), ("train.frozen=['layers.0.*']",)),
         (Layout(data=2, expert=2), ("model.experts=4", "model.router.balance=bias")),
     ],
     ids=str,
