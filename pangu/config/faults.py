@@ -41,5 +41,5 @@ class FaultsConfig:
     rollback leaves no batches out."""
     recheck: Natural = 0
     """Steps between rechecks, in which all replicas compute the same micro-batch and compare, bit for bit, its loss and
-    gradients; 0: none. A difference names rank and host, as `verify_weights` does. A spike is computed again before
-    `action`: it is of the data if all replicas get the same bits. Needs `train.deterministic=true`."""
+    gradients; 0: none. A difference names rank and host, as `verify_weights` does. A spike is computed again in place
+    and on all replicas before `action`: it is of the data if all bits agree. Needs `train.deterministic=true`."""

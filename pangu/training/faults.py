@@ -56,23 +56,31 @@ class SpikeDetector:
 
     def _judge(self, result: StepResult) -> str | None:
         self._skipped = self._skipped + 1 if result.skipped else 0
-        if self._skipped > self._config.max_skipped:
+        fault = self._spike(result.loss)
+        if fault is None and self._skipped > self._config.max_skipped:
             return f"skipped steps in a row: {self._skipped} (faults.max_skipped = {self._config.max_skipped})"
+        return fault
+
+    def _spike(self, loss: float) -> str | None:
         if self._config.spike is None:
             return None
-        if not math.isfinite(result.loss):
-            return f"the loss is {result.loss} (faults.spike)"
-        previous = list(self._losses)
-        self._losses.append(result.loss)
-        if len(previous) < self._config.spike_window:
-            return None
-        mean, deviation = fmean(previous), stdev(previous)
-        if result.loss <= mean + self._config.spike * deviation:
+        if not math.isfinite(loss):
+            return f"the loss is {loss} (faults.spike)"
+        limit, previous = self.limit, list(self._losses)
+        self._losses.append(loss)
+        if loss <= limit:
             return None
         return (
-            f"the loss is {result.loss:.4f}, above {mean:.4f} + {self._config.spike:g} x {deviation:.4f}, mean and "
-            f"deviation of the {len(previous)} steps before (faults.spike)"
+            f"the loss is {loss:.4f}, above {fmean(previous):.4f} + {self._config.spike:g} x {stdev(previous):.4f}, "
+            f"mean and deviation of the {len(previous)} steps before (faults.spike)"
         )
+
+    @property
+    def limit(self) -> float:
+        """Largest loss of the next step that is no spike."""
+        if self._config.spike is None or len(self._losses) < self._config.spike_window:
+            return math.inf
+        return fmean(self._losses) + self._config.spike * stdev(self._losses)
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int | None) -> dict[str, Any]:
         """Return the entries that change in the `index` of the checkpoint that a run goes back to.

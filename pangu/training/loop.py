@@ -142,10 +142,11 @@ class Loop:
         if self._pending is not None and not self._look(saver, at_once=False):
             return  # these gradients are those of a state that is gone
         stage = self.stages.loader_stage_at(trainer.step)
+        trainer.loss_limit = self.spikes.limit if self.devices.repeats else None
         with recorder.span("update"):
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
         self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
-        self.devices.batches = batches
+        self.devices.computed = batches, trainer.config
         self.samples += stage.global_size // stage.parts
         config = self.config
         every = [config.checkpoint.every, config.checkpoint.memory_every, config.validation.every]
@@ -234,15 +235,13 @@ class Loop:
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         validation: dict[str, Any] = {}
         stage_config = self.stages.config_at(trainer.step - 1)
-        evaluation, ratios = None, None
+        evaluation, ratios = None, trust_ratios(trainer) if config.metrics.trust_ratios else None
         if self.validation is not None and self._due(config.validation.every):
             with self._interlude("validating"):
                 validation = self.validation.figures(trainer)
         if self.benchmarks is not None and self._due(config.evaluate.every):
             with self._interlude("evaluating"):
                 evaluation = self.benchmarks(in_training(config, trainer, self.sources.tokenizer))
-        if config.metrics.trust_ratios:
-            ratios = trust_ratios(trainer)
         return StepRecord(
             step=trainer.step,
             tokens=self.tokens,
@@ -286,7 +285,7 @@ class Loop:
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:
         """Handle a step's fault, if any; return True if the run has gone back. May raise UserError on all ranks."""
-        if result.skipped:
+        if result.skipped and not result.loss > self.spikes.limit:
             mesh = self.trainer.mesh
             of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
             alert = None if self.config.precision.loss_scale else "skipped_step"  # fp16 skips steps to find its scale

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects
+from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -20,6 +21,7 @@ from pangu.training.faults import not_finite
 from pangu.training.process import Heartbeat
 from pangu.training.replicas import find_weight_difference, named
 from pangu.training.step import StepResult, Trainer
+from pangu.zero.gradients import Norms
 
 log = logging.getLogger("pangu")
 
@@ -32,19 +34,22 @@ class DeviceChecks:
 
     def __init__(self, trainer: Trainer, heartbeat: Heartbeat) -> None:
         """Prepare for a trainer's steps; warn if `faults.recheck` has no second replica to compare with."""
-        self._trainer, self._heartbeat = trainer, heartbeat
-        self.batches: Sequence[Batch] = ()
-        """This rank's micro-batches of the step that `judge` is asked about."""
+        self._trainer, self._heartbeat, config = trainer, heartbeat, trainer.config
+        self.computed: tuple[Sequence[Batch], RunConfig] = (), config
+        """This rank's micro-batches of the step that `judge` is asked about, and the configuration of its stage."""
         self._intact = trainer.step
         """Last step after which all replicas computed alike."""
         self._found: tuple[str, int] | None = None
         """Fault found before the current step, which the next result is told, and the last intact step."""
         self._told: str | None = None
         """Difference of the weights in the last step."""
-        self.rechecks = trainer.config.faults.recheck > 0
+        self.rechecks = config.faults.recheck > 0
         if self.rechecks and trainer.mesh.layout.data < 2 * coupled_replicas(trainer.mesh.layout):
             log.warning("faults.recheck: nothing is rechecked, because there is no second replica to compare with")
             self.rechecks = False
+        has_scales = config.precision.loss_scale is not None or trainer.scales is not None
+        self.repeats = self.rechecks and config.faults.action != "warn" and not has_scales
+        """True if a skipped step can be computed again in place; not where scales have changed since."""
 
     def before_step(self, batches: Sequence[Batch]) -> None:
         """Let all replicas compute one micro-batch of the step that begins, of each replica in turn, if it is due."""
@@ -53,7 +58,7 @@ class DeviceChecks:
             return
         self._intact = min(self._intact, trainer.step)  # the run may have gone back
         with trainer.mesh.recorder.span("interlude"):
-            wrong, _ = self._compute(batches[:1], trainer.step // every % trainer.mesh.layout.data)
+            wrong = self._compute(batches[:1], trainer.step // every % trainer.mesh.layout.data)
         if wrong is None:
             self._intact = trainer.step
         else:
@@ -81,43 +86,64 @@ class DeviceChecks:
     def judge(self, fault: str, result: StepResult) -> tuple[str, int | None]:
         """Compute the micro-batches of a faulty step again; return the fault, and what is intact if a device did it.
 
-        Those of the replica where the fault began are computed in place and on all other replicas. Different bits mean
-        that a device is wrong. So do gradients that are finite now and were not, with the same weights and scale.
+        If it was skipped, all ranks compute their own again, in place. Then all replicas compute those of the replica
+        where the fault began. Different bits mean that a device is wrong.
         """
-        trainer, mesh = self._trainer, self._trainer.mesh
+        trainer, (batches, config) = self._trainer, self.computed
         if not self.rechecks or trainer.config.faults.action == "warn":  # the next step's gradients are still needed
             return fault, None
-        names = gather_objects(not_finite(result.norms), mesh.group("world"))
-        first = next((rank for rank, of_rank in enumerate(names) if of_rank), None)
-        owner = trainer.step % mesh.layout.data if first is None else mesh.layout.coordinates(first).data
-        wrong, is_finite = self._compute(self.batches, owner)
-        if wrong is None and first is not None and is_finite and trainer.config.precision.loss_scale is None:
-            wrong = f"gradients that were not finite are so when computed again: {named(mesh, first)}; check the device"
-        if wrong is None:
-            return f"{fault}; computed again on all replicas with the same bits, so no device is at fault", None
-        return self._note(f"{fault}; {wrong}", self._intact)
+        in_place = self.repeats and result.skipped
+        current, check, trainer.check = trainer.config, trainer.check, None
+        trainer.enter_stage(config)
+        trainer.step -= 1
+        try:
+            wrong = self._repeat(batches, result.norms) if in_place else None
+            wrong = wrong or self._compute(batches, self._origin(result.norms))
+        finally:
+            trainer.step += 1
+            trainer.check = check
+            trainer.enter_stage(current)
+        if wrong is not None:
+            return self._note(f"{fault}; {wrong}", self._intact)
+        again = "in place and on all replicas with the same bits, so no device is at fault"
+        return f"{fault}; computed again {again if in_place else 'on all replicas with the same bits'}", None
 
-    def _compute(self, batches: Sequence[Batch], owner: int) -> tuple[str | None, bool]:
-        """Let all replicas compute the micro-batches of replica `owner`.
+    def _repeat(self, batches: Sequence[Batch], norms: Norms) -> str | None:
+        """Compute a skipped step again, whose weights are still there; return who gets other `norms` (None: none)."""
+        trainer = self._trainer
+        trainer.forward_backward(batches)
+        differs = str(_values(trainer.local_norms())) != str(_values(norms))  # as text, so that NaN is NaN
+        wrong = [rank for rank, other in enumerate(gather_objects(differs, trainer.mesh.group("world"))) if other]
+        return self._text("computed again with other bits", wrong)
 
-        Return the ranks that are wrong as a text (None: none are), and whether all gradients were finite.
-        """
+    def _origin(self, norms: Norms) -> int:
+        """Return the replica of the first rank whose gradient is not finite, else of that with the largest loss."""
+        mesh, loss = self._trainer.mesh, _values([one for one in norms if one[0][0][0] == "loss"])
+        keys = gather_objects((bool(not_finite(norms)), loss), mesh.group("world"))
+        return mesh.layout.coordinates(keys.index(max(keys))).data
+
+    def _compute(self, batches: Sequence[Batch], owner: int) -> str | None:
+        """Let all replicas compute the micro-batches of replica `owner`; return who is wrong as a text (None: none)."""
         trainer, mesh = self._trainer, self._trainer.mesh
-        world, all_finite = mesh.group("world"), True
         is_owner = mesh.at.data == owner and mesh.at.context == 0
         for batch in batches:
             shared = _share(batch, is_owner, mesh)
             rounds = list[Digests]()
             while len(rounds) < 2:  # the second time shows which rank differs from itself
-                digests = gather_objects(trainer.digest(shared), world)
-                rounds.append([digest for digest, _ in digests])
-                all_finite &= all(finite for _, finite in digests)
+                rounds.append(gather_objects(trainer.digest(shared), mesh.group("world")))
                 if len(rounds) == 1 and not wrong_ranks(mesh.layout, rounds):
                     break
             if wrong := wrong_ranks(mesh.layout, rounds):
-                ranks = ", ".join(named(mesh, rank) for rank in wrong)
-                return f"replicas compute other bits (faults.recheck): {ranks}; check the device", all_finite
-        return None, all_finite
+                return self._text("replicas compute other bits", wrong)
+        return None
+
+    def _text(self, what: str, wrong: Sequence[int]) -> str | None:
+        names = ", ".join(named(self._trainer.mesh, rank) for rank in wrong)
+        return f"{what} (faults.recheck): {names}; check the device" if wrong else None
+
+
+def _values(norms: Norms) -> list[float]:
+    return [float(norm) for _, of_flat in norms for norm in of_flat]
 
 
 def coupled_replicas(layout: Layout) -> int:

@@ -97,6 +97,9 @@ class PendingResult:
 class Trainer:
     """Trainer of this rank's part of the model: gradient buffers, optimizer, and the step that joins them."""
 
+    loss_limit: float | None = None
+    """Largest loss with which the next update changes weights, so that a spike can be computed again; None: any."""
+
     def __init__(
         self, config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None
     ) -> None:
@@ -253,11 +256,15 @@ class Trainer:
         if self._has_mtp and self._loss is not None:
             self._loss = torch.stack([self._loss[0], self._loss[1:].sum()])
 
-    def digest(self, batch: Batch) -> tuple[int, bool]:
-        """Compute one micro-batch apart from the steps; all ranks call this together, between two steps.
+    def local_norms(self) -> Norms:
+        """Return the norms of this rank's unreduced gradients, and its part of the loss if it computes one."""
+        norms = self.parameters.gradients.norms
+        return norms if self._loss is None else [*norms, ([("loss", slice(1))], [self._loss.sum()])]
 
-        Returns:
-            A sum over the bits of the loss and of this rank's gradients, and whether those gradients are finite.
+    def digest(self, batch: Batch) -> int:
+        """Return a sum over the bits of the loss and of this rank's gradients of one micro-batch.
+
+        It is computed apart from the steps; all ranks call this together, between two steps.
         """
         stages, check, gradients = self.stages, self.check, self.parameters.gradients
         schedule = one_micro_batch(stages.schedule)
@@ -266,9 +273,7 @@ class Trainer:
             self.forward_backward([batch] * schedule.micro_batches)
             sums = gradients.digests if self._loss is None else [self._loss.view(torch.int64).sum(), *gradients.digests]
             # odd factors: a flipped bit changes the result, and equal changes of two sums do not cancel
-            total = sum((2 * place + 1) * one for place, one in enumerate(sums))
-            norms = [norm for _, of_flat in gradients.norms for norm in of_flat]
-            return int(total), not norms or bool(torch.stack(norms).isfinite().all())
+            return int(sum((2 * place + 1) * one for place, one in enumerate(sums)))
         finally:
             self.stages, self.check, gradients.digests = stages, check, None
             if self.scales is not None:
@@ -307,9 +312,12 @@ class Trainer:
         if self.scales is not None:
             self.scales.start_update(self.mesh.group("world"))
         self.doing = "updating weights"
-        norm = sums[0] / old_scale
+        norm, loss = sums[0] / old_scale, sums[1] * self._per_token
+        norms = self.parameters.gradients.norms
+        if self.loss_limit is not None:
+            norm, norms = norm.where(loss <= self.loss_limit, math.inf), self.local_norms()
         overflow = norm.isfinite().logical_not()
-        numbers = torch.cat([torch.stack([sums[1] * self._per_token, norm, old_scale]), sums[2:]])
+        numbers = torch.cat([torch.stack([loss, norm, old_scale]), sums[2:]])
         if self.balance is not None:
             numbers = torch.cat([numbers, self.balance.finish_step(self.mesh.group("world"), overflow)])
         if self.logits is not None and self.clip is not None:
@@ -332,7 +340,7 @@ class Trainer:
             self.scales.finish_update(self.step)
         self.step += 1
         end = Moment(self.mesh.device)
-        return PendingResult(on_host, rate, self.parameters.gradients.norms, end, weight_sums)
+        return PendingResult(on_host, rate, norms, end, weight_sums)
 
     def read(self, pending: PendingResult) -> StepResult:
         """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""

@@ -125,3 +125,26 @@ def test_replicas_whose_weights_differ_go_back_and_leave_no_batch_out(tmp_path: 
     named = r"step 6: weights differ \(faults.verify_weights\): flat parameter 0 \(.*\): rank 0 on \S+, rank 1 on \S+ "
     assert len(re.findall(named, done.stderr)) == 1, done.stderr
     assert done.stderr.count("step-00000004: continuing after step 4 with sample 16") == 1
+
+
+def test_a_spike_is_of_the_device_or_of_the_data(tmp_path: Path) -> None:
+    """Rank 1 gets the loss of step 4 wrong, once; that of the samples from 20 on is large whoever computes it."""
+    code = [
+        "forward_backward(trainer, batches)",
+        "if RANK == 1 and trainer.step == 3 and 'erred' not in globals():",
+        "    globals()['erred'] = True",
+        "    trainer._loss = trainer._loss * 1e4",
+        "if batches[0].samples[0] // 4 == 5:",
+        "    trainer._loss = trainer._loss * 1e4",
+    ]
+    words = ("faults.action=rollback", "faults.spike=1e3", "faults.spike_window=3", "faults.recheck=2")
+    done = run_changed(tmp_path, code, *words, "faults.skip_after=0", "train.deterministic=true", "train.steps=7")
+    assert done.returncode == 0, done.stderr
+    device = r"computed again with other bits \(faults.recheck\): rank 1 on \S+; check the device: rolling back; .*\n.*"
+    device += "step-00000002: continuing after step 2 with sample 8"
+    data = r"computed again in place and on all replicas with the same bits, so no device is at fault: rolling back; "
+    data += "(?s:.*)step-00000002: continuing after step 2 with sample 24"
+    for step, verdict in ((4, device), (6, data)):
+        assert len(re.findall(rf"step {step}: the loss is \S+, above .*; {verdict}", done.stderr)) == 1, done.stderr
+    assert "skipped" not in done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 8))
