@@ -331,7 +331,7 @@ class Loop:
         if faults.action == "stop":
             fix = "; set faults.action=rollback to continue from the newest proven checkpoint without these batches"
             raise (UserError if is_of_data else DeviceError)(f"{message}; {blamed}{fix * is_of_data}")
-        log.warning("%s: rolling back; %s", message, blamed, extra={"alert": "rollback"})
+        log.warning("%s: rolling back%s", message, f"; {blamed}" * is_of_data, extra={"alert": "rollback"})
         with self._interlude("rolling back"):
             step, last = trainer.step, trainer.step + faults.skip_after
             end = self.samples + num_samples(self.config, last) - num_samples(self.config, step) if is_of_data else None

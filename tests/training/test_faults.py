@@ -489,7 +489,7 @@ def test_a_rollback_because_of_a_device_leaves_no_batch_out(
     losses = train(tmp_path / "unbroken", 6)
     differing([4, 5], monkeypatch)
     assert train(tmp_path / "run", 6, "faults.action=rollback") == losses
-    assert f"step 5: {DIFFER}: rolling back; " in capsys.readouterr().err
+    assert f"step 5: {DIFFER}: rolling back\n" in capsys.readouterr().err
     events = read_index(tmp_path / "run/checkpoints/step-00000006")["watch"]["rollbacks"]
     assert [(event["step"], event["back_to"], event["left_out"]) for event in events] == [
         (4, 2, [8, 8]),
