@@ -123,9 +123,13 @@ def configure(source: WeightSource, overrides: Sequence[str], output: Path) -> R
     model = settle_model(source.model_keys, config.model, named)
     tokenizer = config.data.tokenizer or source.tokenizer
     known = source.packing
-    if tokenizer is not None and isinstance(source, HuggingFaceSource):
+    if tokenizer is not None and (isinstance(source, HuggingFaceSource) or not known):
         with suppress(UserError):  # one that cannot be loaded here is copied all the same
-            known = put_tokenizer_end_first(known, load_tokenizer(tokenizer))
+            opened = load_tokenizer(tokenizer)
+            if known:
+                known = put_tokenizer_end_first(known, opened)
+            elif opened.eod is not None and "data.packing.eod" not in names:
+                known = {"eod": opened.eod}  # Megatron's and MindSpore's files name none, and a preset's is another one
     packing = settle_packing(known, config.data.packing, model.vocab)
     data = replace(config.data, packing=packing, tokenizer=tokenizer)
     config = replace(config, model=model, data=data)

@@ -86,6 +86,19 @@ def test_the_tokenizer_of_the_data_goes_along(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((out / "tokenizer_config.json").read_text())["jieba"] is False
 
 
+def test_documents_end_as_the_given_tokenizer_says(tmp_path: Path) -> None:
+    """Files of Megatron name no such id, and that of the preset is another tokenizer's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    foreign.write_megatron_port(tmp_path / "in", weights(), 1, rows=128, heads=HEADS, extras=False)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    words.add_special_tokens(["<|endoftext|>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    given = f"data.tokenizer={{kind: huggingface, path: {tmp_path / 'tokenizer.json'}}}"
+    for eod, more in ((1, ()), (5, ("data.packing.eod=5",))):
+        run = convert("megatron", "pangu", tmp_path / "in", tmp_path / f"run{eod}", HEADS_GIVEN, given, *more)
+        assert yaml.safe_load((run / "config.yaml").read_text())["data"]["packing"]["eod"] == eod
+
+
 @pytest.mark.parametrize("source", ["huggingface", "megatron", "mindspore", "pangu"])
 def test_malicious_pickles_run_nothing(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, attack = tmp_path / "in", Attack(tmp_path / "attacked")
