@@ -105,12 +105,16 @@ def rectangles(shards: list[Shard], values: Mapping[str, Tensor]) -> list[tuple[
     ]
 
 
-def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
-    """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
+def whole(trainer: Trainer, of_gradients: bool, on_all_ranks: bool = True) -> dict[str, Tensor]:
+    """Every logical tensor put together from all ranks, on all of them or on the first one, where the others get
+    nothing; what several ranks hold must be equal on all of them."""
     shards = trainer.parameters.trained_shards if of_gradients else trainer.parameters.shards
     values = {p.placement.name: p.grad / trainer.loss_scale.scale if of_gradients else p.main for p in shards}
     together: dict[str, Tensor] = {}
-    for held in gather_objects(rectangles(shards, values), trainer.mesh.group("world")):
+    held_by_ranks = gather_objects(rectangles(shards, values), trainer.mesh.group("world"))
+    if not on_all_ranks and trainer.mesh.rank > 0:
+        return {}
+    for held in held_by_ranks:
         for name, shape, offsets, values_held in held:
             part = torch.as_tensor(values_held)
             tensor = together.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
@@ -153,9 +157,9 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
 
 
 def train(trainer: Trainer, steps: range) -> dict[str, Any]:
-    """First weights, results and gradients of every step, weights and held-out loss, put together from all ranks."""
+    """First weights, results and gradients of every step, weights and held-out loss; on the first rank those of all."""
     config, mesh = trainer.config, trainer.mesh
-    first = whole(trainer, of_gradients=False)
+    first = whole(trainer, of_gradients=False, on_all_ranks=False)
     results, gradients = [], []
     stages, packing = BatchStages(config), config.data.packing
     stream = samples_of(packing)
@@ -163,7 +167,8 @@ def train(trainer: Trainer, steps: range) -> dict[str, Any]:
         for step in steps:
             stages.enter(trainer)
             trainer.forward_backward(loader.micro_batches(num_samples(config, step), step))
-            gradients.append(whole(trainer, of_gradients=True))  # an optimizer may write its update in their place
+            # before the update: an optimizer may write it in their place
+            gradients.append(whole(trainer, of_gradients=True, on_all_ranks=False))
             results.append(trainer.read(trainer.update()))
             assert results[-1].weight_sums is None, "copies of weights differ"
     held_out = [stream[1000 + i] for i in range(4)]
@@ -173,7 +178,7 @@ def train(trainer: Trainer, steps: range) -> dict[str, Any]:
         "first": first,
         "results": results,
         "gradients": gradients,
-        "weights": whole(trainer, of_gradients=False),
+        "weights": whole(trainer, of_gradients=False, on_all_ranks=False),
         "validation": mean_loss(trainer.runner, trainer.stages.schedule, batches, mesh),
     }
 
