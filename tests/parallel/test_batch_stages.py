@@ -24,10 +24,10 @@ from tests.threads import Ranks
 
 MODEL = (
     *(*OVERRIDES, "model.hidden=48", "model.heads=12", "model.ffn=96", "model.layers=5"),
-    *("batch.global_size=24", "batch.micro_size=1", "train.check_step=true", "train.steps=5"),
-    "batch.stages=[{until:1,global_size:8,sequence:4},{until:2,global_size:12,sequence:8},{until:3,global_size:12}]",
+    *("batch.global_size=12", "batch.micro_size=1", "train.check_step=true", "train.steps=5"),
+    "batch.stages=[{until:1,global_size:4,sequence:4},{until:2,global_size:8,sequence:8},{until:3,global_size:8}]",
 )
-BORDERS, SAMPLES = (0, 1, 2, 3, 5), (0, 2, 8, 20, 68)
+BORDERS, SAMPLES = (0, 1, 2, 3, 5), (0, 1, 5, 13, 37)
 """Steps that end a stage, and samples consumed by then."""
 EXPERTS = ("model.experts=4", "model.expert_ffn=24")
 LAYOUTS = {
