@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,8 @@ MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
 AHEAD = 8
 """Number of layouts that are measured together: more keep more cores busy, but measure more that is not needed."""
+ALIKE = 1000
+"""Number of next layouts of which those with modules like one of the `AHEAD` are measured in the same dry run."""
 CONFIRMED = 3
 """Number of fastest layouts that are carried out in a dry run."""
 
@@ -146,8 +148,10 @@ def search(space: Space, top: int = 10) -> SearchResult:
         needed = bounds.gib(plan)
         fits = needed <= room
         if fits and not space.program.is_prepared(plan):  # measure it together with the next ones, on all cores
-            ahead = [other for bound, _, other in _first(waiting, AHEAD) if bound <= worst]
-            space.program.prepare([plan, *(other for other in ahead if bounds.gib(other) <= room)])
+            ahead = [other for bound, _, other in nsmallest(ALIKE, waiting) if bound <= worst]
+            modules = {space.program.module_plan(other) for other in (plan, *ahead[:AHEAD])}
+            alike = (other for other in ahead if space.program.module_plan(other) in modules)
+            space.program.prepare([plan, *(other for other in alike if bounds.gib(other) <= room)])
         if (bound := bounds.seconds(plan) / alone) > before:  # its bound is tighter now
             heappush(waiting, (bound, place, plan))
             continue
@@ -157,7 +161,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
             too_large.append((needed, plan.micro_size, place, plan))
             others = list(smaller(space, plan))
             if not all(map(space.program.is_sketched, others)):  # sketch them together with the next ones, on all cores
-                ahead = [other for bound, _, other in _first(waiting, AHEAD) if bound <= worst]
+                ahead = [other for bound, _, other in nsmallest(AHEAD, waiting) if bound <= worst]
                 larger = (other for other in ahead if bounds.gib(other) > room)
                 space.program.sketch([*others, *(less for other in larger for less in smaller(space, other))])
             for other in others:
@@ -175,14 +179,6 @@ def search(space: Space, top: int = 10) -> SearchResult:
     confirmed = _confirmed(space, costed, refused)
     smallest = None if confirmed or not too_large else _cost(space, min(too_large)[-1])
     return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed), smallest)
-
-
-def _first(heap: list[Any], most: int) -> list[Any]:
-    """Return the smallest entries of a heap, without a look at all of them."""
-    entries = [heappop(heap) for _ in range(min(most, len(heap)))]
-    for entry in entries:
-        heappush(heap, entry)
-    return entries
 
 
 def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str]) -> list[Candidate]:
