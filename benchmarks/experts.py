@@ -116,7 +116,7 @@ class ExpertBlock(PlainBlock):
         self.experts = experts
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What the experts make of them."""
+        """Return the output of the experts."""
         return self.experts(x)
 
 

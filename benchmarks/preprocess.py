@@ -76,7 +76,7 @@ def _cut(texts: Any, size: int) -> Any:
 
 
 def plain(kind: str, model: str, text: str, _: str) -> None:
-    """What a few lines do. For PanGu-α, jieba as its authors call it."""
+    """Encode text by a few lines of Python. For PanGu-α, jieba as its authors call it."""
     tokenizer: Any = load_tokenizer(TokenizerConfig("sentencepiece", model))
     if kind == "pangu":
         import jieba

@@ -56,7 +56,7 @@ print(json.dumps({
     "compiler": sorted({"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys()),
 }))
 """
-"""What a process prints last: third-party top-level packages and modules, modules and lines of pangu, and memory."""
+"""Last figures of a process: third-party top-level packages and modules, modules and lines of pangu, and memory."""
 
 
 def count(checkout: Path, code: str) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def _answer_file(options: argparse.Namespace, model: Path) -> AnswerFile | None:
-    """What answers are kept in, if they are."""
+    """Return the file that keeps answers, if there is one."""
     if options.output is None:
         return None
     names = "data input text_key join shots scoring template limit stride recipe seed precision"

@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: no search for garbage goes through it, neither meanwhile nor later."""
+    """Leave imported objects out of garbage collections, which they outlive, during collection and later."""
     gc.disable()
     try:
         return (yield)

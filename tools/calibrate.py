@@ -359,9 +359,9 @@ def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:
 
 
 def measure_steps(clock: Clock, cluster: ClusterConfig) -> ClusterConfig:
-    """What steps of the real trainer on one process tell of a host, whose kernels no queue keeps apart: seconds of
-    starting one, bytes a second of those that are no products, and what a step takes besides. Least squares, on
-    relative errors."""
+    """Return the cluster with figures of a host from steps of the trainer on one process: seconds to start a kernel,
+    bytes per second of those that are no matmuls, and the rest of a step. Least squares on relative errors, as no queue
+    keeps a host's kernels apart."""
     units = [{"launch_us": 1.0}, {"gb_s": 1.0}, {"step_us": 1.0}]
     configs = {step: _configuration(*step) for step in _STEPS}
     samples = {step: clock.computing(_step(config, clock.device)) for step, config in configs.items()}
@@ -448,7 +448,7 @@ def _begin(path: Path) -> NewFile:
 
 
 def _borrowed(like: str, launch: Launch) -> ClusterConfig:
-    """What is not measured: of the file that is named, or that is for such a device. Raises UserError."""
+    """Return the figures that are not measured, of the file `like` or of the device's. Raises UserError."""
     names, device = cluster_names(_CLUSTERS, whole=True), device_here(launch)
     if like and like not in names:
         raise UserError(f"--like {like}: no such file; use one of {', '.join(names)}")

@@ -40,7 +40,7 @@ _EXAMPLE = """example:
 """
 _KINDS = get_args(get_type_hints(TokenizerConfig)["kind"])
 _ERRORS = (KeyError, TypeError, ValueError, AttributeError)
-"""What values of another kind than a manifest has raise."""
+"""Errors raised by a manifest whose values have other types."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -153,7 +153,7 @@ def _verify(prefixes: list[str], manifests: list[dict[str, Any] | None]) -> None
 
 
 def _tokenizer(options: argparse.Namespace, manifest: dict[str, Any] | None) -> Tokenizer | None:
-    """What turns ids into text, if it is known and at hand."""
+    """Return the tokenizer of a file, given or named in its manifest; None if it is unknown or not here."""
     if options.tokenizer:
         return load_tokenizer(TokenizerConfig(options.tokenizer, options.tokenizer_path))
     if manifest is None:

@@ -129,7 +129,7 @@ def expected(config: RunConfig, layout: Layout, stages: Stages) -> str:
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
-    """What the schedule asks for, and a table of the pipeline's stages."""
+    """Print the needs of the schedule, and a table of the pipeline's stages."""
     for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     heads = ("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
@@ -160,7 +160,7 @@ def require_writable(path: Path) -> None:
 
 
 def print_layouts(options: argparse.Namespace) -> None:
-    """What --search asks for. Raises UserError."""
+    """Carry out --search. Raises UserError."""
     if options.html is not None:
         require_writable(options.html)
     outcome = find(options)

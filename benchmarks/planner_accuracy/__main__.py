@@ -82,7 +82,11 @@ def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[a
     """Predict all rows by named sources other than theirs; rows of named ones by cross-validation, unless held out."""
     scopes = grouped(rows, attrgetter("scope"))
     words = [word.strip() for word in (options.fit or "all").lower().split(",") if word.strip()]
-    chosen = {one: scopes[one] for one in scopes if any(word in f"all {one[0]} {one[1]}".lower() for word in words)}
+    chosen = {
+        scope: of_scope
+        for scope, of_scope in scopes.items()
+        if words == ["all"] or any(word in f"{scope[0]} {scope[1]}".lower() for word in words)
+    }
     if not chosen:
         names = "; ".join(sorted({source for source, *_ in scopes}))
         raise UserError(f"--fit {options.fit}: names no source of {options.table}; there are: {names}")

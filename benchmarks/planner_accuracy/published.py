@@ -27,7 +27,7 @@ class System(NamedTuple):
 
     name: str
     flash: bool
-    """Whether attention is one kernel that keeps no scores and skips masked ones. Systems with it drop nothing."""
+    """True if attention is one kernel that keeps no scores and skips masked ones. Systems with it drop nothing."""
     fused: bool
     """Whether element-wise operations are fused into few kernels."""
     launches: float

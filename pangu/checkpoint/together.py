@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,6 @@ def write_together(
     """Write a checkpoint by all ranks, each with its `slices`; raises UserError or StuckError on all if one fails."""
     doing, first = f"writing {path}", mesh.is_first
 
-    def write(note_progress: Callable[[], None]) -> Written:
-        return write_slices(path, mesh.rank, as_saved(noting(slices, note_progress)))
-
     def finish(_: Callable[[], None]) -> None:
         before_commit()
         commit(path, written, facts)
@@ -34,21 +33,32 @@ def write_together(
     # Three rounds, each on all ranks: the first one makes the partial folder, every rank writes its own file into it,
     # and only when all have, the first one writes the index and renames the folder. A rank that fails fails the round
     # for all, so that no checkpoint is committed without a part, and no older one is deleted for it.
-    try:
+    with discarding(path, first):
         agree_on_long_work(mesh, doing, lambda _: start(path), runs_here=first)
-        parts = agree_on_long_work(mesh, doing, write, runs_here=True)
+        parts = agree_on_long_work(mesh, doing, partial(write_own, path, mesh.rank, slices), runs_here=True)
         written = [part for part in parts if part is not None]
         agree_on_long_work(mesh, doing, finish, runs_here=first)
+
+
+@contextmanager
+def discarding(path: Path, runs_here: bool) -> Iterator[None]:
+    """Delete a partial checkpoint on this rank if the block raises UserError, unless a stuck rank may still write."""
+    try:
+        yield
     except StuckError:
-        raise  # what is stuck may still write
+        raise
     except UserError:
-        if first:
+        if runs_here:
             discard(path)
         raise
 
 
-def noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
-    """Yield slices, and note progress before each of them."""
+def write_own(path: Path, rank: int, slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Written:
+    """Write the slices of a rank into a partial checkpoint, and note progress before each of them."""
+    return write_slices(path, rank, as_saved(_noting(slices, note_progress)))
+
+
+def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
     for part in slices:
         note_progress()
         yield part

@@ -242,9 +242,9 @@ def read_prepared(folder: Path) -> dict[str, Any]:
     manifest = _manifest(folder)
     if manifest is None:
         files = sorted(folder.glob("*.idx"))
-        more = f"to see its token files, give {files[0].with_suffix('')}" if files else "text has to be encoded first"
+        more = f"to see its token files, give {files[0].with_suffix('')}" if files else "to see text, encode it"
         raise UserError(
-            f"{folder}: has no prepared conversations, or not all of them; the next run prepares them; {more}"
+            f"{folder}: has no prepared conversations, or not all of them; the next run prepares conversations; {more}"
         )
     return manifest
 

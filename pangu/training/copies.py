@@ -26,25 +26,23 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.arena import Arena, as_saved
+from pangu.checkpoint.arena import Arena
 from pangu.checkpoint.files import (
     Slice,
     Written,
     amend,
     checkpoint_path,
     commit,
-    discard,
     list_checkpoints,
     partial_of,
     start,
     step_of,
-    write_slices,
 )
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, transfers
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
-from pangu.checkpoint.together import noting
+from pangu.checkpoint.together import discarding, write_own
 from pangu.collectives.agreement import StuckError, agree, complete, first_message, outcome
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.point_to_point import exchange_bytes
@@ -230,13 +228,13 @@ class Copies:
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: Mapping[str, Any]) -> None:
         """Write a generation together with the other ranks, then delete those that are too old."""
         rank, partial_path = self._mesh.rank, partial_of(path)
-        try:
+        with discarding(path, self._leads):
             (facts, *_) = gather_objects(facts if rank == 0 else None, self._group)
             self._meet(lambda: start(path), self._leads)
             written = list[Written]()
 
             def write(note_progress: Callable[[], None]) -> None:
-                written.append(write_slices(path, rank, as_saved(noting(slices, note_progress))))
+                written.append(write_own(path, rank, slices, note_progress))
 
             agree_on_long_work(self._background, f"writing {path}", write, runs_here=True)
             parts: Sequence[Written] = gather_objects(written[0], self._group)
@@ -249,12 +247,6 @@ class Copies:
             self._move(partial_path, moves)
             self._meet(lambda: flush_figures(self._output), rank == 0)
             self._meet(lambda: commit(path, parts, facts), self._leads)
-        except StuckError:
-            raise  # it may still write
-        except UserError:
-            if self._leads:
-                discard(path)
-            raise
         # only now: until every node has this one, the two before may be all that is whole
         if self._leads:
             self._delete(list_checkpoints(self._folder)[:-GENERATIONS])

@@ -114,7 +114,7 @@ def judged(checks: DeviceChecks, batches: list[Batch], is_last: bool) -> list[tu
 def campaign(
     rank: int, world: int, layout: Layout, words: tuple[str, ...], steps: int, trials: Sequence[tuple[str, int]]
 ) -> Any:
-    """Whether rechecks change a step, what is found in each trial while rank `seed % world` errs, and verdicts."""
+    """Whether rechecks change a step, the faults found in each trial while rank `seed % world` errs, and verdicts."""
     trainer, batches = small_trainer(layout, *RECHECKED, f"batch.global_size={2 * layout.data}", *words)
     checks = DeviceChecks(trainer, Heartbeat(None))
     checks.rechecks = False

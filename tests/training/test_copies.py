@@ -23,7 +23,7 @@ LAYOUTS = {
     "pipeline 2": (2, ("parallel.pipeline=2",)),
     "tensor 2 x data 2": (4, ("parallel.tensor=2", "parallel.zero=1")),
 }
-POINTS = ("write_slices", "exchange_bytes", "commit", "flush_figures")
+POINTS = ("write_own", "exchange_bytes", "commit", "flush_figures")
 """Where the writer of a generation is killed; rank 0 flushes, the first rank of each node commits."""
 
 SCRIPT = f"""
@@ -186,7 +186,7 @@ def test_a_full_memory_is_a_warning_and_a_fault_deletes_the_copies(
     def full(*_: object) -> None:
         raise UserError("no space is left")
 
-    monkeypatch.setattr(copies, "write_slices", full)
+    monkeypatch.setattr(copies, "write_own", full)
     monkeypatch.setattr(loop, "find_replica_difference", lambda trainer: "weight/a" if trainer.step == 7 else None)
     words = ("checkpoint.every=100", "checkpoint.memory_every=1", "train.check_replicas=7")
     with pytest.raises(UserError, match="after step 7 replicas differ"):
