@@ -81,12 +81,9 @@ def validate(options: argparse.Namespace) -> None:
 def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[accuracy.Prediction]:
     """Predict all rows by named sources other than theirs; rows of named ones by cross-validation, unless held out."""
     scopes = grouped(rows, attrgetter("scope"))
-    words = [word.strip() for word in (options.fit or "all").lower().split(",") if word.strip()]
-    chosen = {
-        scope: of_scope
-        for scope, of_scope in scopes.items()
-        if words == ["all"] or any(word in f"{scope[0]} {scope[1]}".lower() for word in words)
-    }
+    words = {word.strip() for word in (options.fit or "all").lower().split(",")} - {""}
+    named = {one: " ".join(one[:2]).lower() for one in scopes}
+    chosen = {one: scopes[one] for one in scopes if "all" in words or any(word in named[one] for word in words)}
     if not chosen:
         names = "; ".join(sorted({source for source, *_ in scopes}))
         raise UserError(f"--fit {options.fit}: names no source of {options.table}; there are: {names}")
@@ -136,12 +133,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         "| source | rows | mean | median | worst | memory | tau | pick | out of memory |",
         "| --- |" + " ---: |" * 8,
     ]
-    for name, numbers in {**report["sources"], **report["devices"], **report["kinds"], "all": report["all"]}.items():
-        cells = [
-            "" if numbers[key] is None else format(numbers[key], ".2f" if key == "tau" else ".1%") for key in _FIGURES
-        ]
-        told, failed = numbers["out_of_memory_told"], numbers["out_of_memory_rows"]
-        cells = [name.replace("|", "/"), str(numbers["rows"]), *cells, f"{told} of {failed}" if failed else ""]
+    for name, group in {**report["sources"], **report["devices"], **report["kinds"], "all": report["all"]}.items():
+        cells = ["" if group[key] is None else format(group[key], ".2f" if key == "tau" else ".1%") for key in _FIGURES]
+        told, failed = group["out_of_memory_told"], group["out_of_memory_rows"]
+        cells = [name.replace("|", "/"), str(group["rows"]), *cells, f"{told} of {failed}" if failed else ""]
         lines.append(f"| {' | '.join(cells)} |")
     alarms = f"{report['all']['out_of_memory_false']} of {report['all']['rows']} that ran are called too large."
     lines += ["", f"Left out: {_join(report['skipped']) or 'nothing'}.", f"False alarms: {alarms}"]

@@ -41,7 +41,7 @@ Scope = tuple[str, str, str]
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 _ZERO_BUBBLE = re.compile("schedule (zb-[12]p)", re.IGNORECASE)
-_NETWORK = re.compile(r"(\d+) NICs x (\d+) ?Gb|(\d+) ?Gb(?:ps|/s) (?:inter-node|node-node)")
+_NETWORK = re.compile(r"([1-9]\d{0,4}) NICs x ([1-9]\d{0,4}) ?Gb|([1-9]\d{0,4}) ?Gb(?:ps|/s) (?:inter-node|node-node)")
 """Network of a node, such as `4 NICs x 100Gb` or `800 Gb/s inter-node`."""
 
 
@@ -155,6 +155,7 @@ def read_rows(path: Path, clusters: Mapping[str, ClusterConfig]) -> tuple[list[R
 
 def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     model = _model(values)
+    _refuse(not values["source"] or not values["gpu"], "source or gpu is not told")
     devices, tensor, stages = (values.count(name) for name in ("gpus", "tp", "pp"))
     context = values.count("cp", 1)
     data = values.count("dp", max(1, devices // (tensor * stages * context)))
@@ -162,15 +163,15 @@ def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     _refuse(model.ffn_size < tensor or model.hidden % tensor, "tp does not divide the model")
     _refuse(stages > model.layers, "there are more stages than layers")
     told, named = values["note"] + values["table"], _ZERO_BUBBLE.search(values["table"])
-    zero, recompute = re.match(r"[123]\b", values["zero"]), _recompute(values, model, devices)
-    sharing = context, int(zero[0]) if zero else 0, values["sp"] == "yes" and tensor > 1
+    zero, recompute = values["zero"].removesuffix(".0") or "0", _recompute(values, model, devices)
+    _refuse(zero not in ("-1", "0", "1", "2", "3"), "zero is not 0, 1, 2 or 3")
+    sharing = context, max(0, int(zero)), values["sp"] == "yes" and tensor > 1
     plan = Plan(tensor, stages, 1, data, *sharing, recompute, 1, 1, named[1].lower() if named else "1f1b")
     setups = _setups(values, model, plan, _format(told) != "bf16")
     seconds, memory = values.number("step_time_s"), values.number("mem_gb")
     failed = bool(re.search(r"\bOOM\b|out of memory", values["note"])) and seconds is None
     cluster = _cluster(values["gpu"], told, clusters)
-    if seconds is None:
-        seconds = _seconds(values, setups[0], cluster.matmul.tflops if _format(told) == "bf16" else None)
+    seconds = seconds or _seconds(values, setups[0], cluster.matmul.tflops if _format(told) == "bf16" else None)
     cluster = replace(cluster, devices=devices, node=values.count("gpus_per_node", 8))
     names = values["source"], values["table"], values["model"], values["gpu"], _format(told)
     return Row(*names, cluster, setups, seconds, memory, failed)
