@@ -93,7 +93,7 @@ class DeviceChecks:
         if not self.rechecks or trainer.config.faults.action == "warn":  # the next step's gradients are still needed
             return fault, None
         in_place = self.repeats and result.skipped
-        current, check, trainer.check = trainer.config, trainer.check, None
+        current = trainer.config
         trainer.enter_stage(config)
         trainer.step -= 1
         try:
@@ -101,7 +101,6 @@ class DeviceChecks:
             wrong = wrong or self._compute(batches, self._origin(result.norms))
         finally:
             trainer.step += 1
-            trainer.check = check
             trainer.enter_stage(current)
         if wrong is not None:
             return self._note(f"{fault}; {wrong}", self._intact)

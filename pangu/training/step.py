@@ -189,6 +189,8 @@ class Trainer:
         Bias correction counts from `moments_since`, see the attribute, and without the `skipped` steps.
         """
         self.parameters.unsharder.wait()  # what the last update still sends would arrive in restored weights
+        if self.check is not None:
+            self.check.drop()  # a run goes back when it has computed the gradients of the next step
         self.step, self.skipped, self.moments_since = step, skipped, dict(moments_since)
         for shard in self.parameters.trained_shards:
             state = self.optimizer.state[shard.main]
@@ -268,6 +270,8 @@ class Trainer:
         """
         stages, check, gradients = self.stages, self.check, self.parameters.gradients
         schedule = one_micro_batch(stages.schedule)
+        if check is not None:
+            check.drop()
         self.stages, self.check, gradients.digests = replace(stages, schedule=schedule), None, []
         try:
             self.forward_backward([batch] * schedule.micro_batches)

@@ -64,6 +64,10 @@ class StepCheck(ModuleHooks):
         ops = expand(self._actions, self._stage, in_flight, self._one_by_one, self._published)
         self._expected, self._count = filter(self._is_compared, ops), 0
 
+    def drop(self) -> None:
+        """Compare nothing until the next step begins: the gradients of this one are dropped."""
+        self._expected = None
+
     def stop(self) -> None:
         """Stop comparing for good: an exception has ended a step and left weights unsharded."""
         self._expected, self._is_stopped = None, True
