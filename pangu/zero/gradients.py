@@ -128,6 +128,8 @@ class GradientSum(ReduceRules[FlatParameter]):
     def finish(self) -> None:
         """Finish all reductions, then all-reduce copies over stages and partial gradients over tensor ranks."""
         self.finish_all()
+        if self.digests is not None:
+            return
         for flat, group in self._shared:
             all_reduce(flat.grad, group)
         if self._partial:
