@@ -128,7 +128,7 @@ def configure(source: WeightSource, overrides: Sequence[str], output: Path) -> R
             opened = load_tokenizer(tokenizer)
             if known:
                 known = put_tokenizer_end_first(known, opened)
-            elif opened.eod is not None and "data.packing.eod" not in names:
+            elif opened.eod is not None and not {"data.packing", "data.packing.eod"} & names:
                 known = {"eod": opened.eod}  # Megatron's and MindSpore's files name none, and a preset's is another one
     packing = settle_packing(known, config.data.packing, model.vocab)
     data = replace(config.data, packing=packing, tokenizer=tokenizer)
