@@ -194,11 +194,11 @@ class Copies:
     def _read_id(self) -> str:
         """Return 16 digits that stand for the run folder, and a random name, which the run folder keeps."""
         file = self._output / ID
-        with reading(file, ValueError):
+        with reading(file):
             if not file.exists():
                 write_atomically(file, secrets.token_hex(8).encode())
             with open_regular(file, "rb") as opened:
-                name = opened.read(16).decode()
+                name = opened.read(16).decode("ascii", "replace")
         if len(name) != 16 or not name.isalnum():
             raise UserError(f"{file}: damaged; delete it to start without the copies in memory")
         return hashlib.sha256(os.fsencode(self._output.resolve())).hexdigest()[:16] + name
