@@ -47,9 +47,8 @@ class DeviceChecks:
         if self.rechecks and trainer.mesh.layout.data < 2 * coupled_replicas(trainer.mesh.layout):
             log.warning("faults.recheck: nothing is rechecked, because there is no second replica to compare with")
             self.rechecks = False
-        has_scales = config.precision.loss_scale is not None or trainer.scales is not None
-        self.repeats = self.rechecks and config.faults.action != "warn" and not has_scales
-        """True if a skipped step can be computed again in place; not where scales have changed since."""
+        self.repeats = self.rechecks and config.faults.action != "warn"  # which needs the next step's gradients
+        """True if faulty steps are computed again, so that a spike must not change weights before."""
 
     def before_step(self, batches: Sequence[Batch]) -> None:
         """Let all replicas compute one micro-batch of the step that begins, of each replica in turn, if it is due."""
@@ -90,9 +89,10 @@ class DeviceChecks:
         where the fault began. Different bits mean that a device is wrong.
         """
         trainer, (batches, config) = self._trainer, self.computed
-        if not self.rechecks or trainer.config.faults.action == "warn":  # the next step's gradients are still needed
+        if not self.repeats:
             return fault, None
-        in_place = self.repeats and result.skipped
+        has_scales = config.precision.loss_scale is not None or trainer.scales is not None  # which have changed since
+        in_place = result.skipped and not has_scales
         current = trainer.config
         trainer.enter_stage(config)
         trainer.step -= 1

@@ -363,5 +363,6 @@ class Trainer:
         if not result.skipped:
             return result
         self.skipped += 1
-        self.loss_scale.require_room(scale)
+        if self.loss_limit is None or not loss > self.loss_limit:
+            self.loss_scale.require_room(scale)
         return replace(result, norms=pending.norms)
