@@ -31,7 +31,7 @@ LAYOUTS = (
     (Layout(data=2, zero=2), ("model.dropout=0.1",)),
     (Layout(data=3, zero=3), ("model.dropout=0.1", "precision=bf16")),
     (Layout(data=2, tensor=2, sequence=True, zero=1), ()),
-    (Layout(data=2, pipeline=2, zero=2), ("model.dropout=0.1",)),
+    (Layout(data=2, pipeline=2, zero=2), ("model.dropout=0.1", "train.check_step=true")),
     (Layout(data=2, pipeline=2, virtual_stages=2, zero=3), ("parallel.schedule=interleaved", "model.layers=4")),
     (Layout(data=2, context=2, zero=3), ()),
     (Layout(data=4, expert=2, zero=2), ("model.experts=4",)),
