@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from array import array
 from collections import deque
@@ -79,7 +80,7 @@ class SpikeDetector:
     def limit(self) -> float:
         """Largest loss of the next step that is no spike."""
         if self._config.spike is None or len(self._losses) < self._config.spike_window:
-            return math.inf
+            return math.inf if self._config.spike is None else sys.float_info.max  # one that is not finite is a spike
         return fmean(self._losses) + self._config.spike * stdev(self._losses)
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int | None) -> dict[str, Any]:
