@@ -116,7 +116,7 @@ class DeviceChecks:
         return self._text("computed again with other bits", wrong)
 
     def _origin(self, norms: Norms) -> int:
-        """Return the replica of the first rank whose gradient is not finite, else of that with the largest loss."""
+        """Return the replica with the largest loss, of those with a gradient that is not finite if there are any."""
         mesh, loss = self._trainer.mesh, _values([one for one in norms if one[0][0][0] == "loss"])
         keys = gather_objects((bool(not_finite(norms)), loss), mesh.group("world"))
         return mesh.layout.coordinates(keys.index(max(keys))).data
