@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pangu.common.errors import ConfigError, Problem
+from pangu.config import dependencies
 from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
+from pangu.config.dependencies import unmet
 from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
@@ -47,6 +50,7 @@ def find_problems(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Return the parsed configuration and all problems that do not depend on the number of processes."""
     config, problems = read(RunConfig, values)
     problems += contradictions(config.model) + [problem for rule in _RULES for problem in findings(rule, config)]
+    problems += unmet(config, dependencies.RECIPE)
     return config, problems
 
 
@@ -58,8 +62,9 @@ def find_model_problems(model: ModelConfig) -> list[Problem]:
 
 def contradictions(model: ModelConfig) -> list[Problem]:
     """Return the contradictions between the keys of an architecture, independent of kernel and layout."""
-    rules = (_heads, latent_problems, position_problems, _parallel, _sparse, _query_layer, _experts)
-    return [problem for rule in rules for problem in findings(rule, model)]
+    rules = (_heads, latent_problems, position_problems, _sparse, _query_layer, _experts)
+    problems = [problem for rule in rules for problem in findings(rule, model)]
+    return problems + unmet(SimpleNamespace(model=model), dependencies.MODEL)
 
 
 def _heads(model: ModelConfig) -> Iterator[Problem]:
@@ -71,15 +76,6 @@ def _heads(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
 
 
-def _parallel(model: ModelConfig) -> Iterator[Problem]:
-    if not model.parallel_block:
-        return
-    for key, needed in (("kind", "gpt"), ("norm_placement", "pre")):
-        if getattr(model, key) != needed:
-            rule = f"needs model.{key} = {needed}, got {getattr(model, key)}"
-            yield Problem("model.parallel_block", model.parallel_block, rule, f"use false, or set model.{key}={needed}")
-
-
 def _sparse(model: ModelConfig) -> Iterator[Problem]:
     sparse = model.sparse
     if isinstance(sparse, FixedSparsity) and sparse.global_blocks > sparse.local_blocks:
@@ -88,8 +84,6 @@ def _sparse(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _query_layer(model: ModelConfig) -> Iterator[Problem]:
-    if model.kind == "gpt" and model.final_norm == "after_query":
-        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "use before_query")
     if model.kind == "pangu" and model.layers == 1:
         yield Problem("model.layers", 1, "PanGu-α needs at least one layer below its query layer", "use 2 or more")
 
@@ -123,20 +117,6 @@ def _recompute(config: RunConfig) -> Iterator[Problem]:
         yield Problem("memory.selective", [], "names no part to recompute", "use [attention, activation, norm]")
 
 
-def _formats(config: RunConfig) -> Iterator[Problem]:
-    precision = config.precision
-    if precision.compute != "fp32" and precision.fp32_matmul != "auto":
-        rule = f"only applies to fp32, and precision.compute = {precision.compute}"
-        yield Problem("precision.fp32_matmul", precision.fp32_matmul, rule, "use auto, or set precision=fp32")
-    if precision.compute == "fp16" and precision.matmul != "compute":
-        rule = "cannot be combined with fp16: its dynamic loss scale conflicts with the scales of gradients in fp8"
-        yield Problem("precision.matmul", precision.matmul, rule, "set precision=fp8, which computes the rest in bf16")
-    if precision.compute == "fp64" and precision.reduce == "bf16":
-        yield Problem("precision.reduce", "bf16", "is too coarse for fp64", "use fp32, which keeps sums in fp64")
-    if precision.compute == "fp64" and config.optimizer.moments == "bf16":
-        yield Problem("optimizer.moments", "bf16", "is too coarse for fp64", "use fp32, which keeps moments in fp64")
-
-
 def _moments(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     rates = {f"optimizer.betas[{i}]": beta for i, beta in enumerate(optimizer.betas)}
@@ -148,19 +128,9 @@ def _moments(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, rate, rule, f"use {BF16_BETA:g}, or set optimizer.moments=fp32")
 
 
-def _ratios(config: RunConfig) -> Iterator[Problem]:
-    if config.metrics.trust_ratios and config.optimizer.name != "lamb":
-        yield Problem("metrics.trust_ratios", True, "only LAMB has trust ratios", "use false, or set optimizer=lamb")
-
-
 def _qk_clip(config: RunConfig) -> Iterator[Problem]:
     threshold = qk_clip_of(config.optimizer)
-    if threshold is None:
-        return
-    if config.model.qk_norm:
-        rule = "has no effect with model.qk_norm = true, which sets the size of queries and keys"
-        yield Problem("optimizer.qk_clip", threshold, rule, "use null, or set model.qk_norm=false")
-    if config.compile is True:
+    if threshold is not None and config.compile is True:
         rule = "needs the logits of each layer, which compiled layers do not note, and compile = true"
         yield Problem("optimizer.qk_clip", threshold, rule, "use null, or set compile=false")
 
@@ -241,9 +211,6 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
     without = isinstance(data, SyntheticData) or (not isinstance(data, StdlibData) and not data.validation)
     if isinstance(data, StreamData) and data.holdout:
         without = False
-        if data.validation:
-            rule = f"data.validation = {list(data.validation)} already names the held-out data"
-            yield Problem("data.holdout", data.holdout, rule, "use 0, or set data.validation=[]")
     if every and not config.dry_run and without:
         fix = "" if isinstance(data, SyntheticData) else ", or set data.validation"
         fix += " or data.holdout" if isinstance(data, StreamData) else ""
@@ -264,8 +231,7 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
         rule = f"checkpoint.resume = {checkpoint.resume} already provides the weights"
         yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "use null, or set checkpoint.resume=auto")
-    if checkpoint.upcycle:
-        yield from upcycling_problems(checkpoint, config.model)
+    yield from upcycling_problems(checkpoint, config.model)
     if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
         near = multiples_near(checkpoint.every, checkpoint.keep_every)
         rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
@@ -308,20 +274,12 @@ def _stop_after(config: RunConfig) -> Iterator[Problem]:
         return
     if limit is not None and not limit > 0:
         yield Problem("train.stop_after", value, "must be above 0", "use null for no limit")
-    if limit is not None and not config.checkpoint.every:
-        rule = "checkpoint.every = 0 saves no checkpoint to continue from"
-        yield Problem("train.stop_after", value, rule, "use null, or set checkpoint.every=100")
 
 
 def _faults(config: RunConfig) -> Iterator[Problem]:
     if config.faults.action == "rollback" and not config.checkpoint.every:
         rule = "checkpoint.every = 0 saves no checkpoint to roll back to"
         yield Problem("faults.action", "rollback", rule, "use stop, or set checkpoint.every=100")
-    if config.faults.recheck and not config.train.deterministic:
-        rule = "compares bits, and train.deterministic = false lets them vary"
-        yield Problem(
-            "faults.recheck", config.faults.recheck, rule, "set train.deterministic=true, or faults.recheck=0"
-        )
 
 
 def _evaluate(config: RunConfig) -> Iterator[Problem]:
@@ -345,9 +303,7 @@ _RULES: tuple[Rule, ...] = (
     _kernel,
     _determinism,
     _recompute,
-    _formats,
     _moments,
-    _ratios,
     _qk_clip,
     *RECIPE_RULES,
     _packing,

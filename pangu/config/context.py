@@ -53,18 +53,13 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
     if kind == "ulysses" and heads % ranks:
         rule = f"parallel.context = {ranks} must divide the heads of a tensor-parallel rank, which number {heads}"
         yield Problem("parallel.context_kind", "ulysses", rule, "use gather or ring")
-    ulysses = parallel.context_ulysses
-    if ulysses > 1:
-        sizes = [n for n in range(1, ranks) if ranks % n == 0 == heads % n]
+    ulysses, sizes = parallel.context_ulysses, [n for n in range(1, ranks) if ranks % n == 0 == heads % n]
+    if ulysses > 1 and ulysses not in sizes:
         rule = (
             f"must divide parallel.context = {ranks}, be less, and divide the {heads} heads of a tensor-parallel rank"
         )
-        if kind != "ring":
-            rule = f"needs parallel.context_kind = ring, not {parallel.context_kind}"
-            yield Problem("parallel.context_ulysses", ulysses, rule, "use 1, or set parallel.context_kind=ring")
-        elif ulysses not in sizes:
-            near = sorted(sorted(sizes, key=lambda n: abs(n - ulysses))[:3])
-            yield Problem("parallel.context_ulysses", ulysses, rule, any_of(near))
+        near = sorted(sorted(sizes, key=lambda n: abs(n - ulysses))[:3])
+        yield Problem("parallel.context_ulysses", ulysses, rule, any_of(near))
     if kind != "ulysses" and model.attention != "auto":
         yield from _kernel(model.attention, kind, model.window)
     if config.compile is True:

@@ -43,10 +43,7 @@ def _chosen(model: ModelConfig, experts: int) -> Iterator[Problem]:
 
 def _groups(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router = model.router
-    if router.selection == "top" and router.groups > 1:
-        rule = "model.router.selection = top does not use groups"
-        yield Problem("model.router.groups", router.groups, rule, "use 1, or set model.router.selection=each_group")
-    elif experts % router.groups:
+    if experts % router.groups:
         rule = f"must divide model.experts = {experts}"
         yield Problem("model.router.groups", router.groups, rule, any_of(divisors_near(experts, router.groups)))
     elif router.selection == "each_group" and model.num_chosen % router.groups:
@@ -74,19 +71,12 @@ def _balance(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router = model.router
     if router.balance == "bias" and not router.bias_rate:
         yield Problem("model.router.bias_rate", 0, "has no effect with model.router.balance = bias", "use e.g. 0.001")
-    if router.balance != "sequence" and router.balance_sequences > 1:
-        rule = f"has no effect with model.router.balance = {router.balance}"
-        yield Problem("model.router.balance_sequences", router.balance_sequences, rule, "use 1, or balance=sequence")
 
 
 def upcycling_problems(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Problem]:
     """Yield the reasons why experts copied from dense layers would not compute the same as those layers."""
     given = "with checkpoint.upcycle = true"
-    if checkpoint.init_from is None:
-        rule = "needs the checkpoint of a dense model, and checkpoint.init_from = null"
-        yield Problem("checkpoint.upcycle", True, rule, "set checkpoint.init_from=CHECKPOINT, or use false")
-    if model.experts is None:
-        yield Problem("checkpoint.upcycle", True, "needs a model with experts, and model.experts = null", "use false")
+    if not checkpoint.upcycle or model.experts is None:
         return
     rule = f"{given} the weights of a token's experts must add up to 1"
     if not model.router.normalised:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pangu.common.errors import Problem, shown
+from pangu.common.errors import Problem
 from pangu.config.nearest import any_of, divisors_near
 from pangu.config.schema import RunConfig
 
@@ -13,12 +13,8 @@ from pangu.config.schema import RunConfig
 def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
     """Yield all problems of `parallel.expert`, `expert_tensor` and `fixed_exchange` for a number of replicas."""
     model, parallel = config.model, config.parallel
-    expert, tensor, of_each, fixed = parallel.expert, parallel.tensor, parallel.expert_tensor, parallel.fixed_exchange
+    expert, tensor, of_each = parallel.expert, parallel.tensor, parallel.expert_tensor
     if model.experts is None:
-        given = (("expert", expert, 1), ("expert_tensor", of_each, None), ("fixed_exchange", fixed, False))
-        key, value, default = next(one for one in given if one[1] != one[2])
-        rule = "needs a model with experts, and model.experts = null"
-        yield Problem(f"parallel.{key}", value, rule, f"use {shown(default)}, or set model.experts")
         return
     if of_each not in (None, 1, tensor):
         rule, fix = f"must be 1 or parallel.tensor = {tensor}", f"use null, 1 or {tensor}"

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from pangu.common.errors import Problem, shown
+from pangu.config import dependencies
 from pangu.config.build import findings
 from pangu.config.context import context_problems
+from pangu.config.dependencies import unmet
 from pangu.config.expert_layout import group_problems, least_data, spread_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, either, multiples_near
@@ -32,7 +34,8 @@ def asks_for_layout(values: Mapping[str, Any]) -> bool:
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """Return all problems of a layout on a number of processes."""
     rules = (_tensor, _compiled, _shared_sequence, _context, _pipeline, _zero, _fp8)
-    problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
+    problems = unmet(config, dependencies.LAYOUT) + [problem for rule in rules for problem in findings(rule, config)]
+    problems += findings(_devices, config, world)
     problems = problems or findings(_batch, config, world) + findings(_experts, config, world)
     return problems or findings(_stages, config, world)
 
@@ -99,9 +102,6 @@ def _compiled(config: RunConfig) -> Iterator[Problem]:
 
 def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    if parallel.tensor == 1 and parallel.sequence:
-        rule = "needs parallel.tensor > 1"
-        yield Problem("parallel.sequence", True, rule, "use false, or a larger parallel.tensor")
     if parallel.tensor == parallel.expert == 1 and parallel.overlap_chunks > 1:
         rule = "has no communication to overlap with parallel.tensor = 1"
         larger = "parallel.tensor" if config.model.experts is None else "parallel.tensor or parallel.expert"
@@ -109,14 +109,8 @@ def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:
-    parallel, rule = config.parallel, "needs parallel.context > 1"
-    if parallel.context > 1:
+    if config.parallel.context > 1:
         yield from context_problems(config)
-        return
-    if parallel.context_kind != "auto":
-        yield Problem("parallel.context_kind", parallel.context_kind, rule, "use auto, or a larger parallel.context")
-    if parallel.context_ulysses > 1:
-        yield Problem("parallel.context_ulysses", parallel.context_ulysses, rule, "use 1, or a larger parallel.context")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Problem]:
@@ -137,9 +131,6 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
     if "parameters" in config.memory.offload and parallel.zero != 3:
         rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
         yield Problem("memory.offload", "[parameters]", rule, "use [optimizer], or set parallel.zero=3")
-    if parallel.zero_group is not None and parallel.zero == 0:
-        rule = "parallel.zero = 0 shards nothing"
-        yield Problem("parallel.zero_group", parallel.zero_group, rule, "use null, or set parallel.zero=1, 2 or 3")
 
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
@@ -225,7 +216,5 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
-    parallel, problems = config.parallel, list[Problem]()
-    if parallel.expert > 1 or parallel.expert_tensor is not None or parallel.fixed_exchange:
-        problems = list(spread_problems(config, data_size(config, world) * config.parallel.context))
-    yield from problems or group_problems(config)
+    replicas = data_size(config, world) * config.parallel.context
+    yield from list(spread_problems(config, replicas)) or group_problems(config)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from pangu.common.errors import Problem
-from pangu.config.schema import LossConfig, RunConfig
+from pangu.config.schema import RunConfig
 from pangu.config.stages import stage_problems
 
 
@@ -17,49 +18,29 @@ def _loss_scale(config: RunConfig) -> Iterator[Problem]:
     if scale is not None and scale.initial < scale.minimum:
         rule = f"must be at least precision.loss_scale.minimum = {scale.minimum:g}"
         yield Problem("precision.loss_scale.initial", scale.initial, rule, "use e.g. 65536")
-    if scale is not None and scale.consecutive and scale.hysteresis == 1:
-        rule = "has no effect, as precision.loss_scale.hysteresis = 1 halves the scale at every overflow"
-        yield Problem("precision.loss_scale.consecutive", True, rule, "use false, or set hysteresis=2")
 
 
 def _least_rate(config: RunConfig) -> Iterator[Problem]:
     schedule = config.lr_schedule
-    if schedule.shape == "constant" and schedule.min_lr:
-        yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant learning rate does not decay", "use 0")
-    elif schedule.min_lr > config.optimizer.lr:
+    if schedule.min_lr > config.optimizer.lr:
         rule = f"must not exceed optimizer.lr = {config.optimizer.lr:g}"
         yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "use 0")
 
 
 def _decay(config: RunConfig) -> Iterator[Problem]:
     schedule, total = config.lr_schedule, config.train.steps
-    if schedule.shape != "wsd" and schedule.decay_shape != "linear":
-        rule = f"is the final decay of wsd, and lr_schedule.shape = {schedule.shape}"
-        yield Problem("lr_schedule.decay_shape", schedule.decay_shape, rule, "use linear, or set lr_schedule=wsd")
-    if schedule.shape in ("constant", "inverse_sqrt"):
-        if schedule.decay_steps is not None:
-            rules = {"constant": "a constant learning rate does not decay"}
-            rule = rules.get(schedule.shape, "the decay of inverse_sqrt has no end")
-            yield Problem("lr_schedule.decay_steps", schedule.decay_steps, rule, "use null")
-    elif schedule.shape == "wsd":
+    if schedule.shape == "wsd":
         length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
         if schedule.warmup_steps + length > total:
             keys, values = "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}"
             yield Problem(keys, values, f"together must not exceed train.steps = {total}", "lower one of them")
-    elif schedule.decay_steps is not None and schedule.decay_steps < schedule.warmup_steps:
+    elif schedule.shape in ("cosine", "linear") and (schedule.decay_steps or math.inf) < schedule.warmup_steps:
         rule = f"must not exceed lr_schedule.decay_steps = {schedule.decay_steps}, the step at which the decay ends"
         fix = "lower it, or raise lr_schedule.decay_steps"
         yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, fix)
 
 
-def _prediction(config: RunConfig) -> Iterator[Problem]:
-    default = LossConfig.mtp_weight
-    if config.loss.mtp_weight != default and not config.model.mtp_layers:
-        rule = "has no effect with model.mtp_layers = 0"
-        yield Problem("loss.mtp_weight", config.loss.mtp_weight, rule, f"use {default}, or set model.mtp_layers=1")
-
-
 RECIPE_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    *(_loss_scale, _least_rate, _decay, _prediction),
+    *(_loss_scale, _least_rate, _decay),
     stage_problems,
 )

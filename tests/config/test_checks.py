@@ -39,8 +39,7 @@ CONTRADICTIONS = {
                 "data.validation or data.holdout"
             ),
             "data.validation=[b] data.holdout=0.1": (
-                "data.holdout = 0.1: data.validation = ['b'] already names the held-out data; use 0, or set "
-                "data.validation=[]"
+                "data.holdout = 0.1: needs data.validation = [], got [b]; use 0, or set data.validation=[]"
             ),
             "data.weights=[1,2]": (
                 "data.weights = [1.0, 2.0]: needs one weight for each entry of data.train, 1 in all; set "
@@ -66,11 +65,10 @@ CONTRADICTIONS = {
         "optimizer.adjust_lr = 'spectral': must be match_rms_adamw or original"
     ),
     "optimizer=muon metrics.trust_ratios=true": (
-        "metrics.trust_ratios = true: only LAMB has trust ratios; use false, or set optimizer=lamb"
+        "metrics.trust_ratios = true: needs optimizer.name = lamb, got muon; use false, or set optimizer=lamb"
     ),
     "optimizer=muon optimizer.qk_clip=100 model.qk_norm=true": (
-        "optimizer.qk_clip = 100.0: has no effect with model.qk_norm = true, which sets the size of queries and keys; "
-        "use null, or set model.qk_norm=false"
+        "optimizer.qk_clip = 100.0: needs model.qk_norm = false, got true; use null, or set model.qk_norm=false"
     ),
     "optimizer=muon optimizer.qk_clip=100 compile=true": (
         "optimizer.qk_clip = 100.0: needs the logits of each layer, which compiled layers do not note, and "
@@ -82,13 +80,13 @@ CONTRADICTIONS = {
         "no effect; use 0.99, or set optimizer.moments=fp32"
     ),
     "precision=fp64 optimizer.moments=bf16": (
-        "optimizer.moments = bf16: is too coarse for fp64; use fp32, which keeps moments in fp64"
+        "optimizer.moments = bf16: needs precision.compute != fp64, got fp64; use fp32, or set precision=fp32"
     ),
     "precision=fp64 precision.reduce=bf16": (
-        "precision.reduce = bf16: is too coarse for fp64; use fp32, which keeps sums in fp64"
+        "precision.reduce = bf16: needs precision.compute != fp64, got fp64; use fp32, or set precision=fp32"
     ),
-    "metrics.trust_ratios=true": "metrics.trust_ratios = true: only LAMB has trust ratios; use false, or set "
-    "optimizer=lamb",
+    "metrics.trust_ratios=true": "metrics.trust_ratios = true: needs optimizer.name = lamb, got adam; use "
+    "false, or set optimizer=lamb",
     "model.attention=flash_attn precision=bf16 compile=true": (
         "model.attention = flash_attn: cannot be compiled, and compile = true; set model.attention=auto or "
         "compile=false"
@@ -96,9 +94,9 @@ CONTRADICTIONS = {
     **{
         f"model.kind=gpt model.positions=rope {LATENT} {words}": message
         for words, message in {
-            "model.kind=pangu": "model.kind = pangu: must be gpt with model.latent; use gpt",
-            "model.head_dim=16": "model.head_dim = 16: must be null with model.latent; use null",
-            "model.qk_norm=true": "model.qk_norm = true: must be false with model.latent; use false",
+            "model.kind=pangu": "model.kind = pangu: needs model.latent = null, got {kv_rank: 6, ",
+            "model.head_dim=16": "model.head_dim = 16: needs model.latent = null, got {kv_rank: 6, ",
+            "model.qk_norm=true": "model.qk_norm = true: needs model.latent = null, got {kv_rank: 6, ",
             "model.latent.rope_head_dim=3": "model.latent.rope_head_dim = 3: must be even: pairs rotate; use 4",
             "model.latent.value_head_dim=13": (
                 "model.latent.value_head_dim = 13: must be at most model.latent.nope_head_dim + "
@@ -111,18 +109,17 @@ CONTRADICTIONS = {
         "model.rope_base = 1.0: must be above 1 with YaRN"
     ),
     "model.positions=rope model.rope_scaling={name:yarn,factor:2,original_sequence:8,mscale_all_dim:1}": (
-        "model.rope_scaling.mscale_all_dim = 1.0: only applies with model.latent, which is null; use 0"
+        "model.rope_scaling.mscale_all_dim = 1.0: needs model.latent != null, got null; use 0, or set model.latent"
     ),
     "model.heads=7": "model.heads = 7: must divide model.hidden = 128; nearest valid values: 2, 4, 8",
     "model.rope_base=500": (
-        "model.rope_base = 500.0: only applies with model.positions = rope, got learned; use null, or set "
-        "model.positions=rope"
+        "model.rope_base = 500.0: needs model.positions = rope, got learned; use null, or set model.positions=rope"
     ),
     "model.head_dim=0": "model.head_dim = 0: must be at least 1",
     "model.positions=rope model.head_dim=7": "needs an even head size, got model.head_dim = 7",
     "model.biases=keys": "model.biases = 'keys': must be true, false, attention or qkv",
     "model.rope_scaling={factor:8,low_freq_factor:1,high_freq_factor:4,original_sequence:64}": (
-        "only applies with model.positions = rope, got learned; use null, or set model.positions=rope"
+        "needs model.positions = rope, got learned; use null, or set model.positions=rope"
     ),
     (
         "model.positions=rope "
@@ -135,14 +132,13 @@ CONTRADICTIONS = {
         "model.rope_scaling.high_freq_factor=1"
     ): "model.rope_scaling.high_freq_factor = 1.0: must be above model.rope_scaling.low_freq_factor = 1",
     "data.packing.stop=[3,99999]": "data.packing.stop = [3, 99999]: must be ids below model.vocab = 1024",
-    "model.positions=alibi model.rope_base=500": "model.rope_base = 500.0: only applies with model.positions = rope, "
+    "model.positions=alibi model.rope_base=500": "model.rope_base = 500.0: needs model.positions = rope, "
     "got alibi; use null, or set model.positions=rope",
     "model.relative_buckets=8": (
-        "model.relative_buckets = 8: only applies with model.positions = relative, got learned; use null, or set "
+        "model.relative_buckets = 8: needs model.positions = relative, got learned; use null, or set "
         "model.positions=relative"
     ),
-    "model.relative_distance=8": "model.relative_distance = 8: only applies with model.positions = relative, got "
-    "learned",
+    "model.relative_distance=8": "model.relative_distance = 8: needs model.positions = relative, got learned",
     "model.positions=relative model.relative_buckets=1": "model.relative_buckets = 1: must be at least 2",
     "model.positions=relative model.relative_distance=16": (
         "model.relative_distance = 16: must be above 16: half of the 32 buckets hold one distance each; use 128"
@@ -196,7 +192,7 @@ CONTRADICTIONS = {
     ),
     "model.layers=0": "model.layers = 0: must be at least 1",
     "model.layers=1": "model.layers = 1: PanGu-α needs at least one layer below its query layer",
-    "model.kind=gpt model.final_norm=after_query": "model.final_norm = after_query: GPT has no query layer",
+    "model.kind=gpt model.final_norm=after_query": "model.final_norm = after_query: needs model.kind = pangu, got gpt",
     "model.dropout=1": "model.dropout = 1.0: must be at least 0 and below 1",
     "batch.micro_size=3": (
         "batch.global_size = 16: must be a multiple of batch.micro_size x data-parallel size = 3 x 1 = 3; nearest "
@@ -204,10 +200,9 @@ CONTRADICTIONS = {
     ),
     "batch.micro_size=0": "batch.micro_size = 0: must be at least 1",
     "precision.compute=fp16": "precision.compute = fp16: precision.loss_scale",
-    "precision=bf16 precision.fp32_matmul=high": "precision.fp32_matmul = high: only applies to fp32",
+    "precision=bf16 precision.fp32_matmul=high": "precision.fp32_matmul = high: needs precision.compute = fp32, got",
     "precision=fp16 precision.matmul=fp8": (
-        "precision.matmul = fp8: cannot be combined with fp16: its dynamic loss scale conflicts with the scales of "
-        "gradients in fp8; set precision=fp8"
+        "precision.matmul = fp8: needs precision.compute != fp16, got fp16; use compute, or set precision=fp8"
     ),
     "precision=fp8 model.hidden=72 batch.micro_size=1 model.sequence=24": (
         "precision.matmul = fp8: needs multiples of 16: model.hidden = 72, the queries' width = 72, batch.micro_size x "
@@ -221,16 +216,16 @@ CONTRADICTIONS = {
     "optimizer.betas=[0.9,1]": "optimizer.betas[1] = 1.0: must be at least 0 and below 1",
     "optimizer=lamb optimizer.max_ratio=0": "optimizer.max_ratio = 0.0: must be above 0",
     "lr_schedule.min_lr=1": "lr_schedule.min_lr = 1.0: must not exceed optimizer.lr",
-    "lr_schedule=constant lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: a constant learning rate does not "
-    "decay",
-    "lr_schedule=inverse_sqrt lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: the decay of inverse_sqrt "
-    "has no end; use null",
-    "loss.mtp_weight=0.3": "loss.mtp_weight = 0.3: has no effect with model.mtp_layers = 0; use 0.1, or set "
+    "lr_schedule=constant lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: needs lr_schedule.shape != "
+    "constant, got constant; use null, or set lr_schedule=cosine",
+    "lr_schedule=inverse_sqrt lr_schedule.decay_steps=5": "lr_schedule.decay_steps = 5: needs lr_schedule.shape "
+    "!= inverse_sqrt, got inverse_sqrt; use null, or",
+    "loss.mtp_weight=0.3": "loss.mtp_weight = 0.3: needs model.mtp_layers > 0, got 0; use 0.1, or set "
     "model.mtp_layers=1",
-    "lr_schedule.decay_shape=cosine": "lr_schedule.decay_shape = cosine: is the final decay of wsd, and "
-    "lr_schedule.shape = cosine; use linear, or set lr_schedule=wsd",
-    "precision=fp16 precision.loss_scale.consecutive=true": "precision.loss_scale.consecutive = true: has no effect, "
-    "as precision.loss_scale.hysteresis = 1",
+    "lr_schedule.decay_shape=cosine": "lr_schedule.decay_shape = cosine: needs lr_schedule.shape = wsd, "
+    "got cosine; use linear, or set lr_schedule=wsd",
+    "precision=fp16 precision.loss_scale.consecutive=true": "precision.loss_scale.consecutive = true: needs "
+    "precision.loss_scale.hysteresis > 1, got 1; use false, or a larger",
     "weight_decay_schedule={start:0,shape:cubic}": "weight_decay_schedule.shape = 'cubic': must be linear or cosine",
     "lr_schedule=wsd lr_schedule.decay_steps=999": "must not exceed train.steps = 300",
     "lr_schedule.decay_steps=99": "lr_schedule.warmup_steps = 100: must not exceed lr_schedule.decay_steps = 99",
@@ -293,7 +288,7 @@ CONTRADICTIONS = {
     "train.stop_after=soon": "train.stop_after = soon: must be a duration; use e.g. 5400, 90m, 1h30m or null",
     "train.stop_after=0": "train.stop_after = 0.0: must be above 0",
     "train.stop_after=1h checkpoint.every=0": (
-        "train.stop_after = 1h: checkpoint.every = 0 saves no checkpoint to continue from; use null"
+        "train.stop_after = 1h: needs checkpoint.every > 0, got 0; use null, or set checkpoint.every=100"
     ),
     "data=indexed data.train=[a,b] data.weights=[1] validation.every=0": (
         "data.weights = [1.0]: needs one weight for each entry of data.train, 2 in all; set"

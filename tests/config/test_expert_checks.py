@@ -21,7 +21,7 @@ CONTRADICTIONS = {
     "model.experts=8 model.dense_layers=3": (
         "model.dense_layers, model.expert_every = 3, 1: leave none of model.layers = 4 layers for experts; use 0, 1"
     ),
-    "model.experts=8 model.router.groups=4": "model.router.groups = 4: model.router.selection = top does not use",
+    "model.experts=8 model.router.groups=4": "model.router.groups = 4: needs model.router.selection != top, got top",
     "model.experts=8 model.router.selection=each_group model.router.groups=3": (
         "model.router.groups = 3: must divide model.experts = 8; nearest valid values: 1, 2, 4"
     ),
@@ -30,8 +30,8 @@ CONTRADICTIONS = {
         "many; nearest valid values: 4"
     ),
     "checkpoint.upcycle=true": (
-        "checkpoint.upcycle = true: needs the checkpoint of a dense model, and checkpoint.init_from = null; set "
-        "checkpoint.init_from=CHECKPOINT, or use false\n  checkpoint.upcycle = true: needs a model with experts"
+        "checkpoint.upcycle = true: needs checkpoint.init_from != null, got null; use false, or set "
+        "checkpoint.init_from=CHECKPOINT\n  checkpoint.upcycle = true: needs model.experts != null"
     ),
     (
         "model.experts=8 checkpoint.upcycle=true checkpoint.init_from=a model.router.normalised=false "
@@ -62,7 +62,7 @@ CONTRADICTIONS = {
         "model.router.bias_rate = 0: has no effect with model.router.balance = bias; use e.g. 0.001"
     ),
     "model.experts=8 model.router.balance=global model.router.balance_sequences=2": (
-        "model.router.balance_sequences = 2: has no effect with model.router.balance = global; use 1, or "
+        "model.router.balance_sequences = 2: needs model.router.balance = sequence, got global; use 1, or "
     ),
     "model.experts=8 model.router.balance_sequences=3 batch.micro_size=4": (
         "model.router.balance_sequences = 3: must divide batch.micro_size = 4, which are computed together; nearest "
@@ -78,12 +78,10 @@ CONTRADICTIONS = {
     "model.experts=8 parallel.tensor=4 model.expert_ffn=6": (
         "parallel.tensor = 4: must divide an expert's width 6; nearest valid values: 1, 2"
     ),
-    "parallel.expert=2": "parallel.expert = 2: needs a model with experts, and model.experts = null; use 1, or set",
-    "parallel.expert_tensor=1": (
-        "parallel.expert_tensor = 1: needs a model with experts, and model.experts = null; use null, or set"
-    ),
+    "parallel.expert=2": "parallel.expert = 2: needs model.experts != null, got null; use 1, or set",
+    "parallel.expert_tensor=1": ("parallel.expert_tensor = 1: needs model.experts != null, got null; use null, or set"),
     "parallel.fixed_exchange=true": (
-        "parallel.fixed_exchange = true: needs a model with experts, and model.experts = null; use false, or set"
+        "parallel.fixed_exchange = true: needs model.experts != null, got null; use false, or set"
     ),
     "model.experts=6 parallel.expert=4 parallel.data=4 batch.global_size=4 batch.micro_size=1": (
         "parallel.expert = 4: must divide model.experts = 6 and 4 replicas; nearest valid values: 1, 2"

@@ -21,9 +21,9 @@ CONTRADICTIONS = {
         "memory.offload = [activations]: the last layer of a chunk is not offloaded, and no chunk of model.layers = 4 "
         "has two; use [], or a smaller parallel.pipeline x parallel.virtual_stages"
     ),
-    "parallel.zero_group=2": "parallel.zero_group = 2: parallel.zero = 0 shards nothing",
+    "parallel.zero_group=2": "parallel.zero_group = 2: needs parallel.zero > 0, got 0; use null, or set",
     "parallel.context=0": "parallel.context = 0: must be at least 1",
-    "parallel.context_kind=ring": "parallel.context_kind = ring: needs parallel.context > 1; use auto, or a larger",
+    "parallel.context_kind=ring": "parallel.context_kind = ring: needs parallel.context > 1, got 1; use auto",
     "parallel.context=3 model.sequence=64": (
         "parallel.context = 3: 2 x parallel.context must divide model.sequence = 64; nearest valid values: 1, 2, 4"
     ),
@@ -43,9 +43,9 @@ CONTRADICTIONS = {
         "model.attention = flash: does not support a window with parallel.context_kind = ring; set "
         "parallel.context_kind=gather"
     ),
-    "parallel.context_ulysses=2": "parallel.context_ulysses = 2: needs parallel.context > 1; use 1, or a",
+    "parallel.context_ulysses=2": "parallel.context_ulysses = 2: needs parallel.context_kind = ring, got auto; use 1",
     "parallel.context=4 parallel.context_ulysses=2": (
-        "parallel.context_ulysses = 2: needs parallel.context_kind = ring, not auto; use 1, or set"
+        "parallel.context_ulysses = 2: needs parallel.context_kind = ring, got auto; use 1, or set"
     ),
     "parallel.context=4 parallel.context_kind=ring parallel.context_ulysses=4": (
         "parallel.context_ulysses = 4: must divide parallel.context = 4, be less, and divide the 8 heads of a "
