@@ -14,8 +14,8 @@ from line_breaks import join_lines
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 
+from pangu.common.flat import flatten
 from pangu.config.help import reference
-from pangu.interop.flat import flatten
 from pangu.training.command import compose
 
 OUTSIDE = {

@@ -434,7 +434,7 @@ def calibrate(options: argparse.Namespace) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         if new is not None:
-            new.discard()
+            new.close()
 
 
 def _begin(path: Path) -> NewFile:

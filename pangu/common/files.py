@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -151,7 +151,7 @@ class NewFile:
         """Give a finished file its final name, replacing any file that has it."""
         self._temporary.replace(self._path)
 
-    def discard(self) -> None:
+    def close(self) -> None:
         """Delete a file that is not published; a published file stays."""
         with suppress(OSError):  # closing flushes, which fails again on a full disk
             self.file.close()
@@ -202,10 +202,7 @@ def remove(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write a file, flush it to disk (unless `sync` is false) and only then name it: it is complete or absent."""
-    new = NewFile(path)
-    try:
+    with closing(NewFile(path)) as new:
         new.file.write(content)
         new.finish(sync)
         new.publish()
-    finally:
-        new.discard()

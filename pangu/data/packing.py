@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -150,13 +151,10 @@ def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: 
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            new = NewFile(path)
-            try:
+            with closing(NewFile(path)) as new:
                 _write(new.file, reader, packing, note_progress)
                 new.finish()
                 new.publish()
-            finally:
-                new.discard()
     except UserError as error:
         if packing.folder is None and isinstance(error.__cause__, OSError):
             raise UserError(f"{error}; set data.packing.index=FOLDER to keep the index elsewhere") from error

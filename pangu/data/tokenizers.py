@@ -11,6 +11,7 @@ from typing import Protocol
 import sentencepiece
 
 from pangu.common.errors import UserError, reading
+from pangu.common.protobuf import read_message, read_varint
 from pangu.config.data import TokenizerConfig
 from pangu.data import other_tokenizers as other
 from pangu.data.boundaries import beginning_of_text, end_of_document, tokenizer_facts
@@ -120,9 +121,9 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
         raise ValueError("the file is empty")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     # Protobuf merges repeated normalization specs (field 3), so check the character map (field 2) of each
-    specs = [value for key, value in _fields(model) if key == 3 and isinstance(value, bytes)]
-    for charsmap in (value for spec in specs for key, value in _fields(spec) if key == 2 and isinstance(value, bytes)):
-        if charsmap_growth(charsmap) > MOST_GROWTH:
+    specs = read_message(model, slice(0, len(model))).get(3, [])
+    for charsmap in (place for spec in specs for place in read_message(model, spec).get(2, [])):
+        if charsmap_growth(model[charsmap]) > MOST_GROWTH:
             raise ValueError(f"its normalization replaces a character by more than {MOST_GROWTH} bytes")
     # damaged pieces are not UTF-8, which the library detects only when it decodes them
     processor.decode([[token] for token in range(processor.vocab_size())])
@@ -132,36 +133,10 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
 def _pieces(message: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield id, begin and end (byte offsets in the text) of each piece of a serialized SentencePieceText."""
     # field 2 is a piece with the fields id = 2, begin = 4 and end = 5
-    for field, value in _fields(message):
-        if field == 2 and isinstance(value, bytes):
-            piece = dict(_fields(value))
-            yield int(piece.get(2, 0)), int(piece.get(4, 0)), int(piece.get(5, 0))
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field of a protobuf message: an integer, or bytes for other types."""
-    place = 0
-
-    def integer() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = message[place]
-            place += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-
-    while place < len(message):
-        key = integer()
-        fixed = {1: 8, 5: 4}.get(key & 7)
-        number = integer() if fixed is None else fixed
-        if key & 7:
-            place += number
-            yield key >> 3, message[place - number : place]
-        else:
-            yield key >> 3, number
+    for piece in read_message(message, slice(0, len(message))).get(2, []):
+        fields = read_message(message, piece)
+        token, begin, end = (read_varint(message, fields[key][0].start)[0] if key in fields else 0 for key in (2, 4, 5))
+        yield token, begin, end
 
 
 class JiebaTokenizer(SentencePieceTokenizer):

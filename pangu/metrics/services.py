@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pangu.common.errors import ConfigError, Problem
+from pangu.common.flat import flatten
 from pangu.metrics.trackers import FINISH_SECONDS, START_SECONDS, Service, TrackedRun, Tracker
 
 GROUP = "pangu.trackers"
@@ -121,7 +122,7 @@ def _start_mlflow(run: TrackedRun) -> Tracker:
         place = experiment.experiment_id if experiment else client.create_experiment(run.project)
         known = run.keep_id("mlflow", client.create_run(place, run_name=run.name).info.run_id)
         client.log_batch(known, tags=[RunTag(name, value) for name, value in _labels(run).items()])
-        params = [Param(name, str(value)[:500]) for name, value in _flat(run.config)]
+        params = [Param(name, str(value)[:500]) for name, value in flatten(run.config).items()]
         for start in range(0, len(params), _PER_REQUEST):
             client.log_batch(known, params=params[start : start + _PER_REQUEST])
     else:
@@ -156,7 +157,7 @@ def _start_comet(run: TrackedRun) -> Tracker:
         experiment_config=options,
     )
     if not known:
-        experiment.log_parameters(dict(_flat(run.config)))
+        experiment.log_parameters(flatten(run.config))
     return Connection(lambda figures, step: experiment.log_metrics(figures, step=step), lambda status: experiment.end())
 
 
@@ -217,12 +218,3 @@ SERVICES = {
 def _labels(run: TrackedRun) -> dict[str, str]:
     group = {"group": run.group} if run.group else {}
     return {**group, **dict.fromkeys(run.tags, "true")}
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested groups under their full keys, e.g. `model.layers`."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.common.files import NewFile, flush
+from pangu.common.files import NewFile, flush, remove
 from pangu.data.indexed import FORMATS, HEADER, MAGIC, bin_path, idx_path, token_format
 from pangu.prepare.manifest import BLOCK, file_checksums
 
@@ -36,64 +36,6 @@ def write_index(file: BinaryIO, number_format: np.dtype[np.integer], lengths: ND
         file.write(np.arange(begin, min(begin + _AT_ONCE, len(lengths) + 1), dtype="<i8").tobytes())
 
 
-class IndexedWriter:
-    """Context manager that writes a pair of files, one sequence per document, and names them only on success."""
-
-    def __init__(self, prefix: str | Path, vocab: int) -> None:
-        """Open the token file under a temporary name. Opening, adding and closing raise OSError."""
-        self.num_tokens = 0
-        self._vocab = vocab
-        self._format = token_format(vocab)
-        self._lengths = array("i")
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._bin.parent.mkdir(parents=True, exist_ok=True)
-        self._new = [NewFile(self._bin)]
-
-    @property
-    def num_documents(self) -> int:
-        """Return the number of documents added."""
-        return len(self._lengths)
-
-    def add(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append one document. Raises ValueError for an id outside the vocabulary."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab):
-            raise ValueError(f"ids {ids.min()} to {ids.max()} are outside a vocabulary of {self._vocab}")
-        self._new[0].file.write(ids.astype(self._format).tobytes())
-        self._lengths.append(ids.size)
-        self.num_tokens += ids.size
-
-    def close(self) -> None:
-        """Flush both files to disk and give them their names, the index last, because it makes the pair readable."""
-        try:
-            self._new.append(NewFile(self._idx))
-            write_index(self._new[1].file, self._format, np.array(self._lengths, dtype="<i4"))
-            for new in self._new:
-                new.finish()
-            # An old index must not outlive its tokens: a kill between the two renames would pair old with new.
-            self._idx.unlink(missing_ok=True)
-            for new in self._new:
-                new.publish()
-        finally:
-            self.discard()
-
-    def discard(self) -> None:
-        """Remove the files that are not published yet."""
-        for new in self._new:
-            new.discard()
-
-    def __enter__(self) -> Self:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Publish the files, or leave nothing of them after an exception."""
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-
 class ResumableWriter:
     """Writer of one pair of files, kept in a separate folder until complete. Uses constant memory. Raises OSError."""
 
@@ -113,7 +55,7 @@ class ResumableWriter:
         start = size // BLOCK * BLOCK
         self._checksums = file_checksums(self._tokens, start, committed.get("checksums"))
 
-    def add(self, tokens: NDArray[np.integer], lengths: NDArray[np.int32], num_bytes: int) -> None:
+    def extend(self, tokens: NDArray[np.integer], lengths: NDArray[np.int32], num_bytes: int) -> None:
         """Append documents: their concatenated ids, [tokens], made from `num_bytes` bytes of text."""
         content = tokens.astype(self._format, copy=False).tobytes()
         self._checksums.update(content)
@@ -132,30 +74,61 @@ class ResumableWriter:
 
     def lengths(self) -> NDArray[np.int32]:
         """Return the number of tokens of each document, memory-mapped."""
-        return np.memmap(self._lengths, dtype="<i4", mode="r")
+        return np.memmap(self._lengths, dtype="<i4", mode="r") if self.num_documents else np.empty(0, np.int32)
 
     def publish(self) -> dict[str, dict[str, Any]]:
         """Rename a committed pair (index last, as it makes the pair readable); return the manifest's file records."""
         for file in self._files:
             file.close()
         tokens, idx = bin_path(self.prefix), idx_path(self.prefix)
-        new = NewFile(idx)
-        try:
+        with closing(NewFile(idx)) as new:
             write_index(new.file, self._format, self.lengths())
             new.finish()
             idx.unlink(missing_ok=True)  # an old index must not outlive its tokens
             self._tokens.replace(tokens)
             new.publish()
-        finally:
-            new.discard()
         flush(tokens.parent)
         checksums = {tokens: self._checksums.all(), idx: file_checksums(idx).all()}
         return {path.name: {"bytes": path.stat().st_size, "blake2b": sums} for path, sums in checksums.items()}
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, without an error: closing flushes, which fails again on a full disk."""
         for file in self._files:
-            file.close()
+            with suppress(OSError):
+                file.close()
+
+
+class IndexedWriter(ResumableWriter):
+    """Context manager that writes a pair of files, one sequence per document, and names them only on success."""
+
+    def __init__(self, prefix: str | Path, vocab: int) -> None:
+        """Open the token file under a temporary name. Opening, adding and closing raise OSError."""
+        self._vocab = vocab
+        self._folder = Path(prefix).with_name(f".{Path(prefix).name}.partial")
+        remove(self._folder)
+        self._folder.mkdir(parents=True)
+        super().__init__(str(prefix), self._folder, vocab, {})
+
+    def add(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append one document. Raises ValueError for an id outside the vocabulary."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab):
+            raise ValueError(f"ids {ids.min()} to {ids.max()} are outside a vocabulary of {self._vocab}")
+        self.extend(ids, np.array([ids.size], dtype=np.int32), 0)
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Publish the files, or leave nothing of them after an exception."""
+        try:
+            if kind is None:
+                self.commit()
+                self.publish()
+        finally:
+            self.close()
+            remove(self._folder)
 
 
 def _reopened(path: Path, size: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -211,7 +210,7 @@ class Preprocessing:
             self.writers, (~encoded.validation & stays, encoded.validation & stays), strict=False
         ):
             ids = encoded.ids if chosen.all() else encoded.ids[np.repeat(chosen, encoded.lengths)]
-            writer.add(ids, encoded.lengths[chosen], int(encoded.sizes[chosen].sum()))
+            writer.extend(ids, encoded.lengths[chosen], int(encoded.sizes[chosen].sum()))
 
     def _commit(self) -> None:
         written = [writer.commit() for writer in self.writers]
@@ -250,8 +249,7 @@ class Preprocessing:
     def close(self) -> None:
         """Close the files; remove the folder if nothing was committed."""
         for writer in self.writers:
-            with suppress(OSError):  # closing flushes, which fails again on a full disk
-                writer.close()
+            writer.close()
         self._journal.close()
         if self._journal.state is None:
             remove(self._folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from pangu.checkpoint.states import weights_of
 from pangu.checkpoint.upcycling import of_dense_model, require_kind
 from pangu.collectives.agreement import agree
 from pangu.common.errors import UserError
+from pangu.config.build import read
 from pangu.config.data import DataConfig, IndexedData
-from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.models.parameters import logical_shapes
@@ -163,7 +164,7 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     trainer.parameters.publish()
     if trainer.balance is not None and index.get("experts") is not None:
         trainer.balance.restore(path, index["experts"], common=True)
-    for key, now, before in _differences(_completed(index["identity"]), identity(replace(config, model=model))):
+    for key, now, before in _changes(index["identity"], replace(config, model=model)):
         if key.startswith("model."):
             log.warning("%s = %s: the weights of %s were trained with %s", key, now, path, before)
 
@@ -178,16 +179,12 @@ MAY_CHANGE = (
 tensor, as `sequence` does with a table of positions, it is refused."""
 
 
-_NULLABLE = {field.name for field in fields(ModelConfig) if str(field.type).endswith("| None")}
-"""Keys of `model` that may be null; a crafted index may have null for others."""
-
-
 def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
     """Log the keys that change within the run. Raises UserError, naming every key that must not."""
     tensors, wrong = index["tensors"], []
     shapes = {f"weight/{name}": list(shape) for name, shape in logical_shapes(config.model).items()}
     misfits = [name for name, shape in shapes.items() if name in tensors and tensors[name]["shape"] != shape]
-    for key, now, before in _differences(_completed(index["identity"]), identity(config)):
+    for key, now, before in _changes(index["identity"], config):
         may_change = any(f"{key}.".startswith(f"model.{name}.") for name in MAY_CHANGE)
         if may_change and not misfits:
             log.warning("%s = %s from here on: %s was trained with %s", key, now, path, before)
@@ -199,11 +196,17 @@ def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
         raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
 
 
-def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's identity with the defaults of the keys of `model` that are younger than it."""
-    younger = {f"model.{field.name}": field.default for field in fields(ModelConfig) if field.default is not MISSING}
-    router, known = saved.get("model.router", {}), asdict(RouterConfig())
-    return {**younger, **saved, "model.router": {**known, **router} if isinstance(router, dict) else router}
+def _changes(saved: Mapping[str, Any], config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys in which a checkpoint's identity and a run differ, with the values now and before.
+
+    Defaults are written out on both sides: null may stand for one, and a checkpoint lacks the keys younger than it.
+    """
+    keys = {key.partition(".")[2]: value for key, value in saved.items() if key.startswith("model.")}
+    model, problems = read(ModelConfig, {**keys, "attention": "auto"}, "model")
+    if not problems:  # otherwise somebody has changed the index
+        known = identity(replace(config, model=model.explicit))
+        saved = {**saved, **{key: value for key, value in known.items() if key.startswith("model.")}}
+    yield from _differences(saved, identity(replace(config, model=config.model.explicit)))
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -212,16 +215,5 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
         now = current.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
             yield from ((f"{key}.{name}", *values) for name, *values in _differences(before, now))
-        elif now != before and not _is_default(key, now, before, current):
+        elif now != before:
             yield key, now, before
-
-
-def _is_default(key: str, now: object, before: object, current: Mapping[str, Any]) -> bool:
-    """Return whether null, now or in the checkpoint, stands for the other value of a key of the model."""
-    group, _, name = key.partition(".")
-    if (now is None) == (before is None) or group != "model" or name not in _NULLABLE:
-        return False
-    values = {name.partition(".")[2]: value for name, value in current.items() if name.startswith("model.")}
-    latent = None if values["latent"] is None else LatentConfig(**values["latent"])
-    model = ModelConfig(**{**values, "attention": "auto", "latent": latent, name: None})
-    return bool(getattr(model.explicit, name) == (before if now is None else now))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pangu.common import protobuf
 from pangu.common.errors import UserError
-from pangu.interop.formats import mindspore
 from pangu.interop.formats.mindspore import MindSporeSource
 from tests.pace import processor_time_below
 from tests.references import foreign_checkpoints as foreign
@@ -77,7 +77,7 @@ def test_crafted_files_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, words: str
 ) -> None:
     """An unending number used to take a time in proportion to the square of its length: 17 s for 300 KB."""
-    monkeypatch.setattr(mindspore, "MOST_FIELDS", 1000)
+    monkeypatch.setattr(protobuf, "MOST_FIELDS", 1000)
     path = tmp_path / "a.ckpt"
     path.write_bytes(content)
     told = message(path)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pangu.common.errors import Problem, UserError, shown
+from pangu.config.build import read_keys
 
 
 @cache
@@ -47,6 +48,14 @@ def check_fields(
             rule = "is unknown and may change what the model computes"
             problems.append(Problem(key, value, rule, "remove it from the file if it has no effect"))
     refuse(where, problems)
+
+
+def read_fields(kind: type, config: Mapping[str, Any], names: Mapping[str, str], where: object) -> dict[str, Any]:
+    """Return the keys of a dataclass that fields, called `names`, give; null gives none. Raises UserError."""
+    given = {key: config[name] for key, name in names.items() if config.get(name) is not None}
+    keys, problems = read_keys(kind, given, names)
+    refuse(where, problems)
+    return keys
 
 
 def disagreements(config: Mapping[str, Any], only: Mapping[str, Sequence[Any]], rule: str) -> list[Problem]:

@@ -14,7 +14,7 @@ from pangu.common.errors import ConfigError, Problem, UserError, shown
 from pangu.config.build import read_keys
 from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
 from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from pangu.interop.formats.fields import check_fields, load_table, refuse, wrong_field
+from pangu.interop.formats.fields import check_fields, load_table, read_fields, refuse, wrong_field
 from pangu.interop.formats.huggingface_layers import layer_types, no_rope_layers
 from pangu.interop.formats.stored import PANGU_VOCAB, inexpressible
 
@@ -150,9 +150,8 @@ def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path
     if kind not in ("absolute", "rotary"):
         raise wrong_field(path, "position_embedding_type", kind, "is not supported", "use absolute or rotary")
     keys["positions"] = "rope" if kind == "rotary" else "learned"
-    base, problems = read_keys(ModelConfig, {"rope_base": config.get("rope_theta", 1e4)}, {"rope_base": "rope_theta"})
-    refuse(path, problems)
-    keys["rope_base"] = base["rope_base"] if kind == "rotary" else None
+    base = read_fields(ModelConfig, {"rope_theta": 1e4, **config}, {"rope_base": "rope_theta"}, path).get("rope_base")
+    keys["rope_base"] = base if kind == "rotary" else None
 
 
 _SCALINGS: dict[str, tuple[type[RopeScaling], str, str]] = {
@@ -200,21 +199,18 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
         if given["attention_factor"] is None and rope.get("mscale") and rope.get("mscale_all_dim"):
             given["attention_factor"] = _attention_factor(rope, f"{path}: {key}")
     given = {factor: value for factor, value in given.items() if value is not None or factor in needed}
-    theta = {"rope_base": f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"}
+    theta = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
+    both_names = {"rope_base": theta, "partial_rotary_factor": "partial_rotary_factor"}
     usual = config.get("rotary_emb_base", type_.defaults.get("rope_base", 1e4))
-    base, problems = read_keys(
-        ModelConfig, {"rope_base": rope.get("rope_theta", config.get("rope_theta", usual))}, theta
-    )
-    factors, more = read_keys(_SCALINGS[kind][0], given, names) if kind in _SCALINGS else ({}, [])
+    base = rope.get("rope_theta", config.get("rope_theta", usual))
     usual = config.get("rotary_pct", type_.defaults.get("partial_rotary_factor", 1.0))
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or usual
-    part, even_more = read_keys(
-        ModelConfig, {"partial_rotary_factor": share}, {"partial_rotary_factor": "partial_rotary_factor"}
-    )
-    refuse(path, problems + more + even_more)
+    both, problems = read_keys(ModelConfig, {"rope_base": base, "partial_rotary_factor": share}, both_names)
+    factors, more = read_keys(_SCALINGS[kind][0], given, names) if kind in _SCALINGS else ({}, [])
+    refuse(path, problems + more)
     if type_.means["partial_rotary_factor"] != share and "partial_rotary_factor" not in type_.choices:
         raise wrong_field(path, "partial_rotary_factor", share, "is not supported", "use 1")
-    keys |= base | part | {"rope_scaling": _SCALINGS[kind][0](name=kind, **factors) if kind in _SCALINGS else None}
+    keys |= both | {"rope_scaling": _SCALINGS[kind][0](name=kind, **factors) if kind in _SCALINGS else None}
 
 
 def _attention_factor(rope: Mapping[str, Any], where: str) -> float:
@@ -263,24 +259,18 @@ def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> 
 
 def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """Read another name of `experts`, which transformers 5 writes."""
-    twin, problems = read_keys(
-        ModelConfig, {"experts": config.get("num_local_experts")}, {"experts": "num_local_experts"}
-    )
-    refuse(path, problems)
-    if twin["experts"] is not None:
-        if config.get("num_experts", twin["experts"]) != twin["experts"]:
-            rule = f"must be num_experts = {config['num_experts']}"
-            raise wrong_field(path, "num_local_experts", twin["experts"], rule)
-        keys |= twin
+    twin = read_fields(ModelConfig, config, {"experts": "num_local_experts"}, path)
+    if twin and config.get("num_experts", twin["experts"]) != twin["experts"]:
+        rule = f"must be num_experts = {config['num_experts']}"
+        raise wrong_field(path, "num_local_experts", twin["experts"], rule)
+    keys |= twin
 
 
 def _latent(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """Read latent attention; without `q_lora_rank`, queries are made of the input."""
-    given = {key: config.get(name) for key, name in LATENT_FIELDS.items() if config.get(name) is not None}
-    if missing := [LATENT_FIELDS[key] for key in LATENT_FIELDS if key not in given and key != "q_rank"]:
+    numbers = read_fields(LatentConfig, config, LATENT_FIELDS, path)
+    if missing := [LATENT_FIELDS[key] for key in LATENT_FIELDS if key not in numbers and key != "q_rank"]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
-    numbers, problems = read_keys(LatentConfig, given, LATENT_FIELDS)
-    refuse(path, problems)
     eps = kind_in(config, path).defaults["latent.norm_eps"]
     keys["latent"] = latent = LatentConfig(**numbers, norm_eps=None if eps == keys["norm_eps"] else eps)
     twins = {"head_dim": latent.rope_head_dim, "qk_head_dim": latent.nope_head_dim + latent.rope_head_dim}

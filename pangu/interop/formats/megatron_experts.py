@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from pangu.common.errors import Problem
-from pangu.config.build import read_keys
 from pangu.config.model import ModelConfig, RouterConfig
 from pangu.interop.expert_layers import spread
-from pangu.interop.formats.fields import refuse, wrong_field
+from pangu.interop.formats.fields import read_fields, wrong_field
 from pangu.interop.formats.stored import UNTOLD
 
 _SHARED = "moe_shared_expert_intermediate_size"
@@ -66,9 +65,7 @@ _ROUTER = ("router.normalised", "router.score", "router.scale", "router.selectio
 def _router(options: _Options, chosen: int) -> dict[str, Any]:
     score, pre = options.get("moe_router_score_function", "softmax"), options.get("moe_router_pre_softmax") is True
     names = _GROUPS | {"scale": "moe_router_topk_scaling_factor"}
-    given = {key: options[name] for key, name in names.items() if options.get(name) is not None}
-    router, problems = read_keys(RouterConfig, given, names)
-    refuse("args", problems)
+    router = read_fields(RouterConfig, options, names, "args")
     keys = {
         # Megatron-Core divides sigmoids by their sum, unless there is only one
         "router.normalised": not pre if score == "softmax" else chosen > 1,

@@ -64,11 +64,11 @@ def read_latent(options: _Options, shapes: _Shapes, ranks: int) -> dict[str, Any
         "kv_heads": None,
         "qk_norm": False,
         "partial_rotary_factor": 1.0,
-        "rope_scaling": _scaling(options) if options else UNTOLD,
+        "rope_scaling": read_scaling(options) if options else UNTOLD,
     }
 
 
-def _scaling(options: _Options) -> YarnScaling | None:
+def read_scaling(options: _Options, where: str = "args") -> YarnScaling | None:
     """Return YaRN, which latent attention has unless `rope_type` is given. Raises UserError."""
     yarn = options.get("rope_type") != "rope"
     start = {key: options[name] for key, name in _YARN.items() if options.get(name) is not None}
@@ -80,17 +80,17 @@ def _scaling(options: _Options) -> YarnScaling | None:
         read, more = read_keys(YarnScaling, {"mscale_all_dim": value}, {"mscale_all_dim": name})
         scales[name] = read.get("mscale_all_dim", 0.0)
         problems += more
-    refuse("args", problems)
+    refuse(where, problems)
     given: dict[str, Any] = {"name": "yarn", "factor": 40.0, "original_sequence": 4096} | fields
     scales_nothing = given["factor"] == 1
     if not yarn:
         only: dict[str, Sequence[Any]] = {"rotary_percent": [1.0, None]}
         only |= {} if scales_nothing else {"mscale_all_dim": [0.0, None]}
-        refuse("args", disagreements(options, only, "is not supported with rope_type = rope; use {}"))
-    return yarn_of(given, **scales) if yarn and not scales_nothing else None
+        refuse(where, disagreements(options, only, "is not supported with rope_type = rope; use {}"))
+    return _yarn_of(given, **scales) if yarn and not scales_nothing else None
 
 
-def yarn_of(fields: Mapping[str, Any], mscale: float, mscale_all_dim: float) -> YarnScaling:
+def _yarn_of(fields: Mapping[str, Any], mscale: float, mscale_all_dim: float) -> YarnScaling:
     """Return YaRN with fields of `YarnScaling` and both factors of DeepSeek's released code."""
     plain = YarnScaling(**fields, mscale_all_dim=mscale_all_dim)
     first, second = (0.1 * scale * math.log(plain.factor) + 1 for scale in (mscale, mscale_all_dim))

@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from pangu.common.errors import Problem, UserError
-from pangu.config.build import read_keys
 from pangu.config.model import ModelConfig
 from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from pangu.interop.formats.fields import check_fields, disagreements, load_table, refuse, wrong_field
+from pangu.interop.formats.fields import check_fields, disagreements, load_table, read_fields, refuse, wrong_field
 from pangu.interop.formats.megatron_experts import expert_of, experts_agree, read_experts, write_experts
 from pangu.interop.formats.megatron_latent import latent_agrees, read_latent, write_latent
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
@@ -53,8 +52,7 @@ def read_model(
     table = load_table("megatron_options")
     check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
     names = {key: option for option, key in table["keys"].items() if options.get(option) is not None}
-    keys, problems = read_keys(ModelConfig, {key: options[option] for key, option in names.items()}, names)
-    refuse(where, problems)
+    keys = read_fields(ModelConfig, options, names, where)
     if any(".router.weight" in name for name in shapes):
         experts = {key: value for key, value in options.items() if str(key).startswith("moe_")}
         check_fields(experts, where, table["used"].split(), table["experts_harmless"].split(), table["experts_only"])
@@ -165,10 +163,7 @@ def _rope_scaling(options: _Options) -> RopeScaling | None:
     names = YARN if yarn else {"factor": "rope_scaling_factor"}
     if linear:
         start, names = LinearScaling(name="linear", factor=1.0), {"factor": INTERPOLATION}
-    given = {key: options[name] for key, name in names.items() if options.get(name) is not None}
-    keys, problems = read_keys(type(start), given, names) if yarn or llama or linear else ({}, [])
-    refuse("args", problems)
-    return replace(start, **keys) if yarn or llama or linear else None
+    return replace(start, **read_fields(type(start), options, names, "args")) if yarn or llama or linear else None
 
 
 def inexpressible_scaling(model: ModelConfig) -> list[Problem]:

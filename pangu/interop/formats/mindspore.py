@@ -24,20 +24,16 @@ from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.common.errors import ConfigError, UserError, reading
+from pangu.common.protobuf import read_message, read_varint
 from pangu.config.model import ModelConfig
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, inexpressible, make_table
 
 CONTENT_BYTES = 512 * 2**20
 """Largest part of a tensor in one Value, bytes."""
-MOST_FIELDS = 2**20
-"""Largest number of fields in a message. PanGu-α 200B has a few thousand; crafted files could otherwise fill the
-memory."""
 MOST_NUMBERS = 64
 """Longest list: dimensions of a tensor, or axes of the device matrix."""
 MOST_DEVICES = 2**16
 """Largest number of devices of a model; PanGu-α 200B took 2048."""
-_VARINT_BYTES = 10
-"""Longest encoding of a 64-bit integer, bytes."""
 _TYPES = {"Float64": torch.float64, "Float32": torch.float32, "Float16": torch.float16, "BFloat16": torch.bfloat16}
 _TABLES = ("word_embedding", "position_embedding", "top_query_embedding")
 _STATE = re.compile(r"(adam_[mv]|moment[12]|accu_grads)\b.*")
@@ -233,9 +229,9 @@ def _read_checkpoint(file: Path) -> dict[str, _Piece]:
         file.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        for value in _message(data, slice(0, len(data)))[1]:
-            named = _message(data, value)
-            tensor = _message(data, named[2][0])
+        for value in read_message(data, slice(0, len(data)))[1]:
+            named = read_message(data, value)
+            tensor = read_message(data, named[2][0])
             kind = _TYPES.get(data[tensor[2][0]].decode())
             part = _Piece(_integers(data, tensor.get(1, [])), kind)
             name = data[named[1][0]].decode()
@@ -254,46 +250,13 @@ def _read_strategy(file: Path) -> dict[str, _Layout]:
     layouts = {}
     with reading(file, ValueError, KeyError, IndexError, rule="is not a strategy file of MindSpore"):
         data = file.read_bytes()
-        for item in _message(data, slice(0, len(data)))[3]:
-            named = _message(data, item)
-            layout = _message(data, named[2][0])
-            devices, dims = (_integers(data, _message(data, layout[key][0]).get(1, [])) for key in (1, 2))
+        for item in read_message(data, slice(0, len(data)))[3]:
+            named = read_message(data, item)
+            layout = read_message(data, named[2][0])
+            devices, dims = (_integers(data, read_message(data, layout[key][0]).get(1, [])) for key in (1, 2))
             step, size = (next(iter(_integers(data, layout.get(key, []))), 0) for key in (6, 7))
             layouts[data[named[1][0]].decode()] = _Layout(devices, dims, step, size)
     return layouts
-
-
-def _message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]]:
-    """Return the places of a message's values, by field number."""
-    fields: dict[int, list[slice]] = {}
-    at, count = where.start, 0
-    while at < where.stop:
-        count += 1
-        if count > MOST_FIELDS:
-            raise ValueError(f"more than {MOST_FIELDS} fields in one message")
-        key, at = _varint(data, at)
-        start = at
-        if key & 7 == 0:
-            _, at = _varint(data, at)
-        elif key & 7 == 2:
-            length, start = _varint(data, at)
-            at = start + length
-        else:
-            raise ValueError(f"wire type {key & 7} at byte {at}")
-        if at > where.stop:
-            raise ValueError(f"cut short at byte {start}")
-        fields.setdefault(key >> 3, []).append(slice(start, at))
-    return fields
-
-
-def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
-    """Return a varint (7 bits per byte, lowest first) and the position after it."""
-    value = 0
-    for place, byte in enumerate(data[at : at + _VARINT_BYTES]):
-        value |= (byte & 127) << 7 * place
-        if byte < 128:
-            return value % 2**64, at + place + 1
-    raise ValueError(f"no number at byte {at}")
 
 
 def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ...]:
@@ -302,7 +265,7 @@ def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ..
     for place in places:
         at = place.start
         while at < place.stop:
-            number, at = _varint(data, at)
+            number, at = read_varint(data, at)
             numbers.append(number - 2**64 if number >= 2**63 else number)
             if at > place.stop or len(numbers) > MOST_NUMBERS:
                 raise ValueError(f"no list of numbers at byte {place.start}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from pangu.interop.expert_layers import layer_pattern
-from pangu.interop.formats.megatron_latent import yarn_of
+from pangu.interop.formats.megatron_latent import read_scaling
 from pangu.interop.translation.table import Translation
 
 _SIZES = {
@@ -19,12 +18,7 @@ _SIZES = {
 """Options by fields of `LatentConfig`."""
 _LATENT_ALONE = (
     *_SIZES.values(),
-    "rotary-scaling-factor",
-    "rope-type",
-    "mscale",
-    "mscale-all-dim",
-    "beta-fast",
-    "beta-slow",
+    *("rotary-scaling-factor", "rope-type", "mscale", "mscale-all-dim", "beta-fast", "beta-slow"),
 )
 """Options that only mean something with `--multi-latent-attention`."""
 
@@ -122,22 +116,15 @@ def _rotary(source: Translation) -> None:
 
 def _yarn(source: Translation, name: str) -> None:
     """Set the scaling of latent attention, which is none with a factor of 1."""
-    factor = source.real(name)
-    if factor is None or factor == 1:
+    if (factor := source.number(name)) is None:
         return
-    if factor < 1:
-        raise source.wrong(name, "must be at least 1")
     if source.text("rope-type") == "rope":
-        if source.number("mscale-all-dim"):
+        if factor != 1 and source.number("mscale-all-dim"):
             source.lacks("mscale-all-dim", "other_function")
         return
-    fields: dict[str, Any] = {"name": "yarn", "factor": factor}
-    fields["original_sequence"] = source.count("original-max-position-embeddings") or 4096
-    for key, option in (("beta_fast", "beta-fast"), ("beta_slow", "beta-slow")):
-        if (beta := source.real(option)) is not None:
-            fields[key] = beta
-    scales = {key: source.real(key.replace("_", "-")) or 0.0 for key in ("mscale", "mscale_all_dim")}
-    if wrong := [key for key, scale in scales.items() if scale < 0]:
-        raise source.wrong(wrong[0].replace("_", "-"), "must be at least 0")
-    scaling = {key: value for key, value in vars(yarn_of(fields, **scales)).items() if value is not None}
+    others = ("original-max-position-embeddings", "beta-fast", "beta-slow", "mscale", "mscale-all-dim")
+    options = {option.replace("-", "_"): source.number(option) for option in others}
+    if (yarn := read_scaling(options | {"rotary_scaling_factor": factor}, "the options")) is None:
+        return
+    scaling = {key: value for key, value in vars(yarn).items() if value is not None}
     source.set("model.rope_scaling", scaling, name, "mscale", "mscale-all-dim")

@@ -12,7 +12,7 @@ import yaml
 
 from pangu.common.errors import UserError, reading, shown
 from pangu.common.files import parse_json, refuse_expanding
-from pangu.interop.flat import flatten
+from pangu.common.flat import flatten
 from pangu.interop.translation import deepspeed, huggingface, megatron, mindformers, torchtitan
 from pangu.interop.translation.launch_script import Command, after_program, read_command, read_flags
 from pangu.interop.translation.table import Translation, load_table

@@ -1,4 +1,4 @@
-"""Flattening of nested tables in foreign files."""
+"""Flattening of nested tables."""
 
 from __future__ import annotations
 
