@@ -62,24 +62,29 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
         torch = load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
         # the trainer, and with it torch: help and `--cfg job` answer without
         from pangu.training.run import run  # noqa: PLC0415
+        from pangu.training.staying import stay  # noqa: PLC0415
 
         if isinstance(data, Mapping) and data.get("kind") in ("stdlib", "instructions"):
             from pangu.prepare import corpora  # noqa: PLC0415
 
             preparation = corpora
-    launch = Launch.from_environment()
-    planned = asks_for_layout(values)
-    if planned or torch.accelerator.is_available():
-        values = planner().with_cluster_here(configs / "cluster", values, launch, planned)
-    if planned:
-        plan = planner().plan_layout(configs / "cluster", values, given, launch)
-        values = plan.values
-        if launch.rank == 0:
-            print(*plan.lines, sep="\n", flush=True)
-    if status := run(values, forecast, read_benchmarks, preparation):
+
+    def attempt() -> int:
+        planned_values, launch, planned = values, Launch.from_environment(), asks_for_layout(values)
+        if planned or torch.accelerator.is_available():
+            planned_values = planner().with_cluster_here(configs / "cluster", values, launch, planned)
+        if planned:
+            plan = planner().plan_layout(configs / "cluster", planned_values, given, launch)
+            planned_values = plan.values
+            if launch.rank == 0:
+                print(*plan.lines, sep="\n", flush=True)
+        status = run(planned_values, forecast, read_benchmarks, preparation)
+        if not status and values["dry_run"] and launch.rank == 0:
+            planner().show_dry_run(planned_values)
+        return status
+
+    if status := stay(values, attempt):
         sys.exit(status)
-    if values["dry_run"] and launch.rank == 0:
-        planner().show_dry_run(values)
 
 
 def pretrain(configs: Path) -> None:

@@ -1,9 +1,12 @@
-"""torchrun with short messages. It takes torchrun's options and differs in four things:
+"""torchrun with short messages. It takes torchrun's options and differs in five things:
 
 SIGTERM, SIGHUP and Ctrl-C are passed on, and the launcher ends when its processes have ended, with their status;
 torchrun kills them after 30 seconds. A user's error is the one message of the run, without torchrun's report around it;
 a process that crashed gets one line. The status is that of the process that failed first, where torchrun's is always 1.
 Where the network to the other launchers is cut, it ends soon after its processes; torchrun waits for ever.
+
+With --spares=N it starts N more processes on each node. When a rank is killed or crashes, one of them takes its rank,
+and the processes of all other ranks stay; torchrun restarts all.
 
   python scripts/launch.py --nproc-per-node=8 pretrain.py +config=pangu_2_6b
 """
@@ -40,6 +43,7 @@ with ending_at_once():
     from pangu.common.console import guard_console
     from pangu.common.errors import STORE_SECONDS
     from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
+    from pangu.topology.keeper import keep
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2
@@ -179,6 +183,40 @@ def refusal(arguments: Sequence[str]) -> str:
     return f"torchrun cannot start {numbers} ({reason}): {rule}"
 
 
+def split_spares(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Return the number in `--spares`, an option before the script, and torchrun's arguments. Raises ValueError."""
+    for place, word in enumerate(arguments):
+        if not word.startswith("-"):
+            break
+        name, equals, number = word.partition("=")
+        if name == "--spares":
+            rest = [*arguments[:place], *arguments[place + 1 :]]
+            if not equals and place < len(rest):
+                number = rest.pop(place)
+            if not (number.isascii() and number.isdecimal()):
+                raise ValueError(f"--spares={number}: must be a number of processes on each node, 0 or more")
+            return int(number), rest
+    return None, list(arguments)
+
+
+def keep_processes(spares: int, arguments: Sequence[str]) -> int:
+    """Run without torchrun, and replace lost ranks by spares; return the status to end with. Raises ValueError."""
+    options = parse_args(arguments)
+    config, command, words = config_from_args(options)
+    wrong = ["--max-restarts"] * (config.max_restarts > 0) + ["--rdzv-backend"] * (config.rdzv_backend != "static")
+    wrong += ["--nnodes=MIN:MAX"] * (config.min_nodes != config.max_nodes) + ["--rdzv-endpoint"] * bool(
+        options.rdzv_endpoint
+    )
+    wrong += [word for word in options.training_script_args if word in ("--multirun", "-m")]
+    if wrong:
+        rule = "set --nnodes=NUMBER, --node-rank, --master-addr and --master-port instead, as far as there are nodes"
+        raise ValueError(f"--spares: does not go together with {', '.join(wrong)}; {rule}")
+    alone = config.max_nodes == 1
+    place = ("127.0.0.1", 0) if alone else (options.master_addr, options.master_port or DEFAULT_PORT)
+    numbers = (options.node_rank, config.max_nodes, config.nproc_per_node, spares)
+    return keep([str(command), *words], place, *numbers)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
     guard_console()
@@ -191,9 +229,12 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True
     try:
+        spares, arguments = split_spares(arguments)
         if refused := refusal(arguments):
             print(f"error: {refused}", file=sys.stderr, flush=True)
             return USER_ERROR
+        if spares is not None:
+            return keep_processes(spares, arguments)
         watch_store(arguments)
         torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as failed:

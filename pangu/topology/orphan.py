@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a single-process run needs none
@@ -21,7 +22,7 @@ STATUS = 1
 def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Exit without saving soon after the torchrun that started this process is gone, even if this process hangs."""
     # A torchrun killed by force cannot end its processes: they would hold devices and write where restarted ones do.
-    if "TORCHELASTIC_RUN_ID" not in environment:
+    if "TORCHELASTIC_RUN_ID" not in environment or any(thread.name == "launcher" for thread in enumerate_threads()):
         return
     launcher = os.getppid()
 

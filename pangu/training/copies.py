@@ -64,6 +64,8 @@ PLACE = "PANGU_MEMORY"
 ID = "memory.id"
 """File in the run folder with the name of the run's folders in memory, so that those of a deleted run are not used."""
 GENERATIONS = 2
+WRITER = "copies in memory"
+"""Name of the thread."""
 
 
 class Copies:
@@ -155,7 +157,7 @@ class Copies:
         slices, trainer.copied = self._arena.copy(trainer.state(owned=True))
         self._writing = Future()
         write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
-        Thread(target=complete, args=(self._writing, write), name="copies in memory", daemon=True).start()
+        Thread(target=complete, args=(self._writing, write), name=WRITER, daemon=True).start()
 
     def settle(self) -> None:
         """Wait until the last generation is written; a failure is a warning.

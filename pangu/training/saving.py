@@ -36,6 +36,9 @@ from pangu.training.verifying import Verifier
 
 log = logging.getLogger("pangu")
 
+WRITER = "checkpoint"
+"""Name of the thread that writes checkpoints."""
+
 
 def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None) -> Path | None:
     """Return the intact checkpoint that a run continues from; None: start from the seed. All ranks share reading.
@@ -157,7 +160,7 @@ class Saver:
         if self._arena is not None:
             copies, trainer.copied = self._arena.copy(slices)
             arguments = (self._save, partial(write, copies))
-            Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
+            Thread(target=complete, args=arguments, name=WRITER, daemon=True).start()
         else:
             complete(self._save, partial(write, slices))
 

@@ -121,8 +121,9 @@ class Watchdog:
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
                     self._speak(place)
-            except RuntimeError:
-                return  # the store is gone, and with it the run
+            except RuntimeError:  # the store is gone, and with it the run, or its epoch (`topology.keeper`)
+                abort_groups()
+                return
 
     def _speak(self, place: Place) -> None:
         """Write the stacks; one process, the one that has waited longest, reports for all.

@@ -1,0 +1,327 @@
+"""Launchers that keep the processes of a run when one is lost, and give its rank to a spare.
+
+One launcher per node starts the processes and says which have ended. The launcher of node 0 leads: it serves the store,
+and says who has which rank:
+
+    epoch 0   ranks 0 1 2 3, spare 4
+              process 2 is killed: its launcher says so
+    epoch 1   ranks 0 1 4 3         0, 1 and 3 meet again, without having been restarted
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pangu.common.exit_status import RETRYABLE
+from pangu.topology.member import VARIABLE, send_news
+
+INTERVAL_SECONDS = 0.1
+BEAT_SECONDS = 1.0
+"""Interval of the signs of life of a launcher, at least."""
+LOST_SECONDS = 15.0
+"""Time without a sign of life after which a node is lost."""
+LEAVE_SECONDS = 60.0
+"""Time for a rank to notice that another one is lost; one that does not is killed, because it hangs."""
+END_SECONDS = 30.0
+"""Time for processes to end after SIGTERM."""
+MEET_SECONDS = 900.0
+"""Time for the launchers to meet."""
+ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+"""Statuses of a process that somebody has ended: nothing takes its place."""
+
+
+def is_loss(status: int) -> bool:
+    """Return whether a process that ended so is lost: killed, or crashed with a traceback, but without a message."""
+    return status == 1 or (status < 0 and status not in ENDING)
+
+
+class Roster:
+    """Ranks and spares of a run, by the numbers of their processes. It decides; it sends nothing."""
+
+    def __init__(self) -> None:
+        """Begin with an empty one."""
+        self.ranks: list[int] = []
+        self.spares: list[int] = []
+        self._nodes: dict[int, int] = {}
+        self._local_ranks: dict[int, int] = {}
+        self._losses: dict[int, int] = {}
+        """Number of ranks that each node has lost."""
+        self._world = 0
+
+    def add(self, node: int, numbers: Sequence[int], count: int = 0) -> None:
+        """Add processes of a node, the first `count` of them as ranks."""
+        self._nodes |= dict.fromkeys(numbers, node)
+        self._local_ranks |= {number: local for local, number in enumerate(numbers[:count])}
+        self.ranks += numbers[:count]
+        self.spares += numbers[count:]
+        self._world += count
+
+    def of(self, node: int) -> list[int]:
+        """Return the living processes of a node."""
+        return [number for number in (*self.ranks, *self.spares) if self._nodes[number] == node]
+
+    def rest(self, number: int) -> None:
+        """Make a rank a spare, because no layout has a place for it."""
+        if number in self.ranks:
+            self.ranks.remove(number)
+            self.spares.append(number)
+
+    def replace(self, lost: Sequence[int]) -> dict[int, int]:
+        """Remove processes, fill all ranks with spares, and return which one replaces which lost one.
+
+        A spare of the same node is preferred. If too few are left, nodes that have lost none come first, so that
+        tensor-parallel groups stay within nodes.
+        """
+        self.spares = [number for number in self.spares if number not in lost]
+        replaced: dict[int, int] = {}
+        for rank, number in enumerate(self.ranks):
+            if number not in lost:
+                continue
+            node = self._nodes[number]
+            self._losses[node] = self._losses.get(node, 0) + 1
+            near = [spare for spare in self.spares if self._nodes[spare] == node]
+            if self.spares:
+                replaced[number] = self.ranks[rank] = spare = (near or self.spares)[0]
+                self.spares.remove(spare)
+        kept = [number for number in self.ranks if number not in lost]
+        if len(kept) < len(self.ranks):
+            kept.sort(key=lambda number: self._losses.get(self._nodes[number], 0))
+        added, self.spares = self.spares[: self._world - len(kept)], self.spares[self._world - len(kept) :]
+        self.ranks = kept + added
+        return replaced
+
+    def record(self) -> list[tuple[int, int]]:
+        """Return number and local rank of each rank; a new one takes the first local rank that is free on its node."""
+        for number in self.ranks:
+            node = self._nodes[number]
+            taken = {self._local_ranks.get(one) for one in self.ranks if self._nodes[one] == node and one != number}
+            if self._local_ranks.get(number, -1) in {-1, *taken}:
+                self._local_ranks[number] = min(set(range(len(self.ranks))) - taken)
+        return [(number, self._local_ranks[number]) for number in self.ranks]
+
+
+class Leader:
+    """Decisions of the launcher of node 0."""
+
+    def __init__(self, store: dist.Store, host: str, nodes: int) -> None:
+        """Wait for `nodes` launchers; members reach the stores of the epochs at `host`."""
+        self._store, self._host, self._expected = store, host, nodes
+        self._roster, self._arrived = Roster(), dict[int, tuple[list[int], int]]()
+        self._read, self._epoch, self._killed, self._done = 0, -1, set[int](), set[int]()
+        self._server: dist.TCPStore | None = None
+        self._reached: dict[int, int] = {}
+        """Epoch that each rank has reached; those that notice a loss are on their way into the next one."""
+        self._target, self._due_s = 0, float("inf")
+        """Epoch that all ranks must have reached at a time."""
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._status = RETRYABLE
+        """Status to end with: that of the process which ended last."""
+        self.order()
+
+    def order(self, end: int | None = None) -> None:
+        """Tell all launchers which processes to kill, and with what status to end."""
+        self._store.set("orders", json.dumps({"kill": sorted(self._killed), "end": end}))
+
+    def look(self) -> None:
+        """Read the news, and act on it."""
+        lost: list[int] = []
+        while self._store.check([f"news-{self._read + 1}"]):
+            self._read += 1
+            kind, number, *facts = json.loads(self._store.get(f"news-{self._read}"))
+            if kind == "here":
+                self._welcome(number, *facts)
+            elif kind == "ended":
+                lost += self._ended(number, *facts)
+            elif kind == "idle":
+                self._roster.rest(number)
+                self._reached.pop(number, None)
+            elif kind == "joined":
+                self._reached[number] = facts[0]
+            elif number in self._roster.ranks:  # left
+                self._reached[number] = facts[0] + 1
+                if facts[0] == self._epoch == self._target:
+                    self._expect(self._epoch + 1)
+        for node in self._silent_nodes():
+            numbers = self._roster.of(node)
+            say(f"node {node} gives no sign of life: {len(numbers)} processes are lost")
+            self._killed |= {*numbers}
+            lost += numbers
+            self.order()
+        if lost and self._epoch >= 0:
+            self._replace(lost)
+        late = [number for number in self._roster.ranks if self._reached.get(number, self._target) < self._target]
+        if not late and self._target > self._epoch >= 0:
+            say("the processes lost each other, but none has ended: look for a cut in the network between them")
+            self.order(RETRYABLE)
+        elif late and time.monotonic() > self._due_s:
+            say(f"{len(late)} processes hang, and are killed")
+            self._killed |= {*late}
+            self._due_s = float("inf")
+            self.order()
+
+    def _welcome(self, node: int, numbers: list[int], count: int) -> None:
+        self._beats[node] = (0, time.monotonic())
+        if self._epoch >= 0:
+            say(f"node {node} has come: {len(numbers)} more spares")
+            self._roster.add(node, numbers)
+            return
+        self._arrived[node] = numbers, count
+        if len(self._arrived) == self._expected:
+            for one, (numbers_of_one, ranks) in sorted(self._arrived.items()):
+                self._roster.add(one, numbers_of_one, ranks)
+            self._begin_epoch()
+
+    def _ended(self, number: int, status: int, words: str) -> list[int]:
+        """Return the process if it is lost."""
+        self._status = status if status >= 0 else 128 - status
+        can_be_replaced = is_loss(status) and number in self._reached and not self._done
+        if is_loss(status):
+            say(words)
+        if number in self._roster.ranks and not can_be_replaced:
+            self._done.add(number)
+            if status or self._done.issuperset(self._roster.ranks):
+                self.order(self._status)
+            return []
+        return [number] if number in (*self._roster.ranks, *self._roster.spares) else []
+
+    def _replace(self, lost: Sequence[int]) -> None:
+        were = [number for number in self._roster.ranks if number in lost]
+        replaced = self._roster.replace(lost)
+        if not were:
+            return
+        if not self._roster.ranks:
+            self.order(self._status)
+            return
+        for number in were:
+            by = f"a spare replaces process {number} of the run" if number in replaced else "no spare is left"
+            say(f"{by}; the other processes continue from the newest state")
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        self._expect(self._epoch)
+        server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        record = {"port": server.port, "ranks": self._roster.record()}
+        self._store.set(f"epoch-{self._epoch}", json.dumps(record))
+        self._server = server  # closes the one before, after the new epoch is known
+
+    def _expect(self, epoch: int) -> None:
+        self._target, self._due_s, self._server = epoch, time.monotonic() + LEAVE_SECONDS, None
+
+    def _silent_nodes(self) -> list[int]:
+        now_s, silent = time.monotonic(), []
+        for node, (count, since_s) in list(self._beats.items()):
+            if now_s - since_s < BEAT_SECONDS:
+                continue
+            if (beats := self._store.add(f"beat-{node}", 0)) != count:
+                self._beats[node] = beats, now_s
+            elif now_s - since_s > LOST_SECONDS:
+                silent.append(node)
+                del self._beats[node]
+        return silent
+
+
+def say(words: str) -> None:
+    """Print a line of the launcher."""
+    with suppress(OSError):
+        print(f"\n{words}", file=sys.stderr, flush=True)
+
+
+def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, count: int, spares: int) -> int:
+    """Start a node's `count` ranks and its spares, keep them running, and return the status of the run.
+
+    Args:
+        command: What each process carries out.
+        place: Host and port of the launchers' store, on node 0; port 0: any.
+        node: Number of this node.
+        nodes: Number of nodes in the beginning.
+        count: Ranks of each node.
+        spares: Spares of each node.
+    """
+    host, port = place
+    limit = timedelta(seconds=MEET_SECONDS if node else LOST_SECONDS)
+    store = dist.TCPStore(host, port, is_master=node == 0, timeout=limit, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=LOST_SECONDS))
+    leader = Leader(store, host, nodes) if node == 0 else None
+    first = store.add("members", count + spares) - count - spares
+    numbers = list(range(first, first + count + spares))
+    environment = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns whenever a store that somebody waits in is closed
+        **os.environ,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(nodes * count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "TORCHELASTIC_RUN_ID": "spares",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for local, number in enumerate(numbers):
+            # a spare is not rank 0, which speaks for all, and gets its rank with its place
+            rank = node * count + local if local < count else nodes * count + number
+            own = {VARIABLE: f"{number}@{host}:{store.port}", "RANK": str(rank), "LOCAL_RANK": str(local)}
+            children[number] = subprocess.Popen(command, env=environment | own, start_new_session=True)
+        send_news(store, "here", node, numbers, count)
+        return _watch(store, leader, node, children)
+    except RuntimeError as error:
+        say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not answer: {error}".splitlines()[1])
+        return RETRYABLE
+    finally:
+        _end(children)
+
+
+def _watch(store: dist.Store, leader: Leader | None, node: int, children: dict[int, subprocess.Popen[bytes]]) -> int:
+    """Report what ends, and carry out orders, until the run has ended; return its status."""
+    beat_s = 0.0
+    while True:
+        if time.monotonic() - beat_s > BEAT_SECONDS:
+            beat_s = time.monotonic()
+            store.add(f"beat-{node}", 1)
+        for number, child in list(children.items()):
+            if (status := child.poll()) is not None:
+                del children[number]
+                _signal(child, signal.SIGKILL)  # what it has started, for example workers that load data
+                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                words = f"process {number} of the run (process {child.pid} on {socket.gethostname()}) {how}"
+                send_news(store, "ended", number, status, words)
+        if leader is not None:
+            leader.look()
+        orders = json.loads(store.get("orders"))
+        for number in orders["kill"]:
+            if number in children:
+                _signal(children[number], signal.SIGKILL)
+        if orders["end"] is not None:
+            status = int(orders["end"])
+            if leader is not None:
+                time.sleep(2 * BEAT_SECONDS * (len(leader._beats) > 1))  # the others read it, too
+            return status
+        time.sleep(INTERVAL_SECONDS)
+
+
+def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a process and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
+
+
+def _end(children: dict[int, subprocess.Popen[bytes]]) -> None:
+    """End processes that are left, also those that hang."""
+    for child in children.values():
+        _signal(child, signal.SIGTERM)
+    deadline_s = time.monotonic() + END_SECONDS
+    for child in children.values():
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline_s - time.monotonic()))
+        _signal(child, signal.SIGKILL)

@@ -1,0 +1,96 @@
+"""Member of a run whose processes stay when one is lost (`scripts/launch.py --spares`): a rank, or a spare."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+from collections.abc import Callable, Container, MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pangu.common.errors import SAVE_SECONDS, LostError
+from pangu.topology.backends import abort_groups
+from pangu.topology.orphan import end_with_launcher
+
+VARIABLE = "PANGU_MEMBER"
+"""Environment variable: number of this process among all members, `@`, and address of the launchers' store."""
+QUERY_SECONDS = 60.0
+
+
+def send_news(store: dist.Store, *news: Any) -> None:
+    """Tell the leading launcher something; it reads all news in the order of their numbers."""
+    store.set(f"news-{store.add('news', 1)}", json.dumps(news))
+
+
+class Member:
+    """Connection of this process to the launchers' store, which outlives every epoch of the run.
+
+    An epoch is the time between two losses. It has a list of ranks, and a store of its own, in which these meet. The
+    leading launcher closes that store when a rank is lost: who waits there fails at once, like those whose peers in a
+    collective have closed their connections.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Connect."""
+        end_with_launcher(environment)
+        number, _, address = environment[VARIABLE].partition("@")
+        host, _, port = address.rpartition(":")
+        self._environment, self._number, self._epoch = environment, int(number), 0
+        self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=QUERY_SECONDS))
+
+    def join(self, fits: Callable[[int], bool]) -> None:
+        """Wait until this process is a rank, and set the launcher's variables accordingly.
+
+        `fits` returns whether some layout has this number of ranks; it must return the same on all members. From the
+        second epoch on, ranks beyond the largest such number wait, too.
+        """
+        while True:
+            record = self._newest_epoch()
+            ranks = record["ranks"]
+            sizes = range(len(ranks), 0, -1) if self._epoch else ()
+            world = next(filter(fits, sizes), len(ranks))
+            rank = next((rank for rank, (number, _) in enumerate(ranks) if number == self._number), world)
+            if rank < world:
+                break
+            if rank < len(ranks):
+                send_news(self._store, "idle", self._number, self._epoch)
+            self._epoch += 1
+        local_rank = ranks[rank][1]
+        local_world = max(int(self._environment["LOCAL_WORLD_SIZE"]), local_rank + 1)
+        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+        self._environment.update({name: str(value) for name, value in numbers.items()})
+        self._environment["MASTER_PORT"] = str(record["port"])
+        send_news(self._store, "joined", self._number, self._epoch)
+
+    def leave(self, writers: Container[str]) -> None:
+        """Leave the epoch, because a rank is lost: close connections, and wait for threads with the names `writers`.
+
+        Their groups and their store fail, too. Raises LostError if one does not end.
+        """
+        send_news(self._store, "left", self._number, self._epoch)
+        self._epoch += 1
+        abort_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # gloo closes its connections when nothing refers to a group any more
+        for thread in threading.enumerate():
+            if thread.name in writers:
+                thread.join(SAVE_SECONDS)
+                if thread.is_alive():
+                    raise LostError(f"rank {self._environment['RANK']}: the {thread.name} thread of the lost run hangs")
+
+    def _newest_epoch(self) -> Any:
+        """Wait for the next epoch, and return the record of the newest one."""
+        while True:
+            try:
+                self._store.wait([f"epoch-{self._epoch}"], timedelta(seconds=QUERY_SECONDS))
+                break
+            except dist.DistStoreError:
+                continue  # a spare may wait for days
+        while self._store.check([f"epoch-{self._epoch + 1}"]):
+            self._epoch += 1
+        return json.loads(self._store.get(f"epoch-{self._epoch}"))

@@ -1,0 +1,195 @@
+"""Ranks are killed; spares take their places, and all other processes stay. Halves of the ranks have nodes of their
+own, as far as memory goes, and so has the spare."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pangu.common.exit_status import USER_ERROR
+from pangu.prepare.indexed_writer import IndexedWriter
+from pangu.topology.keeper import Roster
+from scripts.launch import main
+from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, VARIABLES, call_and_exit, metrics
+from tests.spawn import repository, run_ranks
+
+DIES_AFTER, STEPS = 4, 8
+LAYOUTS = {
+    "zero 1": (2, ("parallel.zero=1",)),
+    "zero 3": (2, ("parallel.zero=3",)),
+    "tensor 2 x data 2": (4, ("parallel.tensor=2", "parallel.zero=1")),
+    "pipeline 2 x data 2": (4, ("parallel.pipeline=2", "parallel.zero=2")),
+}
+POINTS = {
+    "before the forward pass": "training.step:Trainer.forward_backward",
+    "in a reduction": "zero.gradients:GradientSum._start",
+    "after the reductions": "zero.gradients:GradientSum.finish",
+    "at the norm": "zero.sharded:norm_and_loss",
+    "in the update": "training.step:Trainer.update",
+    "in a gather": "zero.unshard:Unsharder._gather",
+    "in a validation": "training.validation:Validation.figures",
+    "in a save": "checkpoint.together:write_own",
+    "in a copy": "training.copies:write_own",
+    "in a copy to the buddy": "training.copies:exchange_bytes",
+    "before a copy is whole": "training.copies:commit",
+}
+LATE = {point for point in POINTS if any(word in point for word in ("save", "copy", "validation"))}
+"""Those where the step has ended, but not the copy of the one before."""
+SCRIPT = f"""
+import importlib
+import os
+import signal
+from pathlib import Path
+
+from pangu.pretrain import pretrain
+from pangu.training.loop import Loop
+
+FOLDER = Path(__file__).parent
+NODE = min(2, 2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"]))  # 2: that of the spare
+os.environ["PANGU_MEMORY"] = f"{{FOLDER}}/memory/{{NODE}}"
+
+
+def replace(place, action):
+    module, _, names = place.partition(":")
+    *path, name = names.split(".")
+    owner = importlib.import_module(f"pangu.{{module}}")
+    for part in path:
+        owner = getattr(owner, part)
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *arguments, **keys: action(original, *arguments, **keys))
+
+
+def begin(original, loop):
+    with (FOLDER / "processes").open("a") as file:
+        print(os.environ["RANK"], os.getpid(), loop.trainer.step, file=file)
+    current.append(loop)
+    return original(loop)
+
+
+def die(original, *arguments, **keys):
+    is_due = current and current[-1].trainer.step >= {DIES_AFTER} and os.environ["RANK"] == "DIES"
+    result = original(*arguments, **keys)
+    if is_due and not (FOLDER / "killed").exists():
+        (FOLDER / "killed").write_text(str(current[-1].trainer.step))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+
+current = []
+if __name__ == "__main__":
+    replace("training.loop:Loop.run", begin)
+    replace("POINT", die)
+    pretrain(Path({str(repository())!r}) / "configs")
+"""
+
+
+def words(folder: Path, layout: str) -> list[str]:
+    """Words of a run that copies its state after each step, and also validates and saves."""
+    if not (folder.parent / "corpus.idx").exists():
+        with IndexedWriter(folder.parent / "corpus", 256) as writer:
+            for path in sorted((repository() / "pangu" / "topology").glob("*.py")):
+                writer.add(list(path.read_bytes()))
+    corpus = folder.parent / "corpus"
+    keys = ("data=indexed", f"data.train=[{corpus}]", f"data.validation=[{corpus}]", "model.vocab=256")
+    keys += (
+        "batch.micro_size=1",
+        "validation.every=2",
+        "validation.sequences=4",
+        "lr_schedule.warmup_steps=1",
+        f"train.steps={STEPS}",
+    )
+    keys += ("checkpoint.memory_every=1", "checkpoint.every=6", *LAYOUTS[layout][1], f"train.output={folder}")
+    return [*SMALL, SAME_ATTENTION, SAME_PRODUCTS, *keys]
+
+
+def start(folder: Path, layout: str, point: str, dies: int, spares: int, *keys: str) -> tuple[str, list[list[int]]]:
+    """Kill a rank; return what is said, and rank, process and step of each rank in each epoch."""
+    folder.mkdir()
+    script = folder / "dying.py"
+    script.write_text(SCRIPT.replace("POINT", POINTS[point]).replace("DIES", str(dies)), encoding="utf-8")
+    line = [sys.executable, "scripts/launch.py", f"--nproc-per-node={LAYOUTS[layout][0]}", f"--spares={spares}"]
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [*line, str(script), *words(folder / "run", layout), *keys],
+        cwd=repository(),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "processes").read_text().splitlines()
+    return done.stderr, [[int(word) for word in line.split()] for line in lines]
+
+
+@cache
+def unbroken(folder: Path, layout: str) -> list[tuple[float, float]]:
+    """Loss and norm of each step of a run that nobody disturbs."""
+    assert run_ranks(LAYOUTS[layout][0], call_and_exit, "pretrain", *words(folder, layout)).returncode == 0
+    return figures(folder)
+
+
+def figures(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in metrics(folder)]
+
+
+def cases() -> list[object]:
+    every = [
+        (layout, point, dies)
+        for layout, (world, _) in LAYOUTS.items()
+        for point in POINTS
+        for dies in (0, world - 1)
+        if (point, dies > 0) != ("before a copy is whole", True)  # the first rank of a node commits
+        and (point != "in a gather" or layout == "zero 3")
+    ]
+    few = ("zero 1", "at the norm", 1)
+    return [few, *(pytest.param(*case, marks=pytest.mark.long) for case in every if case != few)]
+
+
+@pytest.mark.parametrize(("layout", "point", "dies"), cases())
+def test_a_spare_takes_the_rank_of_a_killed_process(
+    layout: str, point: str, dies: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shared = tmp_path_factory.getbasetemp() / layout.replace(" ", "-")
+    shared.mkdir(exist_ok=True)
+    expected = unbroken(shared, layout)
+    folder = tmp_path_factory.mktemp("broken")
+    said, ranks = start(folder / "of", layout, point, dies, spares=1)
+    world = LAYOUTS[layout][0]
+    before, after = sorted(ranks[:world]), sorted(ranks[world:])
+    assert [rank for rank, *_ in before] == [rank for rank, *_ in after] == list(range(world))
+    stayed = [old[1] == new[1] for old, new in zip(before, after, strict=True)]
+    assert stayed == [rank != dies for rank in range(world)], said
+    repeated = int((folder / "of" / "killed").read_text()) - after[0][2]
+    assert 0 <= repeated <= 1 + (point in LATE), said
+    assert "/memory/" in said.partition("continuing from")[2].partition("\n")[0], "the disk is read"
+    assert figures(folder / "of" / "run") == expected
+
+
+def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_none_is_left() -> None:
+    roster = Roster()
+    roster.add(0, [0, 1, 2], count=2)
+    roster.add(1, [3, 4, 5], count=2)
+    assert roster.record() == [(0, 0), (1, 1), (3, 0), (4, 1)]
+    assert roster.replace([4]) == {4: 5}
+    assert roster.record() == [(0, 0), (1, 1), (3, 0), (5, 1)]
+    assert roster.replace([5]) == {5: 2}
+    assert roster.record() == [(0, 0), (1, 1), (3, 0), (2, 2)]
+    assert roster.replace([0]) == {}
+    assert [number for number, _ in roster.record()] == [3, 1, 2] or roster.ranks == [1, 2, 3]
+    roster.add(1, [6, 7, 8])
+    assert roster.replace([1]) == {1: 6}
+    assert len(roster.ranks) == 4
+
+
+@pytest.mark.parametrize("option", ["--spares=some", "--spares=1 --max-restarts=3", "--spares=1 --nnodes=1:2"])
+def test_options_that_do_not_go_together_are_one_message(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*option.split(), "--nproc-per-node=2", "pretrain.py"]) == USER_ERROR
+    assert option.split()[-1].partition("=")[0] in capsys.readouterr().err
