@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
+from pangu.config.help import show_help
 from pangu.pretrain import pretrain as pretraining
 from tests.spawn import Program, fork_server, redirect, repository, run_ranks, use_one_core
 
@@ -146,7 +147,8 @@ def call(name: str, words: list[str]) -> int | str | None:
         try:
             if name != "pretrain":
                 return importlib.import_module(name.replace("/", ".")).main(words)
-            pretraining(repository() / "configs")
+            if not show_help(words, repository() / "configs"):
+                pretraining(repository() / "configs")
         except SystemExit as end:
             return end.code
     return 0

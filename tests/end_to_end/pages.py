@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 from pangu.cli import file_of, launched
 from scripts.launch import split_spares
 from tests.configs import config
+from tests.end_to_end.commands import SMALL
 from tests.spawn import repository
 
 PAGES = [
@@ -22,34 +23,43 @@ PAGES = [
 ]
 """In English."""
 PROGRAMS = ("python", "torchrun", "pip", "pangu")
-OTHER_PROGRAMS = {
-    "benchmarks": "measure for minutes to hours",
-    "bash": "tests/clusters/test_kubernetes.py runs the script",
-    "cat": "joins files for the command that follows",
-    "complete": "tests/end_to_end/test_cli.py completes words",
-    "docker": "no test has a daemon; .ci/run lints the file",
-    "export": "sets a variable",
-    "find": "test_the_heartbeats_that_are_shown_are_of_runs_that_hang runs it",
-    "grep": "searches a file",
-    "hf": "asks a server",
-    "kill": "tests/end_to_end/test_faults.py stops processes",
-    "kubectl": "no test has a cluster; tests/clusters/test_kubernetes.py checks the files",
-    "mkdir": "test_the_rehearsal_of_gpt2_from_text_to_a_loss does the same",
-    "pangu.tasks": "tests/tasks runs it where lm-eval is installed",
-    "pip": "tests/end_to_end/test_wheel.py installs what the project builds",
-    "pytest": "runs the tests",
-    "sbatch": "tests/clusters/test_sbatch.py runs the script, and test_slurm.py where there is Slurm",
-    "sky": "no test has a cloud; tests/clusters/test_kubernetes.py runs the command of the task",
-    "source": "of Ascend's own software",
-    "srun": "tests/clusters has no Slurm with GPUs",
+NOT_RUN = {
+    "PROCESSES=2 sbatch": "tests/clusters/test_sbatch.py runs the script, and test_slurm.py where there is Slurm",
+    "bash scripts/modelarts.sh": "tests/clusters/test_kubernetes.py runs the script",
+    "complete -o": "tests/end_to_end/test_cli.py completes words",
+    "docker build --target": "no test has a daemon; hadolint reads the file",
+    "docker build -t": "no test has a daemon; hadolint reads the file",
+    "hf download": "asks a server",
+    "kill -STOP": "tests/end_to_end/test_faults.py stops processes",
+    "kubectl apply": "no test has a cluster; tests/clusters/test_kubernetes.py checks the files",
+    "OVERRIDES=scripts/slurm": "tests/clusters/test_sbatch.py runs the script with such a file",
+    "pip install -e .": "tests/end_to_end/test_wheel.py installs what the project builds",
+    "pip install dist/": "tests/end_to_end/test_wheel.py installs what the project builds",
+    "pip wheel": "tests/end_to_end/test_wheel.py builds it",
+    "pytest": "this is it",
+    "python -m benchmarks.characters": "measures for an hour",
+    "python -m benchmarks.counts": "counts models of 200 billion parameters for minutes",
+    "python -m benchmarks.experts_quality": "measures for hours",
+    "python -m benchmarks.planner_on_gloo": "measures for minutes",
+    "python -m pangu.tasks.lm_eval": "tests/tasks/test_lm_eval.py does, where lm-eval is installed",
+    "python tools/preprocess_data.py --input hf:": "asks a server; tests/end_to_end/test_streaming.py has a stand-in",
+    "python tools/report.py runs/quickstart --serve": "does not end; tests/report/test_report.py asks the server",
+    "sbatch --nodes=4": "no test has 4 nodes; tests/clusters/test_sbatch.py runs the script",
+    "sky jobs launch": "no test has a cloud; tests/clusters/test_kubernetes.py runs the command of the task",
+    "source /usr/local/Ascend": "of Ascend's own software",
+    "srun --ntasks-per-node": "needs Slurm with GPUs; tests/clusters/test_slurm.py has srun start processes",
+    "torchrun $DISTRIBUTED_ARGS pretrain_gpt.py": "Megatron's; tests/end_to_end/test_guides.py translates it",
+    "torchrun --nproc-per-node=2 examples/": "tests/as_library/test_public.py does",
+    "torchrun --nproc-per-node=2 tools/calibrate.py": "tests/tools/test_calibrate.py does, with --quick",
 }
-"""Programs and packages that pages start besides this project's programs, and why they are not started as they are."""
+"""Beginnings of the lines that `test_the_commands_of_a_page_work` does not carry out, and why. It does all others."""
 _SHELL = re.compile(
-    r"(?:[A-Z_]+=\S* +)*(apt-get|apt|bash|cat|cd|complete|cp|curl|deepspeed|docker|export|find|git|grep|helm|hf|"
-    r"jupyter|kill|kubectl|llama-server|ls|make|mkdir|mkdocs|mlflow|mpirun|nohup|nvidia-smi|ray|rm|sbatch|scancel|"
-    r"scontrol|sed|sh|singularity|sky|source|squeue|srun|ssh|sudo|tail|tensorboard|uv|vllm|wandb|wget|xargs)(?: |$)"
+    r"(?:[A-Z_]+=\S* +|\w+=\$\()*(apt-get|apt|bash|cat|cd|complete|cp|curl|deepspeed|docker|export|find|git|grep|helm|"
+    r"hf|jupyter|kill|kubectl|llama-server|ls|make|mkdir|mkdocs|mlflow|mpirun|nohup|nvidia-smi|printf|python|ray|rm|"
+    r"sbatch|scancel|scontrol|sed|sh|singularity|sky|source|squeue|srun|ssh|sudo|tail|tensorboard|uv|vllm|wandb|wget|"
+    r"xargs)(?: |$)"
 )
-"""The beginning of a line that is a command, and its program."""
+"""The beginning of a line that is a command of the shell or of another program."""
 LAYERS, STAGES, MICRO_BATCHES = 2, 2, 2
 
 
@@ -73,9 +83,15 @@ def commands(page: Path) -> list[list[str]]:
     return [each for line in lines for each in _apart(shlex.split(line, comments=True))]
 
 
-def other_programs(page: Path) -> list[tuple[str, str]]:
-    """Each line that starts another program, and the program."""
-    return [(line, found[1]) for line in shown(page) if (found := _SHELL.match(line))]
+def shell_lines(page: Path) -> list[str]:
+    """The lines for the shell, comments left out: those that start no program of `PROGRAMS`."""
+    lines = (re.sub(" +", " ", line.partition("   #")[0]) for line in shown(page))
+    return [line for line in lines if _SHELL.match(line) and line.split(" ")[0] not in PROGRAMS]
+
+
+def is_run(line: str) -> bool:
+    """Whether the suite carries out a line."""
+    return not line.startswith(tuple(NOT_RUN))
 
 
 def _apart(words: list[str]) -> Iterator[list[str]]:
@@ -120,6 +136,8 @@ class Command:
             return cls(words[1].removesuffix(".py").removeprefix(f"{repository()}/").removeprefix("pangu/"), words[2:])
         if words[:2] == ["python", "-m"] and words[2].startswith(("pangu.pretrain", "pangu.tools.", "pangu.scripts.")):
             return cls(_of_module(words[2]), words[3:])
+        if words[:3] == ["python", "-m", "benchmarks.planner_accuracy"]:
+            return cls("benchmarks/planner_accuracy/__main__", words[3:])
         return None
 
     @property
@@ -147,8 +165,6 @@ class Form:
     """Words behind its own."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Words in the place of its own."""
-    runs: bool = True
-    """False: its words are only read, by the parser of the program."""
 
     def words(self, command: Command) -> list[str]:
         return [*(self.instead.get(word, word) for word in command.arguments), *self.more]
@@ -187,27 +203,65 @@ OTHER_RUNS = {
     "runs/own": "runs/quickstart",
     "runs/gpt2_fineweb": "runs/quickstart",
 }
+STEP = "runs/quickstart/checkpoints/step-00000020"
+"""The trained one."""
 TRAINED_STEP = {
-    f"runs/{name}": "runs/quickstart/checkpoints/step-00000020"
+    f"{prefix}runs/{name}": f"{prefix}{STEP}"
+    for prefix in ("", "checkpoint.init_from=")
     for name in (
-        "quickstart/checkpoints/step-00001850",
-        "one/checkpoints/step-00000005",
-        "two/checkpoints/step-00000005",
+        *("quickstart/checkpoints/step-00001850", "quickstart/checkpoints/step-00000300"),
+        *("one/checkpoints/step-00000005", "two/checkpoints/step-00000005"),
     )
 }
+FOUND_HERE = TRAINED_STEP | {
+    "data.train=[/tmp/text.txt]": "data.train=[text.txt]",
+    "metrics.prometheus_port=9400": "metrics.prometheus_port=19400",
+    "train.alert_command=[/opt/bin/tell,--channel,training]": "train.alert_command=[/bin/true,--channel,training]",
+}
+"""Words of runs of the quickstart."""
+TWO_STEPS = (
+    *(word for word in SMALL if not word.startswith("batch")),
+    *("train.steps=2", "lr_schedule.warmup_steps=1", "validation.every=0", "sample.tokens=0"),
+    "train.output=runs/two_steps",
+)
+LAUNCHES = {
+    "launch.sh": "llama2_7b.sh",
+    "train_7b.sh": "llama2_7b.sh",
+    "train_gpt3_175b_distributed.sh": "gpt3_175b.sh",
+    "ds_config.json": "deepspeed.json",
+    "run_pangualpha_13b.yaml": "pangu_13b.yaml",
+    "config.json": "llama2_7b.json",
+}
+"""Names on the pages, and in the folder of published launches."""
 FORMS: dict[str, Form] = {
-    "tools/train_tokenizer": Form("a small corpus", instead={"40000": "300"}),
-    "tools/preprocess_data": Form("a small corpus", ("--max-bad", "0")),
+    "tools/train_tokenizer": Form("a small corpus", ("--overwrite",), {"40000": "300", "4000": "500"}),
+    "tools/preprocess_data": Form(
+        "a small corpus",
+        ("--max-bad", "0", "--overwrite"),
+        {"tokenizer.model": "my/tokenizer.model", "held-out.jsonl": "texts.jsonl", "0.05": "0.5"},
+    ),
     "tools/inspect_data": Form(
         "nobody has trained on conversations, and the vocabulary of one's own has another name",
         instead={"runs/chat/data/instructions": "my/corpus", "tokenizer.model": "my/tokenizer.model"},
     ),
     "tools/inspect_checkpoint": Form("the trained model has fewer steps", instead=TRAINED_STEP),
     "tools/convert_checkpoint": Form("files of small models", instead=MODEL_OF_FILES),
-    "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
-    "tools/translate_config": Form("tests/interop/test_translate_config.py has such files", runs=False),
-    "$DISTRIBUTED_ARGS": Form("of Megatron; tests/end_to_end/test_guides.py translates it", runs=False),
-    "tools/report": Form("tests/report/test_report.py has such run folders", runs=False),
+    "tools/translate_config": Form(
+        "published launches",
+        instead={
+            name: str(repository() / "tests/interop/launches" / LAUNCHES.get(name, name))
+            for name in (*LAUNCHES, "llama3_8b.toml")
+        },
+    ),
+    "tools/report": Form("other runs", instead={"runs/lamb": "runs/pangu_2_6b", "runs/sweep": "runs"}),
+    "benchmarks/planner_accuracy/__main__": Form(
+        "few measurements",
+        instead={
+            "measurements.csv": str(repository() / "tests/planner_accuracy/measurements.csv"),
+            "tests/planner_accuracy/unseen.csv": str(repository() / "tests/planner_accuracy/unseen.csv"),
+            "pangu/report/intervals.json": "intervals.json",
+        },
+    ),
     "scripts/generate": Form("one process", ("--max-tokens", "4"), OTHER_RUNS),
     "scripts/evaluate": Form(
         "one process, one question, files without examples", ("--limit", "1"), {"2": "1", "few": "0"}
@@ -216,15 +270,24 @@ FORMS: dict[str, Form] = {
 """By program; the words of `pretrain` and `tools/plan` depend on what they ask for."""
 
 
+def two_steps(command: Command) -> Form | None:
+    """The form in which a run of the quickstart trains; None: of others, and of those that save on a server."""
+    if "+config=quickstart" not in command.arguments or any("s3://" in word for word in command.arguments):
+        return None
+    other_data = any(word.startswith("data=") for word in command.arguments)
+    data = () if other_data else ("data.folder=runs/quickstart/data",)
+    return Form("two steps of a small model", (*TWO_STEPS, *data), FOUND_HERE)
+
+
 def cheap(command: Command) -> Form:
     """The form of a command."""
-    if command.program == "pretrain" and "--help" in command.arguments:
-        return Form("explained where it is read", runs=False)
     if command.program == "pretrain" and not command.trains:
-        return Form("composes, as it is")
+        return Form("composes or explains, as it is")
     if command.program == "pretrain":
-        few = _few(command.overrides, command.processes)
-        return Form("a step of few layers without devices", (*few, "dry_run=true"))
+        dry = Form(
+            "a step of few layers without devices", (*_few(command.overrides, command.processes), "dry_run=true")
+        )
+        return (command.processes == 1 and two_steps(command)) or dry
     if command.program == "tools/plan":
         overrides = [word for word in command.arguments if "=" in word]
         if "--search" in command.arguments:
@@ -232,6 +295,4 @@ def cheap(command: Command) -> Form:
             more = tuple(word for word in SEARCHED if word.partition("=")[0] not in given)
             return Form("few layouts, whose layers nobody counts", more)
         return Form("few layers", _few(overrides, 1))
-    if command.program.startswith("examples/"):
-        return Form("tests/as_library carries it out", runs=False)
     return FORMS[command.program]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from contextlib import chdir, nullcontext
@@ -25,27 +27,30 @@ from docs.line_breaks import join_lines
 from pangu.common.errors import ConfigError
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
+from pangu.data.stdlib import StdlibPaths
 from pangu.interop.formats.fields import load_table
 from pangu.interop.formats.huggingface_config import kinds
 from pangu.interop.formats.megatron_names import table as megatron_table
 from pangu.interop.formats.stored import inexpressible
 from pangu.models.size import num_parameters
 from pangu.schedule.orders import SCHEDULES
-from pangu.training.process import Heartbeat
+from pangu.training.process import Heartbeat, save_nodes
 from tests.configs import RECIPES, config
 from tests.dryrun.conftest import commands_share_it, process  # noqa: F401
-from tests.end_to_end.commands import SMALL, called, metrics, on_ranks
+from tests.end_to_end.commands import called, metrics, on_ranks
 from tests.end_to_end.commands import command as python
 from tests.end_to_end.pages import (
-    OTHER_PROGRAMS,
+    NOT_RUN,
     PAGES,
     Command,
     cheap,
     chinese,
     commands,
-    other_programs,
+    is_run,
     run_python_block,
+    shell_lines,
     shown,
+    two_steps,
 )
 from tests.interop.test_formats import given, weights
 from tests.schedule.pictures import draw_schedule
@@ -58,25 +63,28 @@ ABRIDGED = {"pangu-200b", "planner-accuracy"}
 ENGLISH_ONLY = {"reference"}
 WITH_PROSE = [page for page in PAGES if page.stem not in ENGLISH_ONLY]
 PREPARING = ("tools/train_tokenizer.py", "tools/preprocess_data.py")
-"""Programs whose commands are carried out once for all pages."""
+PREPARED = [words for words in commands(DOCS["getting-started"]) if words[1] in PREPARING]
+"""What is carried out once for all pages."""
 EACH = list(dict.fromkeys(tuple(words) for page in PAGES for words in commands(page)))
 
 
 @pytest.mark.parametrize("page", WITH_PROSE, ids=lambda page: page.stem)
 def test_both_languages_show_the_same_commands(page: Path) -> None:
-    english, other = commands(page), commands(chinese(page))
+    """So those of both are carried out."""
+    english, other = ([" ".join(each) for each in commands(one)] + shell_lines(one) for one in (page, chinese(page)))
     if page.stem in ABRIDGED:
-        other += [words for words in english if words not in other]
+        other += [line for line in english if line not in other]
     assert sorted(other) == sorted(english)
 
 
-def test_commands_of_other_programs_are_excused_and_name_files_that_exist() -> None:
-    lines = [each for page in (*PAGES, *map(chinese, WITH_PROSE)) for each in other_programs(page)]
-    others = [words for words in EACH if Command.of(list(words)) is None]
-    packages = {words[2].rpartition(".")[0] if words[0] == "python" else words[0] for words in others}
-    assert {program for _, program in lines} | packages == set(OTHER_PROGRAMS)
-    for line, _ in lines:
-        for path in re.findall(r"(?<![\w/])(?:scripts|tools|configs|docs|examples)/[\w./*-]+", line):
+def test_a_command_is_carried_out_or_has_a_reason_and_names_files_that_exist() -> None:
+    shell = [line for page in PAGES for line in shell_lines(page)]
+    lines = [*shell, *map(" ".join, EACH)]
+    assert [start for start in NOT_RUN if not any(line.startswith(start) for line in lines)] == []
+    assert [words for words in EACH if Command.of(list(words)) is None and is_run(" ".join(words))] == []
+    named = r"(?<![\w/])(?:scripts|tools|configs|docs|examples|tests)/[\w./*-]+\w"
+    for line in (*shell, *NOT_RUN.values()):
+        for path in re.findall(named, line):
             assert list(repository().glob(path)), line
 
 
@@ -172,28 +180,39 @@ def test_a_command_that_is_not_understood_is_found(wrong: str) -> None:
 def carry_out(words: list[str]) -> None:
     """The cheap form of a command, in this process and the present folder."""
     command = Command.of(words)
-    if command is None or not (form := cheap(command)).runs:
-        return
+    assert command is not None
+    form = cheap(command)
     done = called(command.program, *form.words(command))
     assert done.returncode == 0, f"{' '.join(words)} {form.more}\n{done.stdout}\n{done.stderr}"
 
 
+def carry_out_lines(lines: list[str]) -> None:
+    """Lines for the shell as one script, in the present folder."""
+    script = "\n".join(["set -eo pipefail", *lines]).replace("/tmp/", "")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", script], env=os.environ | {"PATH": path}, capture_output=True, check=False)
+    assert done.returncode == 0, f"{script}\n{done.stderr.decode()}"
+
+
 @pytest.fixture(scope="session")
-def workplace(session_folder: Path, folder: Path) -> Path:
+def workplace(session_folder: Path, folder: Path, prepared: StdlibPaths) -> Path:
     """What the commands of pages ask for: the quickstart's run folder, text, and what the page that tells of text of
     one's own makes of it. Not to be changed."""
     place = session_folder / "workplace"
     with FileLock(place.with_suffix(".lock")):
         if not place.exists():
             place.mkdir()
-            shutil.copytree(folder, place / "runs/quickstart")
-            shutil.copytree(folder, place / "runs/pangu_2_6b")
+            for name in ("quickstart", "pangu_2_6b", "hang"):
+                shutil.copytree(folder, place / "runs" / name)
             (place / "runs/quickstart/benchmarks").rename(place / "benchmarks")
+            (place / "runs/quickstart/data").symlink_to(prepared.folder)
+            for name in ("hang", "quickstart"):
+                (node,) = json.loads((folder / "nodes.json").read_text(encoding="utf-8"))
+                save_nodes(place / "runs" / name, [node | {"rank": rank, "data": rank} for rank in range(4)])
             _write_text(place)
             with chdir(place):
-                for words in commands(DOCS["getting-started"]):
-                    if words[1] in PREPARING:
-                        carry_out(words)
+                for words in PREPARED:
+                    carry_out(words)
             _write_models(place)
             with chdir(place):
                 run_python_block(DOCS["fine-tuning"])
@@ -208,6 +227,12 @@ def _write_text(place: Path) -> None:
     (place / "corpus").mkdir()
     (place / "corpus/corpus.txt").write_text("\n\n".join(texts), encoding="utf-8")
     (place / "corpus.txt").write_text("\n\n".join(texts[:3]), encoding="utf-8")
+    (place / "texts.jsonl").write_text('{"text": "held out"}\n', encoding="utf-8")
+    (place / "docs").mkdir()
+    for name in ("evaluation.md", "evaluation.zh.md", "reference.md"):
+        shutil.copy(repository() / "docs" / name, place / "docs")
+    (place / "tools").symlink_to(repository() / "tools")
+    shutil.copy(repository() / "tests/interop/launches/llama2_7b.sh", place / "train_7b.sh")
     (place / "prompts.jsonl").write_text('{"prompt": "def "}\n', encoding="utf-8")
 
 
@@ -226,14 +251,16 @@ def _write_models(place: Path) -> None:
 @pytest.mark.usefixtures("formulas", "commands_share_it")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_work(page: Path, workplace: Path, tmp_path: Path) -> None:
-    """One after another; a Chinese page has those of the English one."""
-    if not commands(page):
-        return
-    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    """Lines for the shell, then the project's programs, one after another; a Chinese page has those of the English."""
+    lines = list(filter(is_run, shell_lines(page)))
+    mine = [words for words in commands(page) if is_run(" ".join(words)) and words not in PREPARED]
+    if lines or mine:
+        shutil.copytree(workplace, tmp_path, symlinks=True, dirs_exist_ok=True)
     with chdir(tmp_path):
-        for words in commands(page):
-            if words[1:2] not in ([name] for name in PREPARING):
-                carry_out(words)
+        if lines:
+            carry_out_lines(lines)
+        for words in mine:
+            carry_out(words)
 
 
 @pytest.mark.parametrize("name", ["parallelism", "extending"])
@@ -303,11 +330,12 @@ def test_a_run_of_the_quickstart_trains_on_as_many_processes_as_it_says(
 ) -> None:
     command = Command.of(list(words))
     assert command is not None
-    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "runs/quickstart/checkpoints")
-    small = [word for word in SMALL if not word.startswith("batch")]
+    form = two_steps(command)
+    if form is None or command.processes == 1:
+        return  # test_the_commands_of_a_page_work
+    shutil.copytree(workplace, tmp_path, symlinks=True, dirs_exist_ok=True)
     with chdir(tmp_path):
-        done = on_ranks(command.processes, "pretrain", *command.arguments, *small, "train.steps=2")
+        done = on_ranks(command.processes, "pretrain", *form.words(command))
     assert done.returncode == 0, done.stderr
 
 
