@@ -128,8 +128,10 @@ def configure(source: WeightSource, overrides: Sequence[str], output: Path) -> R
             opened = load_tokenizer(tokenizer)
             if known:
                 known = put_tokenizer_end_first(known, opened)
-            elif opened.eod is not None and not {"data.packing", "data.packing.eod"} & names:
-                known = {"eod": opened.eod}  # Megatron's and MindSpore's files name none, and a preset's is another one
+            else:  # Megatron's and MindSpore's files name no ids, and a preset's are another vocabulary's
+                named_ids = " ".join(word for word in overrides if word.startswith("data.packing"))
+                known = {"eod": opened.eod} if opened.eod is not None and "eod" not in named_ids else {}
+                known |= {"pad": None} if tokenizer.kind != "pangu" and "pad" not in named_ids else {}
     packing = settle_packing(known, config.data.packing, model.vocab)
     data = replace(config.data, packing=packing, tokenizer=tokenizer)
     config = replace(config, model=model, data=data)

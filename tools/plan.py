@@ -32,7 +32,7 @@ from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.clusters import require_cluster
+from pangu.planning.clusters import require_cluster, warn_of_format
 from pangu.planning.find import Outcome, find_layouts, overrides_of, refusals
 from pangu.planning.program import Program, plan_of
 from pangu.report.auto import prepare_choice
@@ -164,6 +164,7 @@ def print_layouts(options: argparse.Namespace) -> None:
     if options.html is not None:
         require_writable(options.html)
     outcome = find(options)
+    warn_of_format(outcome.space.cluster, outcome.space.config.precision)
     if options.html is not None:
         with writing(options.html):
             options.html.write_text(page(outcome), encoding="utf-8")
@@ -215,7 +216,7 @@ def plan(options: argparse.Namespace) -> None:
     count_frozen(config.model, config.train.frozen)
     check_groups(config.model, config.train.frozen, config.parameter_groups)
     if config.cluster is not None:
-        cluster_in(config.cluster)
+        warn_of_format(cluster_in(config.cluster), config.precision)
     if options.modules:
         require_kernels(config)
         spans = dict(Program(config).spans(plan_of(config, layout, stages)))

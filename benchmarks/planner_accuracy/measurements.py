@@ -89,9 +89,10 @@ class _Values(defaultdict[str, str]):
 
     def count(self, name: str, default: int | None = None) -> int:
         """Return a whole number."""
+        reason = f"{name} is empty" if name in self else f"there is no column {name}"
         number = self.number(name) or default
         if number is None:
-            raise UserError(f"{name} is not told")
+            raise UserError(reason)
         _refuse(number != int(number), f"{name} is no whole number")
         return int(number)
 

@@ -45,6 +45,8 @@ class MatmulConfig:
     fraction; others are computed from the numbers above, which were fitted to these."""
     tflops_fp8: Positive | None = None
     """Peak rate in fp8 (dense), 10^12 operations per second, with the same `efficiency`; null: not supported."""
+    bf16: bool = True
+    """Support of bf16 among the 16-bit formats; a plan in bf16 for devices without it warns."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,11 @@ def compact(number: float) -> str:
     return f"{number:.1f}T"
 
 
+def figure(number: float) -> str:
+    """Return a number such as 21.05 with two decimals, or three digits and an exponent from a million on."""
+    return f"{number:.2f}" if number < 1e6 else f"{number:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration with its two largest units: `45 s`, `12 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
     minutes, second = divmod(round(seconds), 60)

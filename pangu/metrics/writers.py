@@ -17,7 +17,7 @@ from pangu.config.schema import MetricsConfig
 from pangu.metrics.prometheus import PrometheusWriter
 from pangu.metrics.record import StepRecord, from_json, read_lines, to_json
 from pangu.metrics.services import service_of, wandb_service
-from pangu.metrics.text import compact, duration
+from pangu.metrics.text import compact, duration, figure
 from pangu.metrics.trackers import TensorBoardWriter, TrackedRun, TrackerWriter
 
 
@@ -85,12 +85,12 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
         parts.append((f"padding {100 * record.padding:.1f} %", ""))
     if record.skipped:
         parts.append((f"skipped {record.skipped}", "yellow"))
-    if record.validation_loss is not None:
-        text = f"validation loss {record.validation_loss:.4f} (perplexity {record.validation_perplexity:.2f})"
+    if record.validation_loss is not None and record.validation_perplexity is not None:
+        text = f"validation loss {record.validation_loss:.4f} (perplexity {figure(record.validation_perplexity)})"
         parts.append((text, "bold cyan"))
     for name, figures in (record.validation_sources or {}).items():
-        parts.append((f"{name} {figures['loss']:.4f} ({figures['perplexity']:.2f})", "cyan"))
-    parts += [(f"{name} {figure:.2f}", "cyan") for name, figure in (record.evaluation or {}).items()]
+        parts.append((f"{name} {figures['loss']:.4f} ({figure(figures['perplexity'])})", "cyan"))
+    parts += [(f"{name} {figure(value)}", "cyan") for name, value in (record.evaluation or {}).items()]
     return Text(" | ").join(Text(text, style) for text, style in parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +13,9 @@ import yaml
 from pangu.common.errors import UserError
 from pangu.common.files import refuse_expanding
 from pangu.config.cluster import ClusterConfig, cluster_in
+from pangu.config.optimizer import PrecisionConfig
+
+log = logging.getLogger(__name__)
 
 
 def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
@@ -23,6 +27,13 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
             f"tools/calibrate.py --output {folder}/mine.yaml and set cluster=mine"
         )
     return cluster_in(values["cluster"])
+
+
+def warn_of_format(cluster: ClusterConfig, precision: PrecisionConfig) -> None:
+    """Warn if the matmuls are in bf16 and the cluster's devices have none."""
+    if precision.compute == "bf16" and not cluster.matmul.bf16:
+        rule = "has no bf16 (cluster.matmul.bf16 = false): these are its figures in fp16; set precision=fp16"
+        log.warning("precision.compute = bf16: %s %s", cluster.name, rule)
 
 
 def load_cluster(path: Path) -> ClusterConfig:

@@ -16,14 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
 from pangu.common.errors import UserError
-from pangu.common.exit_status import exit_status
+from pangu.common.exit_status import USER_ERROR, exit_status
 from pangu.data.boundaries import describe_ids
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
@@ -31,6 +25,18 @@ from pangu.interop.loading import load_model
 from pangu.tasks.arguments import connected
 from pangu.tasks.scoring import ScoredSpan, score
 from pangu.topology.launch import Launch, is_first_process
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    if __name__ != "__main__" or (error.name or "").partition(".")[0] != "lm_eval":
+        raise
+    print("lm_eval: needs the package lm-eval: pip install lm-eval (or this package's extra: eval)", file=sys.stderr)
+    sys.exit(USER_ERROR)
 
 
 @register_model("pangu")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pangu.common.errors import UserError, writing
 from pangu.common.files import parse_json, write_atomically
+from pangu.metrics.text import figure
 from pangu.tasks.ask import Answer
 from pangu.tasks.catalogue import TASKS
 from pangu.tasks.task import read_text
@@ -104,6 +105,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     for entry in results:
         for name, value in entry["measures"].items():
             figures = [value, *(entry["published"][model].get(name) for model in MODELS)]
-            texts = ["" if figure is None else f"{figure:.2f}" for figure in figures]
+            texts = ["" if one is None else figure(one) for one in figures]
             rows.add_row(entry["task"], str(entry["shots"]), str(entry["questions"]), name, *texts)
     return rows

@@ -147,6 +147,8 @@ def culprits(mesh: Mesh, not_finite: Sequence[Sequence[str]]) -> str:
     ranks = _first_ranks(mesh, not_finite)
     if not ranks:
         return "the gradients of each rank are finite, but their sum or its norm is not"
+    if all(set(names) <= {"loss"} for names in not_finite):
+        return f"the loss is not finite, though all gradients are: {ranks}"
     return f"gradients are not finite: {ranks}"
 
 

@@ -21,7 +21,7 @@ from pangu.common.files import read_json_object, write_atomically
 from pangu.config.data import InstructionsData, StdlibData
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import peak_memory_gib
-from pangu.metrics.text import duration
+from pangu.metrics.text import duration, figure
 from pangu.models.size import num_parameters
 from pangu.training.loop import Loop
 
@@ -95,7 +95,7 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
     ]
     loss, perplexity = summary["validation_loss"], summary["validation_perplexity"]
     if loss is not None and perplexity is not None:
-        lines.append(f"held-out loss {loss:.4f}, perplexity {perplexity:.2f}")
+        lines.append(f"held-out loss {loss:.4f}, perplexity {figure(perplexity)}")
     lines += [f"\nsampled:\n{indent(text, '    ')}" for text in summary["samples"]]
     names = {
         "loss curve": "plots/loss.png",

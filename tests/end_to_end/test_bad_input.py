@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,15 @@ def test_only_the_first_of_several_processes_speaks(tmp_path: Path) -> None:
         done = pretrain(tmp_path / "run", override, processes=2)
         assert done.returncode != 0
         assert done.stderr.count(expected) == 1, done.stderr
+
+
+def test_the_command_of_a_package_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("pangu.tasks.lm_eval", run_name="__main__")
+    assert "needs the package lm-eval: pip install lm-eval" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/1").exists(), reason="needs a folder that nobody may write")

@@ -94,9 +94,11 @@ def test_documents_end_as_the_given_tokenizer_says(tmp_path: Path) -> None:
     words.add_special_tokens(["<|endoftext|>"])
     words.save(str(tmp_path / "tokenizer.json"))
     given = f"data.tokenizer={{kind: huggingface, path: {tmp_path / 'tokenizer.json'}}}"
-    for eod, more in ((1, ()), (5, ("data.packing.eod=5",)), (7, ("data.packing={eod: 7}",))):
+    cases = {1: ("data=indexed_pangu",), 5: ("data.packing.eod=5",), 7: ("data.packing={eod: 7}",)}
+    for eod, more in cases.items():
         run = convert("megatron", "pangu", tmp_path / "in", tmp_path / f"run{eod}", HEADS_GIVEN, given, *more)
-        assert yaml.safe_load((run / "config.yaml").read_text())["data"]["packing"]["eod"] == eod
+        packing = yaml.safe_load((run / "config.yaml").read_text())["data"]["packing"]
+        assert (packing["eod"], packing["pad"]) == (eod, None)
 
 
 @pytest.mark.parametrize("source", ["huggingface", "megatron", "mindspore", "pangu"])

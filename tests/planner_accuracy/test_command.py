@@ -102,7 +102,7 @@ def test_the_table_names_all_sources(table: Path, capsys: pytest.CaptureFixture[
     [
         (None, "cannot be read"),
         ("", "no row can be used"),
-        ("a,b\n1,2\n", "layers is not told"),
+        ("a,b\n1,2\n", "1 because there is no column layers"),
         (HEADER, "no row can be used"),
         (HEADER.replace("params_b", "layers") + "\n", "there are 2 columns layers"),
         (
@@ -137,7 +137,7 @@ def test_hostile_tables_end_in_one_message(
         ("x,,,48,8192,64,,,51200,2048,,A100,8.5,8,8,1,,1,,,,,,8,1.0,,,,,", "gpus is no whole number"),
         ("x,,,48,8192,64,,4,51200,2048,,A100,8,8,8,1,,1,,,,,,8,1.0,,,,,", "tp does not divide the model"),
         ("x,,,48,8192,64,,,51200,2048,,A100,8,8,1,8,0.5,1,,,,,,8,1.0,,,,,", "vpp is no whole number"),
-        ("x", "is not told"),
+        ("x", "layers is empty"),
     ],
 )
 def test_rows_that_make_no_sense_are_counted(row: str, reason: str, table: Path) -> None:

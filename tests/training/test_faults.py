@@ -394,6 +394,7 @@ def test_culprits_in_words() -> None:
     assert culprits(mesh, [[], ["b", "a"]]) == "gradients are not finite: rank 1 on x: b and 1 more"
     assert culprits(mesh, [["a"]] * 6).endswith("rank 3 on y: a; 2 more ranks")
     assert "their sum or its norm is not" in culprits(mesh, [[], []])
+    assert culprits(mesh, [[], ["loss"]]) == "the loss is not finite, though all gradients are: rank 1 on x: loss"
 
 
 def test_slow_ranks_are_those_far_above_the_median() -> None:
