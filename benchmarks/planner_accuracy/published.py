@@ -52,6 +52,8 @@ class System(NamedTuple):
     """Whether weight gradients of the head are computed while a pipeline drains, as many as there is time for."""
     fused_loss: bool = False
     """Whether the loss is one kernel that keeps logits in 16 bits."""
+    bucketed: bool = False
+    """Whether replicas send gradients and parameters in buckets, of which the last one overlaps nothing."""
 
 
 class Setup(NamedTuple):
@@ -89,7 +91,7 @@ DEEPSPEED = MEGATRON_2021._replace(spare_bytes=0)
 DEEPSPEED_BF16 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
 """Megatron-DeepSpeed in bf16: the optimizer accumulates each micro-batch's gradients in fp32 in separate kernels: they
 clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, MT-NLG)."""
-MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, 0.95, 1.0)
+MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, 1.0, 1.0, bucketed=True)
 """Megatron-Core since 2023: flash attention, communication overlapped with computation. A wgrad matmul has to read the
 sum that it adds to."""
 NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_head=True)

@@ -93,14 +93,16 @@ def in_flight(schedule: str, stages: int, virtual_stages: int, micro_batches: in
 def _reductions(parameters: float, setup: Setup) -> tuple[tuple[Collective, ...], ...]:
     """Return the collectives of gradients and of parameters between replicas, except those of ZeRO-3 in the layers."""
     _, system, plan, _ = setup
-    gradients, hidden = parameters * system.gradient_bytes, system.hidden_data
+    # The size of Megatron-Core's DistributedDataParallelConfig.
+    buckets = max(1.0, parameters / max(40e6, 1e6 * plan.replicas)) if system.bucketed else 1.0
+    sent, hidden = parameters * system.gradient_bytes / buckets, system.hidden_data * (1 - system.bucketed / buckets)
     if plan.zero == 0:
-        return (Collective("all_reduce", "replicas", gradients, 1, hidden),), ()
+        return (Collective("all_reduce", "replicas", sent, buckets, hidden),), ()
     if plan.zero == 3:
         return (), ()
     times = plan.micro_batches if setup.reduces_each else 1
-    gathers = (Collective("all_gather", "shard", 2 * parameters, 1, hidden),)
-    return (Collective("reduce_scatter", "shard", gradients, times, hidden),), gathers
+    gathers = (Collective("all_gather", "shard", 2 * parameters / buckets, buckets, hidden),)
+    return (Collective("reduce_scatter", "shard", sent, times * buckets, hidden),), gathers
 
 
 def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:

@@ -112,6 +112,22 @@ def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
     assert [one.kind for one in weights.collectives] == ["reduce_scatter"]
 
 
+def test_the_last_bucket_of_gradients_overlaps_nothing() -> None:
+    # Megatron-Core: max(40,000,000, 1,000,000 * replicas) parameters
+    def sent(tensor: int, data: int) -> tuple[float, float, float]:
+        (reductions, _, gathers), *_ = describe(setup(Layout(tensor, data=data, zero=1), MEGATRON_CORE)).ends
+        (reduced, *_), (gathered,) = reductions.collectives, gathers.collectives
+        assert (gathered.calls, gathered.hidden) == (reduced.calls, reduced.hidden)
+        return reduced.bytes / 4, reduced.calls, reduced.hidden
+
+    for data, size in (8, 40e6), (128, 128e6):
+        elements, calls, hidden = sent(1, data)
+        assert elements == pytest.approx(size)
+        assert elements * calls == pytest.approx(num_parameters(GPT_22B), rel=0.02)
+        assert hidden == pytest.approx(1 - 1 / calls)
+    assert sent(8, 4096)[1:] == (1, 0)
+
+
 def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others() -> None:
     slow = replace(A100, between=replace(A100.between, gb_s=1.0))
 
