@@ -6,11 +6,16 @@ that hold all pairs grows with the logarithm of the number of options; that of t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from itertools import combinations
 from operator import or_
+from pathlib import Path
+
+from filelock import FileLock
 
 Case = dict[str, str]
 Choice = tuple[str, str]
@@ -21,6 +26,13 @@ Rule = Callable[[Mapping[str, str]], bool]
 
 TRIES = 10
 """Cases made for a missing pair, of which the best is taken."""
+
+
+@cache
+def _sources() -> str:
+    """Return a checksum of all test files: arrays depend on factors and rules."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def pairs_of(case: Mapping[str, str]) -> set[Pair]:
@@ -68,12 +80,28 @@ class Cover:
         self._bit = {(name, value): 1 << number for number, (name, value) in enumerate(_choices(factors))}
         self.apart = {pair for pair in all_pairs(factors) if not rule(dict(pair))}
         """Pairs that the rule forbids by themselves."""
-        self._never = self._partners(self.apart)
-        self._ever = {name: reduce(or_, (self._never[name, value] for value in factors[name])) for name in factors}
         self.impossible: set[Pair] = set()
         """Pairs of which there is no case at all: `apart`, and what would need a third value that is apart."""
         self.cases: list[Case] = []
         """Always the same ones."""
+        path = Path(__file__).parents[1] / ".pytest_cache" / "covers" / f"{rule.__module__}.{of}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):  # several processes collect the tests at the same time
+            kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            if kept.get("sources") != _sources():
+                self._draw(of)
+                pairs = [sorted(pair) for pair in self.impossible]
+                kept = {"sources": _sources(), "cases": self.cases, "impossible": pairs}
+                whole = path.with_suffix(".new")
+                whole.write_text(json.dumps(kept), "utf-8")
+                whole.replace(path)
+        self.cases = kept["cases"]
+        self.impossible = {frozenset((name, value) for name, value in pair) for pair in kept["impossible"]}
+
+    def _draw(self, of: str | None) -> None:
+        factors = self._factors
+        self._never = self._partners(self.apart)
+        self._ever = {name: reduce(or_, (self._never[name, value] for value in factors[name])) for name in factors}
         missing = dict.fromkeys(  # in order, unlike a set
             pair for pair in all_pairs(factors) if of is None or any(name == of for name, _ in pair)
         )
