@@ -79,6 +79,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     bystanders = (
         "config/build.py",
         "config/checks.py",
+        "config/dependencies.py",
         "config/layout_checks.py",
         "config/position_checks.py",
         "config/expert_checks.py",
