@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 import torch
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 pytest.importorskip("transformers")
 
-from pangu.interop.formats.modeling_pangu import PanguConfig, PanguForCausalLM
+from pangu.interop.formats.modeling_pangu import PanguConfig, PanguForCausalLM, PanguModel
 from pangu.interop.formats.tokenization_pangu import PanguTokenizer
 
 
@@ -112,3 +115,50 @@ def test_the_end_of_a_document_has_a_text(jieba: bool, tmp_path: Path) -> None:
     assert tokenizer.decode([end]) == tokenizer.decode(end) == "<eot>"
     assert tokenizer.decode([*words, end, *words]) == "今天 是<eot>今天 是"
     assert tokenizer.decode([*words, end], skip_special_tokens=True) == "今天 是"
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+def test_another_attention_function_computes_the_same_from_texts_in_one_row(
+    positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.33 calls it: `AutoModel`'s class without masks or caches, two texts one after the other, then one token
+    of each; the function keeps keys and values itself."""
+    model = small_model(positions).eval()
+    trunk = PanguModel(model.config).eval()
+    trunk.load_state_dict(model.transformer.state_dict())
+    kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    lengths = [5, 8]
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        assert mask is None
+        results = []
+        for text, (q, k, v) in enumerate(zip(*(part.split(lengths, 2) for part in (query, key, value)), strict=True)):
+            earlier = kept.get((module.layer_idx, text))
+            if earlier is not None:
+                k, v = (torch.cat(pair, 2) for pair in zip(earlier, (k, v), strict=True))
+            kept[module.layer_idx, text] = k, v
+            causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+            results.append(functional.scaled_dot_product_attention(q, k, v, causal, scale=options["scaling"]))
+        return torch.cat(results, 2).transpose(1, 2).flatten(0, 1).flatten(1), None  # [tokens, hidden]
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "a_stand_in", attend)
+    trunk.config._attn_implementation = "a_stand_in"
+    texts = [IDS[:1, :6], IDS[1:, :9]]
+    places = [torch.arange(text.shape[1])[None] for text in texts]
+    with torch.no_grad():
+        expected = [small_model(positions).eval()(text).logits[0] for text in texts]
+        for part in (slice(None, -1), slice(-1, None)):
+            ids, where = (torch.cat([row[:, part] for row in rows], 1) for rows in (texts, places))
+            (hidden, *_) = trunk(input_ids=ids, position_ids=where, use_cache=False, return_dict=False)
+            logits = model.lm_head(hidden)[0]
+            torch.testing.assert_close(logits, torch.cat([row[part] for row in expected]), atol=1e-5, rtol=1e-5)
+            lengths = [1, 1]
+
+
+def test_tensor_parallel_plan_names_every_matrix_of_a_layer() -> None:
+    model = small_model()
+    matrices = {name for name, module in model.transformer.named_modules() if isinstance(module, torch.nn.Linear)}
+    planned = {name.replace("*", str(layer)) for name in model.config.base_model_tp_plan for layer in range(3)}
+    assert planned == matrices

@@ -7,6 +7,7 @@ This file goes with exported weights and needs torch and transformers only; load
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 """Name of the key-value cache in this version of transformers."""
@@ -31,6 +33,10 @@ class PanguConfig(PretrainedConfig):
     model_type = "gpt_pangu"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}  # noqa: RUF012
+    base_model_tp_plan = {  # noqa: RUF012
+        **{f"h.*.attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        **{"h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"},
+    }
 
     def __init__(
         self,
@@ -90,32 +96,53 @@ class PanguRotation:
         return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
+def eager_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, dropout: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return [batch, new, heads, size] and the weights [batch, heads, new, all], by plain operations."""
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~mask, -torch.inf)
+    weights = F.dropout(scores.float().softmax(-1).to(query.dtype), dropout)
+    return (weights @ value).transpose(1, 2), weights
+
+
 class PanguAttention(nn.Module):
-    """Attention whose keys and values come from the layer's input; so do queries, except in the query layer."""
+    """Attention whose keys and values come from the layer's input; so do queries, except in the query layer.
+
+    It goes through transformers' interface of attention functions, by which vLLM puts in its own.
+    """
 
     def __init__(self, config: PanguConfig, layer: int) -> None:
         """Create the projections."""
         super().__init__()
         width = config.hidden_size
-        self.layer, self.heads, self.drop = layer, config.num_heads, config.attn_pdrop
+        self.config, self.layer_idx, self.drop = config, layer, config.attn_pdrop
+        self.head_size = width // config.num_heads
+        self.scaling = self.head_size**-0.5
         self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
         self.v_proj, self.c_proj = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(
-        self, x: Tensor, asked: Tensor, mask: Tensor, cache: Cache | None, turn: PanguRotation | None
+        self,
+        x: Tensor,
+        asked: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
+        turn: PanguRotation | None,
+        **others: Any,
     ) -> Tensor:
         """Return [batch, new, hidden] for x, asked [batch, new, hidden] and a bool mask [batch, 1, new, all]."""
         query, key, value = (
-            projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for projected in (self.q_proj(asked), self.k_proj(x), self.v_proj(x))
         )
         if turn is not None:
             query, key = turn(query), turn(key)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
+            key, value = cache.update(key, value, self.layer_idx)
         drop = self.drop if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=drop)
-        return self.c_proj(mixed.transpose(1, 2).flatten(2))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        mixed, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=drop, **others)
+        return self.c_proj(mixed.reshape(*x.shape[:-1], -1))
 
 
 class PanguMLP(nn.Module):
@@ -145,24 +172,32 @@ class PanguBlock(nn.Module):
         self.mlp = PanguMLP(config)
         self.drop = nn.Dropout(config.resid_pdrop)
 
-    def forward(
-        self, x: Tensor, asked: Tensor | None, mask: Tensor, cache: Cache | None, turn: PanguRotation | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, asked: Tensor | None, *where: Any, **others: Any) -> Tensor:
         """Return the block's output; `asked`: position vectors of the query layer, which are not normed, else None."""
         normed = self.ln_1(x)
-        x = x + self.drop(self.attn(normed, normed if asked is None else asked, mask, cache, turn))
+        x = x + self.drop(self.attn(normed, normed if asked is None else asked, *where, **others))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-class PanguTrunk(nn.Module):
+class PanguPreTrainedModel(PreTrainedModel):
+    """Properties that transformers and vLLM ask for."""
+
+    config_class = PanguConfig
+    base_model_prefix = "transformer"
+    _input_embed_layer = "wte"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+
+
+class PanguModel(PanguPreTrainedModel):
     """PanGu-α without its head."""
 
     def __init__(self, config: PanguConfig) -> None:
         """Create embeddings, blocks and final norm."""
-        super().__init__()
+        super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.turns, self.rope_theta = config.position_embedding_type == "rotary", config.rope_theta
-        self.head_size = config.hidden_size // config.num_heads
+        self.turns = config.position_embedding_type == "rotary"
         if not self.turns:
             self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.wqe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
@@ -171,59 +206,77 @@ class PanguTrunk(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
+        self.post_init()
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
-        """Return [batch, new, hidden] for tokens and positions [batch, new]; the head takes it unchanged."""
-        x, turn = self.wte(tokens), None
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: Cache | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast | tuple[Tensor, Cache | None]:
+        """Return [batch, new, hidden], which the head takes unchanged, and the cache; `return_dict=False`: as a tuple.
+
+        `inputs_embeds`, token embeddings [batch, new, hidden], may replace `input_ids`; `others` go to the attention
+        function. All else is as for `PanguForCausalLM`.
+        """
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = past_key_values if cache is None else cache
+        if self.training and self.gradient_checkpointing:
+            cache = None  # a layer that is computed again would extend it twice
+        elif cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+        past = 0 if cache is None else cache.get_seq_length()
+        batch, new, _ = x.shape
+        if position_ids is None:
+            if attention_mask is None:
+                position_ids = torch.arange(past, past + new, device=x.device).expand(batch, new)
+            else:
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        mask, turn = None, None
+        if self.config._attn_implementation in ("eager", "sdpa"):  # others find their texts' limits themselves
+            places = torch.arange(past + new, device=x.device)
+            mask = (places <= places[past:, None])[None, None]
+            if attention_mask is not None:
+                mask = mask & attention_mask[:, None, None, :].bool() | (places == places[past:, None])
         if self.turns:
-            turn = PanguRotation(positions, self.head_size, self.rope_theta, x.dtype)
+            size = self.config.hidden_size // self.config.num_heads
+            turn = PanguRotation(position_ids, size, self.config.rope_theta, x.dtype)
         else:
-            x = x + self.wpe(positions)
+            x = x + self.wpe(position_ids)
         x = self.drop(x)
         *blocks, query_layer = self.h
         for block in blocks:
-            x = self._layer(block, x, None, mask, cache, turn)
+            x = self._layer(block, others, x, None, mask, cache, turn)
         # the final norm stands before the query layer, and nothing is normed after it
-        return self._layer(query_layer, self.ln_f(x), self.wqe(positions), mask, cache, turn)
+        x = self._layer(query_layer, others, self.ln_f(x), self.wqe(position_ids), mask, cache, turn)
+        if return_dict is False:
+            return x, cache
+        return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE: cache})
 
-    def _layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
+    def _layer(self, layer: nn.Module, others: dict[str, Any], *arguments: Any) -> Tensor:
         """Return a layer's output, recomputed in backward if transformers has turned gradient checkpointing on."""
         if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-            return self._gradient_checkpointing_func(layer.__call__, *arguments)
-        return layer(*arguments)
+            return self._gradient_checkpointing_func(partial(layer.__call__, **others), *arguments)
+        return layer(*arguments, **others)
 
 
-class PanguForCausalLM(PreTrainedModel, GenerationMixin):
+class PanguForCausalLM(PanguPreTrainedModel, GenerationMixin):
     """PanGu-α with its head, which is the token embedding."""
 
-    config_class = PanguConfig
-    base_model_prefix = "transformer"
-    _supports_sdpa = True
-    supports_gradient_checkpointing = True
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: PanguConfig) -> None:
         """Create the model."""
         super().__init__(config)
-        self.transformer = PanguTrunk(config)
+        self.transformer = PanguModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.transformer.wte
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token embedding; `tie_weights` shares it with the head."""
-        self.transformer.wte = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Replace the head."""
-        self.lm_head = value
 
     def forward(
         self,
@@ -234,7 +287,7 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         cache: Cache | None = None,
-        **_: Any,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits of every next token.
 
@@ -246,36 +299,28 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
             labels: [batch, new], the input itself; -100 does not count.
             use_cache: Create a cache if there is none.
             cache: `past_key_values` as transformers from 5.24 on calls it, also in the result.
-            _: Ignored.
+            others: For the attention function.
 
         Raises:
             ValueError: A text is longer than the model's window, or two caches are given.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {CACHE}")
-        checkpoints = self.training and self.transformer.gradient_checkpointing
         cache = past_key_values if cache is None else cache
-        if checkpoints:
-            cache = None  # a layer that is computed again would extend it twice
-        elif cache is None and (self.config.use_cache if use_cache is None else use_cache):
-            cache = DynamicCache()
         past = 0 if cache is None else cache.get_seq_length()
-        batch, new = input_ids.shape
-        if attention_mask is None:
-            attention_mask = torch.ones(batch, past + new, dtype=torch.long, device=input_ids.device)
-        if position_ids is None:
+        if position_ids is None and attention_mask is not None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-        window = self.config.max_position_embeddings
+        window, ends = self.config.max_position_embeddings, past + input_ids.shape[1]
         # with that many tokens only, as the comparison waits for the device
-        if past + new > window and int(position_ids.max()) >= window:
+        if ends > window and (position_ids is None or (ends := int(position_ids.max()) + 1) > window):
             raise ValueError(
-                f"a text of {int(position_ids.max()) + 1} tokens: the model has positions for {window} "
+                f"a text of {ends} tokens: the model has positions for {window} "
                 "(max_position_embeddings); shorten the input or max_new_tokens"
             )
-        places = torch.arange(past + new, device=input_ids.device)
-        itself = places == places[past:, None]
-        mask = (places <= places[past:, None]) & attention_mask[:, None, None, :].bool() | itself
-        hidden = self.transformer(input_ids, position_ids, mask, cache)
+        others.pop("return_dict", None)
+        hidden, cache = self.transformer(
+            input_ids, attention_mask, position_ids, cache, use_cache=use_cache, return_dict=False, **others
+        )
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
