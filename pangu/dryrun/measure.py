@@ -267,8 +267,11 @@ def measure(
     layers = sorted({layer for part in measured for layer in part.layers})
     first, last = (any(getattr(part, end) for part in measured) for end in ("first", "last"))
     together = _part({"layers": layers, "start": -1, "first": first, "last": last})
-    # the first chunk warms all layers up: some keep tensors, such as weights in fp8, from the first micro-batch on
-    parts = {2 * place + 1: part for place, part in enumerate([together, *measured])}
+    # the first chunk creates what equal layers share; in fp8, each layer keeps its own weights from then on
+    kinds_of = {(layer < config.model.layers, config.model.kind_of_layer(layer)): layer for layer in layers}
+    warmed = layers if config.precision.matmul == "fp8" else sorted(kinds_of.values())
+    warm_up = _part({"layers": warmed, "start": -1, "first": first, "last": last})
+    parts = {2 * place + 1: part for place, part in enumerate([warm_up, *measured])}
     schedule = _schedule(parts, splits)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
     own, replies = schedule.actions

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import mul
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
@@ -168,8 +169,8 @@ class LayoutBounds:
         most, held = 0.0, most_held(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
         for part in self._program.cut(plan):
             weights, chunks = self._weights(plan, part), self._least(plan, part)
-            forwards = max(held[stage][0] for stage in part.stages)
-            passing = max(forwards * min(one.saved for one in chunks), weights.sum)
+            saved = [one.saved for one in chunks]
+            passing = max(weights.sum, *(sum(map(mul, held[stage].chunks, saved)) for stage in part.stages))
             most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 

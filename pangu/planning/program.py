@@ -220,10 +220,10 @@ class Program:
         model = self.config.model
         plan = self.module_plan(plan)._replace(micro_size=self._sketch_size or plan.micro_size)
         plan = plan if plan.recompute == "selective" else plan._replace(recompute=1)
-        # spans depend on the place of a layer if it is offloaded or frozen, and on its kind else
+        # spans depend on the place of a layer if it is frozen or offloaded (all but the last one), and on its kind else
         fewest = model.layers if self.config.train.frozen else _fewest_layers(model)
         offloads = dict.fromkeys(((), plan.offload))
-        return [plan._replace(offload=one, layers=(model.layers if one else fewest,)) for one in offloads]
+        return [plan._replace(offload=one, layers=(min(fewest + bool(one), model.layers),)) for one in offloads]
 
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
         """Return the different parts of the model that the stages of a layout hold."""

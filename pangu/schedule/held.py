@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import ge
+from typing import NamedTuple
 
 from pangu.schedule.actions import Kind
 from pangu.schedule.orders import SCHEDULES, Order, reduces_each
@@ -13,19 +14,32 @@ _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWA
 """Kind of an action -> the part of a backward pass that it computes; 0: forward, 2: weights alone."""
 
 
+class MostHeld(NamedTuple):
+    """Micro-batches that a stage holds at its peak."""
+
+    forwards: int
+    """Those with pending backward pass, at most."""
+    weights: int
+    """Those with pending weight gradients alone, at most."""
+    chunks: tuple[int, ...]
+    """Those with pending backward pass for each chunk, when they are the most."""
+
+
 @lru_cache(maxsize=10_000)
-def most_held(name: str, stages: int, virtual_stages: int, micro_batches: int) -> list[tuple[int, int]]:
-    """Return each stage's peak number of micro-batches with pending backward pass and with pending weight gradients."""
+def most_held(name: str, stages: int, virtual_stages: int, micro_batches: int) -> list[MostHeld]:
+    """Return what each stage of a schedule holds."""
     return [_most(order) for order in SCHEDULES[name].order(stages, virtual_stages, micro_batches)]
 
 
-def _most(order: Order) -> tuple[int, int]:
-    forwards = inputs = 0
-    most = (0, 0)
-    for kind, _, _ in order:
-        forwards += 1 if kind is Kind.FORWARD else -(kind is not Kind.BACKWARD_WEIGHT)
-        inputs += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
-        most = max(most[0], forwards), max(most[1], inputs)
+def _most(order: Order) -> MostHeld:
+    held, weights, most = dict.fromkeys(sorted({chunk for _, chunk, _ in order}), 0), 0, MostHeld(0, 0, ())
+    for kind, chunk, _ in order:
+        held[chunk] += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        weights += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
+        if (forwards := sum(held.values())) > most.forwards:
+            most = most._replace(forwards=forwards, chunks=tuple(held.values()))
+        if weights > most.weights:
+            most = most._replace(weights=weights)
     return most
 
 
