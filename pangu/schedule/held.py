@@ -18,11 +18,11 @@ class MostHeld(NamedTuple):
     """Micro-batches that a stage holds at its peak."""
 
     forwards: int
-    """Those with pending backward pass, at most."""
+    """Most micro-batches with pending backward pass."""
     weights: int
-    """Those with pending weight gradients alone, at most."""
+    """Most micro-batches with only weight gradients pending."""
     chunks: tuple[int, ...]
-    """Those with pending backward pass for each chunk, when they are the most."""
+    """Micro-batches of each chunk with pending backward pass, when these are the most."""
 
 
 @lru_cache(maxsize=10_000)
