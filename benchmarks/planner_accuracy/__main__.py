@@ -67,13 +67,12 @@ def validate(options: argparse.Namespace) -> None:
         predictions = _fit_and_predict(options, rows)
     report = {**summary(predictions, options.held_out), "skipped": dict(skipped)}
     if options.held_out:
-        residuals = list(residuals_of(rows))
-        report["coverage"] = coverage(residuals)
+        report["coverage"] = coverage(residuals := list(residuals_of(rows)))
         if options.write is not None:
             if not residuals:
                 raise UserError(f"{options.table}: no row has a step time, from which intervals could be made")
             found = {name: one._asdict() for name, one in sorted(intervals_of(residuals).items())}
-            how = f"{SHARE:.0%} of measured over predicted step times, by the bare figures of configs/cluster"
+            how = f"{SHARE:.0%} of measured over predicted step times of a further source, by configs/cluster as it is"
             _write(options, "--held-out", {"how": how, "intervals": found})
     print(json.dumps(report, indent=2) if options.json else markdown(report))
 
@@ -143,8 +142,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     if counts := report.get("coverage"):
         inside, rows = map(sum, zip(*counts.values(), strict=True))
         mean = fmean(one / of_source for one, of_source in counts.values())
-        told = f"{inside} of {rows} rows, {mean:.0%} in the mean over sources"
-        lines.append(f"Intervals from other sources contain {told}:")
+        lines.append(f"Intervals from other sources contain {inside} of {rows} rows, {mean:.0%} by source:")
         lines += [f"- {source}: {one} of {of_source}" for source, (one, of_source) in counts.items()]
     return "\n".join(lines)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from operator import attrgetter
+from statistics import NormalDist, fmean, median
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from pangu.report.intervals import SHARE, Interval, groups_of_kind, nearest
 
 NEAR = 1.25
 """Layouts whose predicted time is within this factor of the fastest of their sweep tell which layouts are ties."""
-LEAST_SOURCES = 3
-"""Sources of a group that has an interval of its own; of two, one would be half of it."""
+LEAST_SOURCES = 4
+"""Sources of a group that has an interval of its own: two on each side of their median tell how far they spread."""
 
 
 class Residual(NamedTuple):
@@ -46,30 +47,33 @@ def residuals_of(rows: Iterable[Row]) -> Iterator[Residual]:
 
 def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
     """Return the interval of each group of rows that enough sources tell of, and of all rows."""
-    named = [(name, one) for one in residuals for name in groups_of_kind(*one.kind)]
-    everyone = _ties(residuals)
-    table = {}
-    for name, pairs in grouped(named, itemgetter(0)).items():
-        group = [one for _, one in pairs]
-        sources = len({one.source for one in group})
-        if sources >= LEAST_SOURCES or name == "all":
-            errors = [(one.error, one.source) for one in group]
-            low, high = (math.exp(_quantile(errors, (1 + sign * SHARE) / 2)) for sign in (-1, 1))
-            tie = math.exp(_quantile(_ties(group) or everyone or errors, SHARE))
+    everyone, table = _tie(residuals), {}
+    for name in dict.fromkeys(name for one in residuals for name in groups_of_kind(*one.kind)):
+        group = [one for one in residuals if name in groups_of_kind(*one.kind)]
+        errors = [[one.error for one in own] for own in grouped(group, attrgetter("source")).values()]
+        if len(errors) >= LEAST_SOURCES or name == "all":
             # a plan says one time, which its interval contains
-            table[name] = Interval(min(1.0, low), max(1.0, high), max(1.0, tie), sources, len(group))
+            ends = min(0.0, _limit(errors, -1)), max(0.0, _limit(errors, 1)), _tie(group) or everyone or 0.0
+            table[name] = Interval(*map(math.exp, ends), len(errors), len(group))
     return table
 
 
-def _ties(residuals: Iterable[Residual]) -> list[tuple[float, str]]:
-    return [(one.tie, one.source) for one in residuals if one.tie is not None]
+def _limit(errors: Sequence[Sequence[float]], side: Literal[-1, 1]) -> float:
+    """Return the limit of a further source's errors on one side: errors are skewed, so each side has variances of its
+    own, of the sources' medians about theirs, which is uncertain itself, and of a source's errors about its median."""
+    medians, several = [median(one) for one in errors], [one for one in errors if len(one) > 1] or [(0.0,)]
+    between = 2 * fmean(max(0.0, side * (one - median(medians))) ** 2 for one in medians)  # half of them are beyond
+    within = fmean((float(np.quantile(one, NormalDist().cdf(side))) - median(one)) ** 2 for one in several)
+    variance = between * (len(errors) + 1) / max(1, len(errors) - 1) + within
+    return median(medians) + side * NormalDist().inv_cdf((1 + SHARE) / 2) * math.sqrt(variance)
 
 
-def _quantile(values: Sequence[tuple[float, str]], share: float) -> float:
-    """Return a quantile of values with their sources, which count alike."""
-    counts = Counter(source for _, source in values)
-    weights = [1 / counts[source] for _, source in values]
-    return float(np.quantile([value for value, _ in values], share, weights=weights, method="inverted_cdf"))
+def _tie(residuals: Iterable[Residual]) -> float | None:
+    """Return the difference that `SHARE` of the ties have, where sources count alike; None if there are none."""
+    ties = [(one.tie, one.source) for one in residuals if one.tie is not None]
+    counts = Counter(source for _, source in ties)
+    weights = [1 / counts[source] for _, source in ties]
+    return float(np.quantile([tie for tie, _ in ties], SHARE, weights=weights, method="inverted_cdf")) if ties else None
 
 
 def coverage(residuals: Sequence[Residual]) -> dict[str, tuple[int, int]]:
@@ -77,7 +81,6 @@ def coverage(residuals: Sequence[Residual]) -> dict[str, tuple[int, int]]:
     counts = {}
     for source, own in sorted(grouped(residuals, attrgetter("source")).items()):
         if table := intervals_of([one for one in residuals if one.source != source]):
-            limits = [nearest(table, *one.kind)[1] for one in own]
-            inside = sum(one.low <= math.exp(row.error) <= one.high for one, row in zip(limits, own, strict=True))
-            counts[source] = inside, len(own)
+            limits = ((nearest(table, *one.kind)[1], math.exp(one.error)) for one in own)
+            counts[source] = sum(one.low <= error <= one.high for one, error in limits), len(own)
     return counts

@@ -40,8 +40,8 @@ class System(NamedTuple):
     """Share of tensor-parallel communication that overlaps with matmuls."""
     hidden_backward: float = 0.0
     """Share of it that overlaps with the wgrad matmuls of the backward pass."""
-    hidden_data: float = 0.0
-    """Share of data-parallel communication that overlaps with the backward pass."""
+    bucketed: bool = False
+    """Whether replicas send gradients and parameters in buckets, of which the last one overlaps nothing."""
     hidden_messages: float = 0.0
     """Share of messages between stages that overlaps with computation."""
     spare_bytes: int = 0
@@ -52,8 +52,6 @@ class System(NamedTuple):
     """Whether weight gradients of the head are computed while a pipeline drains, as many as there is time for."""
     fused_loss: bool = False
     """Whether the loss is one kernel that keeps logits in 16 bits."""
-    bucketed: bool = False
-    """Whether replicas send gradients and parameters in buckets, of which the last one overlaps nothing."""
 
 
 class Setup(NamedTuple):
@@ -91,7 +89,7 @@ DEEPSPEED = MEGATRON_2021._replace(spare_bytes=0)
 DEEPSPEED_BF16 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
 """Megatron-DeepSpeed in bf16: the optimizer accumulates each micro-batch's gradients in fp32 in separate kernels: they
 clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, MT-NLG)."""
-MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, 1.0, 1.0, bucketed=True)
+MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, True, 1.0)
 """Megatron-Core since 2023: flash attention, communication overlapped with computation. A wgrad matmul has to read the
 sum that it adds to."""
 NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
@@ -101,8 +99,8 @@ BRIDGE = NEMO._replace(fused_loss=True)
 NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, contended_us=250.0)
 """nanotron of 2024 with `tp_linear_async_communication`. Fitted: wherever a pipeline spans nodes, a layer takes the
 host 2.3 ms more for each further tensor rank, whatever its size."""
-FSDP = System("fsdp", True, False, 24, 4, 8, 0.0, 0.0, 1.0)
-"""PyTorch FSDP with flash attention."""
+FSDP = System("fsdp", True, False, 24, 4, 8)
+"""PyTorch FSDP with flash attention: the communication of a layer with replicas overlaps with other layers."""
 FUSED_SCORES, UNFUSED_SCORES = 6.5, 18.0
 """16-bit elements that each score moves when scale, mask and softmax are one kernel beside dropout, and when they, the
 casts of an fp32 softmax and dropout are separate kernels."""
@@ -156,8 +154,8 @@ def layer_work(setup: Setup) -> Module:
     # Sequence parallelism gathers the inputs of matmuls once more for the weight gradients.
     again = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
     is_sharded, sent = plan.zero == 3, system.gradient_bytes * parameters
-    gather = (Collective("all_gather", "shard", 2 * parameters, 1, system.hidden_data),) * is_sharded
-    reduce = (Collective("reduce_scatter", "shard", sent, 1, system.hidden_data),) * is_sharded
+    gather = (Collective("all_gather", "shard", 2 * parameters, 1, 1.0),) * is_sharded
+    reduce = (Collective("reduce_scatter", "shard", sent, 1, 1.0),) * is_sharded
     bytes_forward, bytes_backward = _layer_bytes(setup)
     heads = max(1, model.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.

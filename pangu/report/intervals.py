@@ -16,7 +16,7 @@ from pangu.planning.program import Plan
 from pangu.planning.search import Space
 
 SHARE = 0.9
-"""Share of the residuals that an interval contains; sources count alike."""
+"""Probability that an interval contains a step of a source that was not measured."""
 
 
 class Interval(NamedTuple):
@@ -49,8 +49,8 @@ class Expectation(NamedTuple):
         low, high, _, sources, rows = self.interval
         borrowed = "" if self.group == self.kind else f", borrowed: too few sources measured {self.kind}"
         return (
-            f"{SHARE:.0%} of {rows:,} published steps took {low:.2f} to {high:.2f} times the predicted "
-            f"({self.group}, {sources} sources{borrowed})"
+            f"{SHARE:.0%} of such steps take {low:.2f} to {high:.2f} times the predicted, "
+            f"by {rows:,} published steps ({self.group}, {sources} sources{borrowed})"
         )
 
 

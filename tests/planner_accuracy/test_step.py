@@ -135,7 +135,7 @@ def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others(
         layout = Layout(8, 4, 4, 1, virtual_stages=virtual_stages)
         schedule = "interleaved" if virtual_stages > 1 else "1f1b"
         alone = setup(layout, MEGATRON_CORE, micros=16, schedule=schedule)
-        hidden = alone._replace(system=MEGATRON_CORE._replace(hidden_data=0.0))
+        hidden = alone._replace(system=MEGATRON_CORE._replace(bucketed=False))
         return step_seconds(alone, cluster) / step_seconds(hidden, cluster)
 
     assert exposed(4, slow) < exposed(1, slow) < 1
