@@ -25,11 +25,31 @@ def drawn_cases() -> list[Case]:
     return list(islice(all_cases(), LONG))
 
 
+VARIED: list[tuple[int, Case]] = [
+    *((number, {"optimizer": "muon_heads" if number % 8 == 1 else "muon"}) for number in range(1, SHORT, 4)),
+    *((number, {"groups": "some"}) for number in range(2, SHORT, 8)),
+    *((number, {"optimizer": "muon_clip", "qk_norm": "false"}) for number in range(3, SHORT, 7)),
+    *((number, {"verified": "true"}) for number in range(0, SHORT, 5)),
+]
+"""Numbers of drawn cases, and options that the array leaves out, which they have as well."""
+LONG_ONLY = {number for number, _ in VARIED} | set(range(SHORT, LONG))
+
+
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.long] * (number >= SHORT)) for number in range(LONG)]
+    "number", [pytest.param(number, marks=[pytest.mark.long] * (number in LONG_ONLY)) for number in range(LONG)]
 )
 def test_a_plan_is_what_a_dry_run_finds(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
     case = drawn_cases[number]
+    assert_planned(chosen_of(case)[0], process, name_of(case))
+
+
+@pytest.mark.parametrize(
+    ("number", "options"), VARIED, ids=lambda one: str(one) if isinstance(one, int) else name_of(one)
+)
+def test_plans_with_options_that_the_array_leaves_out(
+    number: int, options: Case, drawn_cases: list[Case], process: SharedWorker
+) -> None:
+    case = {**drawn_cases[number], **options}
     assert_planned(chosen_of(case)[0], process, name_of(case))
 
 
@@ -73,24 +93,6 @@ def test_matrices_arrive_and_return_while_others_are_orthogonalized(
         found_hidden = sum(one.get("hidden_bytes", 0) for one in found)
         assert name == "gather" or hidden == found_hidden
         assert found_hidden >= share * sum(one["bytes"] for one in found)
-
-
-@pytest.mark.parametrize("number", range(2, SHORT, 8))
-def test_plans_with_groups_of_parameters(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
-    case = {**drawn_cases[number], "groups": "some"}
-    assert_planned(chosen_of(case)[0], process, name_of(case))
-
-
-@pytest.mark.parametrize("number", range(3, SHORT, 7))
-def test_plans_with_qk_clip(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
-    case = {**drawn_cases[number], "optimizer": "muon_clip", "qk_norm": "false"}
-    assert_planned(chosen_of(case)[0], process, name_of(case))
-
-
-@pytest.mark.parametrize("number", range(0, SHORT, 5))
-def test_plans_with_compared_weights(number: int, drawn_cases: list[Case], process: SharedWorker) -> None:
-    case = {**drawn_cases[number], "verified": "true"}
-    assert_planned(chosen_of(case)[0], process, name_of(case))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
