@@ -214,9 +214,10 @@ class Leader:
         server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         record = {"port": server.port, "ranks": self._roster.record()}
         self._store.set(f"epoch-{self._epoch}", json.dumps(record))
-        self._server = server  # closes the one before, after the new epoch is known
+        self._server = server
 
     def _expect(self, epoch: int) -> None:
+        """Close the store of the epoch before `epoch`, which all ranks must leave within `LEAVE_SECONDS`."""
         self._target, self._due_s, self._server = epoch, time.monotonic() + LEAVE_SECONDS, None
 
     def _silent_nodes(self) -> list[int]:
@@ -276,7 +277,8 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
         send_news(store, "here", node, numbers, count)
         return _watch(store, leader, node, children)
     except RuntimeError as error:
-        say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not answer: {error}".splitlines()[1])
+        reason = str(error).partition("\n")[0]
+        say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not answer ({reason})")
         return RETRYABLE
     finally:
         _end(children)

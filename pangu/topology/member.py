@@ -76,12 +76,13 @@ class Member:
         abort_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # gloo closes its connections when nothing refers to a group any more
+        gc.collect()  # gloo closes its connections when nothing refers to a group any more: others wait for that
         for thread in threading.enumerate():
             if thread.name in writers:
                 thread.join(SAVE_SECONDS)
                 if thread.is_alive():
                     raise LostError(f"rank {self._environment['RANK']}: the {thread.name} thread of the lost run hangs")
+        gc.collect()
 
     def _newest_epoch(self) -> Any:
         """Wait for the next epoch, and return the record of the newest one."""

@@ -17,6 +17,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -73,7 +74,9 @@ class Copies:
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         """Make the process group, and the folder on each node."""
-        self._mesh, self._background, self._output = mesh, mesh.background("copies"), Path(config.train.output)
+        # no groups: what the thread refers to cannot be closed while it waits for another rank, which may wait for that
+        self._mesh, self._background = replace(mesh, groups={}), mesh.background("copies")
+        self._output = Path(config.train.output)
         self._group: AxisGroup | None = None
         if mesh.layout.world > 1:
             self._group = AxisGroup(mesh.new_group(range(mesh.layout.world), "host"), "host")
