@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pangu.topology.connections import shut_down
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.launch import ALLOCATOR, CONNECTIONS, GROWING
 
@@ -56,10 +57,11 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
 
 
 def abort_groups() -> None:
-    """Abort the NCCL communicators of this process: a thread that waits in one fails at once; other backends: nothing.
+    """Abort the communicators of this process: a thread that waits in a collective fails at once.
 
-    NCCL would wait for a peer that is gone until a timeout; gloo fails when the peer's connections close.
+    Without that NCCL waits for a peer that is gone until a timeout, and gloo for one that is still there.
     """
+    shut_down()
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return
     names = dict(dist.distributed_c10d._world.pg_names)

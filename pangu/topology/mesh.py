@@ -15,6 +15,7 @@ from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memo
 from pangu.topology import experts
 from pangu.topology.accelerator import VISIBLE, number_on_node
 from pangu.topology.backends import abort_groups, connect_groups, group_options
+from pangu.topology.connections import noted
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.orphan import end_with_launcher, missing_ranks
 from pangu.topology.recorder import AxisGroup, Recorder
@@ -70,7 +71,8 @@ class Mesh:
             try:
                 store, rank, world = _open_store(timeout_s, attempt)
                 timeout = timedelta(seconds=timeout_s)
-                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+                with noted():
+                    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # compare layouts before creating groups: two different ones would deadlock in that
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
                     raise LocalError(
@@ -135,7 +137,8 @@ class Mesh:
         if dist.get_backend() == "nccl" and backend is None:
             options = group_options(axis, timeout)
         # only members take part: by default every process of the run would have to call this for every group
-        group = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
+        with noted():
+            group = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
         assert group is not None
         return group
 
