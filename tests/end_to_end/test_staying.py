@@ -38,8 +38,8 @@ POINTS = {
     "in a copy to the buddy": "training.copies:exchange_bytes",
     "before a copy is whole": "training.copies:commit",
 }
-LATE = {point for point in POINTS if any(word in point for word in ("save", "copy", "validation"))}
-"""Those where the step has ended, but not the copy of the one before."""
+LATE = POINTS.keys() - {"before the forward pass", "in a reduction", "after the reductions", "at the norm"}
+"""Those behind the update of a step: its copy has not begun, and that of the step before may not be whole."""
 SCRIPT = f"""
 import importlib
 import os
