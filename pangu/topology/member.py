@@ -76,6 +76,7 @@ class Member:
         abort_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
+        dist.distributed_c10d._world.group_count = 0  # torch counts those that failed to meet, and names groups by that
         gc.collect()  # gloo closes its connections when nothing refers to a group any more: others wait for that
         for thread in threading.enumerate():
             if thread.name in writers:
