@@ -320,10 +320,10 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
 
 def _end(children: dict[int, subprocess.Popen[bytes]]) -> None:
     """End processes that are left, also those that hang."""
-    for child in children.values():
-        _signal(child, signal.SIGTERM)
     deadline_s = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline_s and any(child.poll() is None for child in children.values()):
+        for child in children.values():
+            _signal(child, signal.SIGTERM)  # again: a rank may have noted the first one, and then lost the others
+        time.sleep(INTERVAL_SECONDS)
     for child in children.values():
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.0, deadline_s - time.monotonic()))
         _signal(child, signal.SIGKILL)
