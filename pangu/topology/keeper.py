@@ -185,7 +185,7 @@ class Leader:
     def _ended(self, number: int, status: int, words: str) -> list[int]:
         """Return the process if it is lost."""
         self._status = status if status >= 0 else 128 - status
-        can_be_replaced = is_loss(status) and number in self._reached and not self._done
+        can_be_replaced = is_loss(status) and not self._done
         if is_loss(status):
             say(words)
         if number in self._roster.ranks and not can_be_replaced:
