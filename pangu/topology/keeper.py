@@ -211,10 +211,9 @@ class Leader:
     def _begin_epoch(self) -> None:
         self._epoch += 1
         self._expect(self._epoch)
-        server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        record = {"port": server.port, "ranks": self._roster.record()}
+        self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        record = {"port": self._server.port, "ranks": self._roster.record()}
         self._store.set(f"epoch-{self._epoch}", json.dumps(record))
-        self._server = server
 
     def _expect(self, epoch: int) -> None:
         """Close the store of the epoch before `epoch`, which all ranks must leave within `LEAVE_SECONDS`."""
