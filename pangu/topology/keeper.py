@@ -33,8 +33,8 @@ LOST_SECONDS = 15.0
 """Time without a sign of life after which a node is lost."""
 LEAVE_SECONDS = 60.0
 """Time for a rank to notice that another one is lost; one that does not is killed, because it hangs."""
-END_SECONDS = 30.0
-"""Time for processes to end after SIGTERM."""
+END_SECONDS = 5.0, 25.0
+"""Times for processes to end after SIGTERM, which is sent twice."""
 MEET_SECONDS = 900.0
 """Time for the launchers to meet."""
 ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
@@ -319,10 +319,12 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
 
 def _end(children: dict[int, subprocess.Popen[bytes]]) -> None:
     """End processes that are left, also those that hang."""
-    deadline_s = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline_s and any(child.poll() is None for child in children.values()):
+    for patience_s in END_SECONDS:  # a rank may have noted the first SIGTERM, and then lost the others
+        deadline_s = time.monotonic() + patience_s
         for child in children.values():
-            _signal(child, signal.SIGTERM)  # again: a rank may have noted the first one, and then lost the others
-        time.sleep(INTERVAL_SECONDS)
+            _signal(child, signal.SIGTERM)
+        for child in children.values():
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline_s - time.monotonic()))
     for child in children.values():
         _signal(child, signal.SIGKILL)
