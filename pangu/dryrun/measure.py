@@ -268,8 +268,8 @@ def measure(
     first, last = (any(getattr(part, end) for part in measured) for end in ("first", "last"))
     together = _part({"layers": layers, "start": -1, "first": first, "last": last})
     # the first chunk creates what equal layers share; in fp8, each layer keeps its own weights from then on
-    kinds_of = {(layer < config.model.layers, config.model.kind_of_layer(layer)): layer for layer in layers}
-    warmed = layers if config.precision.matmul == "fp8" else sorted(kinds_of.values())
+    alike = {config.model.kind_of_layer(one) if one < config.model.layers else one: one for one in layers}
+    warmed = layers if config.precision.matmul == "fp8" else sorted(alike.values())
     warm_up = _part({"layers": warmed, "start": -1, "first": first, "last": last})
     parts = {2 * place + 1: part for place, part in enumerate([warm_up, *measured])}
     schedule = _schedule(parts, splits)
