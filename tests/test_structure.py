@@ -264,6 +264,12 @@ def test_a_plain_run_loads_neither_the_compiler_nor_the_periphery(tmp_path: Path
     assert {name for name in loaded if name.startswith(unwanted)} == set()
 
 
+def test_no_pattern_repeats_a_group_possessively() -> None:
+    """Python before 3.11.5, as in Debian 12, matches `(...)++` wrongly, but `(?>(...)+)` right (cpython#106052)."""
+    found = [path for path in PACKAGE.rglob("*.py") if re.search(r"r[bf]?['\"].*\)[+*?]\+", path.read_text("utf-8"))]
+    assert not found
+
+
 def test_few_imports_stand_in_functions() -> None:
     """Ruff refuses them without a reason; those of modules that are always installed are ten at most."""
     files = [*PACKAGE.rglob("*.py"), *(repository() / "tools").glob("*.py"), *(repository() / "scripts").glob("*.py")]

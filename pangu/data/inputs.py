@@ -148,7 +148,7 @@ def has_too_many_values(content: bytes) -> bool:
     """Return whether a JSON text has more than `MOST_VALUES` values, judging by its commas outside of strings."""
     if content.count(b",") < MOST_VALUES:
         return False
-    return re.sub(rb'"(?:[^"\\]|\\.)*+(?:"|\Z)', b"", content).count(b",") >= MOST_VALUES
+    return re.sub(rb'"(?>(?:[^"\\]|\\.)*)(?:"|\Z)', b"", content).count(b",") >= MOST_VALUES
 
 
 def _text_chunks(source: str, file: BinaryIO, kind: TextKind, place: TextPosition) -> Iterator[TextChunk]:

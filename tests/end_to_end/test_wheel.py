@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -36,8 +35,7 @@ def wheel_of_a_source_distribution(folder: Path) -> Path:
         if path.is_file():
             shutil.copy(path, source)
     shutil.copy(repository() / "LICENSE", source)
-    with tarfile.open(built("sdist", source, folder)) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(built("sdist", source, folder), folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     assert unpacked.name.startswith("pangu_train-")
     return built("wheel", unpacked, folder)

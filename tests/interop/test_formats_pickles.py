@@ -98,7 +98,7 @@ def test_what_lies_beside_the_weights_is_inert(tmp_path: Path) -> None:
     found = load_pickle(tmp_path / "a.pt")
     assert torch.equal(found["model"]["a"], torch.ones(2))
     assert isinstance(found["path"], Record)
-    assert repr(found["signal"]) == "<signal.Signals>"
+    assert found["signal"].name in ("signal.Signals", "signal.SIGTERM")  # the latter by Python 3.11.2
     torch.save({"model": {}, "colour": Colour.RED}, tmp_path / "a.pt")
     assert "holds tests.interop.test_formats_pickles.Colour" in refusal(tmp_path / "a.pt")
 

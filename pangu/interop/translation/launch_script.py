@@ -20,18 +20,18 @@ MOST_CHARACTERS = 1_000_000
 """Largest script and variable: a variable that contains itself twice doubles with each line."""
 MOST_WORDS = 20_000
 """Largest number of words in a command."""
-_OUTPUT = r"\$\((?:[^()]|\([^()]*+\))*+\)"
-_QUOTED = rf"""'[^']*+'|"(?:\\.|{_OUTPUT}|[^"\\])*+\""""
-_SUM = r"(?:[^()\n]|\([^()\n]*+\))*+"
+_OUTPUT = r"\$\((?>(?:[^()]|\([^()]*+\))*)\)"
+_QUOTED = rf"""'[^']*+'|"(?>(?:\\.|{_OUTPUT}|[^"\\])*)\""""
+_SUM = r"(?>(?:[^()\n]|\([^()\n]*+\))*)"
 _EXPANDED = rf"\$\(\({_SUM}\)\)|{_OUTPUT}|`[^`]*+`|\$\{{[^}}\n]{{0,300}}+\}}"
 _TOKEN = re.compile(
-    rf"(?P<space>(?:[ \t\r]|\\\n)++)|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&()]|\d*[<>])"
-    rf"|(?P<word>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`]|(?<==)<[^<>\n]*+>)++)|(?P<wrong>.)",
+    rf"(?P<space>(?>(?:[ \t\r]|\\\n)+))|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&()]|\d*[<>])"
+    rf"|(?P<word>(?>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`]|(?<==)<[^<>\n]*+>)+))|(?P<wrong>.)",
     re.DOTALL,
 )
 _HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
-_PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?:{_EXPANDED}|[^'\"\\])++)", re.DOTALL)
-_DEFAULT = r"(?:\$\{(?:\$\{[^{}]*+\}|[^{}])*+\}|[^{}])*+"
+_PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?>(?:{_EXPANDED}|[^'\"\\])+))", re.DOTALL)
+_DEFAULT = r"(?>(?:\$\{(?>(?:\$\{[^{}]*+\}|[^{}])*)\}|[^{}])*)"
 """Pattern of a variable's default, with nested defaults, two levels deep."""
 _VARIABLE = re.compile(
     rf"\$\(\((?P<sum>{_SUM})\)\)"
