@@ -52,6 +52,7 @@ from pangu.common.errors import SAVE_SECONDS, LocalError, UserError, reading, wr
 from pangu.common.files import open_regular, remove, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
+from pangu.topology.backends import abort_groups
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 from pangu.training.step import Trainer
@@ -190,8 +191,10 @@ class Copies:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        """Wait for the last generation, unless this process must end at once; free the memory if the run has ended."""
-        if self._writing is not None and not isinstance(error, LocalError):
+        """Wait for the last generation, or end it if this process fails; free the memory if the run has ended."""
+        if self._writing is not None:
+            if isinstance(error, LocalError):
+                abort_groups()  # Python ends with an abort if the thread waits for other ranks then
             wait([self._writing], SAVE_SECONDS)
         if error is None and self._leads:
             shutil.rmtree(self._root, ignore_errors=True)

@@ -40,12 +40,15 @@ POINTS = {
 }
 LATE = POINTS.keys() - {"before the forward pass", "in a reduction", "after the reductions", "at the norm"}
 """Those behind the update of a step: its copy has not begun, and that of the step before may not be whole."""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 SCRIPT = f"""
 import importlib
 import os
 import signal
+import time
 from pathlib import Path
 
+from pangu.common.errors import LocalError
 from pangu.pretrain import pretrain
 from pangu.training.loop import Loop
 
@@ -76,14 +79,21 @@ def die(original, *arguments, **keys):
     result = original(*arguments, **keys)
     if is_due and not (FOLDER / "killed").exists():
         (FOLDER / "killed").write_text(str(current[-1].trainer.step))
-        os.kill(os.getpid(), signal.SIGKILL)
+        ACTION
     return result
+
+
+def late(original, *arguments, **keys):
+    time.sleep(4)
+    return original(*arguments, **keys)
 
 
 current = []
 if __name__ == "__main__":
     replace("training.loop:Loop.run", begin)
     replace("POINT", die)
+    if "LocalError" in "ACTION" and os.environ["RANK"] != "DIES":
+        replace("training.copies:exchange_bytes", late)
     pretrain(Path({str(repository())!r}) / "configs")
 """
 
@@ -107,16 +117,19 @@ def words(folder: Path, layout: str) -> list[str]:
     return [*SMALL, SAME_ATTENTION, SAME_PRODUCTS, *keys]
 
 
-def start(folder: Path, layout: str, point: str, dies: int, spares: int, *keys: str) -> tuple[str, list[list[int]]]:
-    """Kill a rank; return what is said, and rank, process and step of each rank in each epoch."""
+def start(
+    folder: Path, layout: str, point: str, dies: int, spares: int, action: str = KILL, status: int = 0
+) -> tuple[str, list[list[int]]]:
+    """Let a rank do something; return what is said, and rank, process and step of each rank in each epoch."""
     folder.mkdir()
     script = folder / "dying.py"
-    script.write_text(SCRIPT.replace("POINT", POINTS[point]).replace("DIES", str(dies)), encoding="utf-8")
+    text = SCRIPT.replace("POINT", POINTS[point]).replace("DIES", str(dies)).replace("ACTION", action)
+    script.write_text(text, encoding="utf-8")
     line = [sys.executable, "scripts/launch.py", f"--nproc-per-node={LAYOUTS[layout][0]}", f"--spares={spares}"]
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [*line, str(script), *words(folder / "run", layout), *keys],
+        [*line, str(script), *words(folder / "run", layout)],
         cwd=repository(),
         env=environment,
         capture_output=True,
@@ -124,7 +137,7 @@ def start(folder: Path, layout: str, point: str, dies: int, spares: int, *keys: 
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     lines = (folder / "processes").read_text().splitlines()
     return done.stderr, [[int(word) for word in line.split()] for line in lines]
 
@@ -171,6 +184,13 @@ def test_a_spare_takes_the_rank_of_a_killed_process(
     assert 0 <= repeated <= 1 + (point in LATE), said
     assert "/memory/" in said.partition("continuing from")[2].partition("\n")[0], "the disk is read"
     assert figures(folder / "of" / "run") == expected
+
+
+def test_the_message_of_one_rank_ends_the_run_while_its_copy_waits_for_another_rank(tmp_path: Path) -> None:
+    action = "raise LocalError('no more room')"
+    said, ranks = start(tmp_path / "of", "zero 1", "before the forward pass", 1, 1, action, USER_ERROR)
+    assert "error: no more room" in said
+    assert len(ranks) == 2, "a spare has replaced the rank"
 
 
 def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_none_is_left() -> None:

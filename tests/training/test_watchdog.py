@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname
 from threading import Event, Thread
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pangu.collectives import meeting
 from pangu.collectives.agreement import answer_of_store, name_silent_ranks
 from pangu.common.errors import SILENCE_SECONDS, LostError
 from pangu.topology.layout import Layout
@@ -110,7 +112,7 @@ def test_where_a_rank_fails_the_others_abort_what_they_wait_in_and_name_it(
     waits: list[float] = []
     with (
         pytest.raises(LostError, match="rank 0 did not respond") if aborts else suppress(LostError),
-        patch.object(dist.HashStore, "wait", lambda _, __, limit: waits.append(limit.total_seconds())),
+        patch.object(meeting, "time", SimpleNamespace(sleep=waits.append)),
         name_silent_ranks(mesh(1, 2, store), lambda: "step 7"),
     ):
         raise dist.DistBackendError("NCCL communicator was aborted on rank 1")
