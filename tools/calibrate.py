@@ -544,7 +544,7 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: calibrate(parse(arguments)), "\nerror", is_first_process())
+    return exit_status(lambda: calibrate(parse(arguments)), "\nerror", is_first_process)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,14 @@ _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.
 """Errors of a user's path that cannot even be looked up. All other system errors are faults of the program."""
 
 
-def exit_status(action: Callable[[], object], says: str, first: bool = True) -> int:
+def exit_status(action: Callable[[], object], says: str, is_first: Callable[[], bool] = lambda: True) -> int:
     """Run a command's action and return its exit status.
 
     Args:
         action: The command's work; it may end with SystemExit.
         says: Start of the error message.
-        first: True in the first process of the command, which reports errors that all processes share.
+        is_first: Returns whether this is the first process, which reports errors that all share.
+            It is asked once there is one: a rank may change.
 
     Returns:
         0 on success; 2, with one message on standard error, for errors that the user can fix; DEVICE_ERROR, also with a
@@ -46,19 +47,19 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
     """
     guard_console()
     try:
-        status = _status_of(action, says, first)
-        return status or _status_of(_require_output, says, first)
+        status = _status_of(action, says, is_first)
+        return status or _status_of(_require_output, says, is_first)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _status_of(action: Callable[[], object], says: str, first: bool) -> int:
+def _status_of(action: Callable[[], object], says: str, is_first: Callable[[], bool]) -> int:
     try:
         action()
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and (error.filename is None or error.errno not in _OF_A_PATH):
             raise
-        if not first and not isinstance(error, LocalError):
+        if not is_first() and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(FIRST_SPEAKS_SECONDS)
         text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else as_typed(str(error)))

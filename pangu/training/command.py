@@ -156,12 +156,11 @@ def _with_new_names(composed: DictConfig, overrides: Sequence[str]) -> dict[str,
 
 
 def _end(action: Callable[[], None]) -> None:
-    first = is_first_process()
-    status = exit_status(action, "\nerror", first)
+    status = exit_status(action, "\nerror", is_first_process)
     if status == INTERRUPTED:
         if sys.stdout is not None:
             sys.stdout.flush()
-        if first:
+        if is_first_process():
             print(ENDED, file=sys.stderr, flush=True)
         os._exit(status)  # Python's own end would wait for threads, and abort if one is in the store
     if status:

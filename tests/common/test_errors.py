@@ -27,7 +27,7 @@ def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
         raise LostError("rank 1 is gone")
 
     assert exit_status(lambda: None, "tool") == 0
-    assert exit_status(lost, "tool", first=False) == RETRYABLE == 143
+    assert exit_status(lost, "tool", is_first=lambda: False) == RETRYABLE == 143
     assert capsys.readouterr().err == "tool: rank 1 is gone\n"
     assert exit_status(wrong, "tool") == 2
     assert capsys.readouterr().err == "tool: no \\x1b[31mred\n"
