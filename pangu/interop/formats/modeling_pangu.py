@@ -225,6 +225,8 @@ class PanguModel(PanguPreTrainedModel):
         `inputs_embeds`, token embeddings [batch, new, hidden], may replace `input_ids`; `others` go to the attention
         function. All else is as for `PanguForCausalLM`.
         """
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {CACHE}")
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if self.training and self.gradient_checkpointing:
@@ -238,8 +240,14 @@ class PanguModel(PanguPreTrainedModel):
                 position_ids = torch.arange(past, past + new, device=x.device).expand(batch, new)
             else:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-        mask, turn = None, None
+        mask, turn, window = None, None, self.config.max_position_embeddings
         if self.config._attn_implementation in ("eager", "sdpa"):  # others find their texts' limits themselves
+            # with that many tokens only, as the comparison waits for the device
+            if past + new > window and (last := int(position_ids.max())) >= window:
+                raise ValueError(
+                    f"a text of {last + 1} tokens: the model has positions for {window} "
+                    "(max_position_embeddings); shorten the input or max_new_tokens"
+                )
             places = torch.arange(past + new, device=x.device)
             mask = (places <= places[past:, None])[None, None]
             if attention_mask is not None:
@@ -304,23 +312,8 @@ class PanguForCausalLM(PanguPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: A text is longer than the model's window, or two caches are given.
         """
-        if cache is not None and past_key_values is not None and cache is not past_key_values:
-            raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {CACHE}")
-        cache = past_key_values if cache is None else cache
-        past = 0 if cache is None else cache.get_seq_length()
-        if position_ids is None and attention_mask is not None:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-        window, ends = self.config.max_position_embeddings, past + input_ids.shape[1]
-        # with that many tokens only, as the comparison waits for the device
-        if ends > window and (position_ids is None or (ends := int(position_ids.max()) + 1) > window):
-            raise ValueError(
-                f"a text of {ends} tokens: the model has positions for {window} "
-                "(max_position_embeddings); shorten the input or max_new_tokens"
-            )
-        others.pop("return_dict", None)
-        hidden, cache = self.transformer(
-            input_ids, attention_mask, position_ids, cache, use_cache=use_cache, return_dict=False, **others
-        )
+        others |= {"use_cache": use_cache, "cache": cache, "return_dict": False}
+        hidden, cache = self.transformer(input_ids, attention_mask, position_ids, past_key_values, **others)
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
