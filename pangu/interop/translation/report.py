@@ -17,7 +17,7 @@ Language = Literal["en", "zh"]
 _KEYS = Text("| there | here | |", "| 对方 | 这里 | |")
 _ABSENT = Text("| no counterpart | why |", "| 没有对应项 | 原因 |")
 _DIFFERS = Text("Different in effect:", "效果上的差别：")
-_SAME = Text("Nothing of what is computed depends on, or has to be said here:", "不影响计算结果，或这里无需给出：")
+_SAME = Text("Without effect on what is computed, or not needed here:", "不影响计算结果，或这里无需给出：")
 
 
 def describe(source: Translation, checked: Checked) -> str:
