@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.common.files import NewFile, flush, remove
+from pangu.common.files import flush, remove
 from pangu.data.indexed import FORMATS, HEADER, MAGIC, bin_path, idx_path, token_format
 from pangu.prepare.manifest import BLOCK, file_checksums
 
@@ -80,13 +80,13 @@ class ResumableWriter:
         """Rename a committed pair (index last, as it makes the pair readable); return the manifest's file records."""
         for file in self._files:
             file.close()
-        tokens, idx = bin_path(self.prefix), idx_path(self.prefix)
-        with closing(NewFile(idx)) as new:
-            write_index(new.file, self._format, self.lengths())
-            new.finish()
-            idx.unlink(missing_ok=True)  # an old index must not outlive its tokens
-            self._tokens.replace(tokens)
-            new.publish()
+        tokens, idx, new = bin_path(self.prefix), idx_path(self.prefix), self._tokens.with_suffix(".idx")
+        with new.open("wb") as file:
+            write_index(file, self._format, self.lengths())
+        flush(new)
+        idx.unlink(missing_ok=True)  # an old index must not outlive its tokens
+        self._tokens.replace(tokens)
+        new.replace(idx)
         flush(tokens.parent)
         checksums = {tokens: self._checksums.all(), idx: file_checksums(idx).all()}
         return {path.name: {"bytes": path.stat().st_size, "blake2b": sums} for path, sums in checksums.items()}

@@ -228,6 +228,22 @@ def test_a_kill_at_the_very_end_loses_nothing(folder: Path, tmp_path: Path, monk
     assert texts(tmp_path / "c", folder) == DOCUMENTS
 
 
+def test_a_kill_between_the_names_leaves_nothing_beside_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the index has its name it lies among the unfinished files, with which it goes."""
+    found: list[list[str]] = []
+
+    def replace(old: Path, new: Path) -> None:
+        old.rename(new)
+        found.append(sorted(path.name for path in (tmp_path / "out").iterdir()))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", replace)
+        assert preprocess(folder, tmp_path / "out" / "c").returncode == 0
+    assert found[0] == ["c.bin", "c.partial"]
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_a_command_goes_on_where_an_error_has_ended_it(folder: Path, tmp_path: Path) -> None:
     path = large(tmp_path, 3_000)
