@@ -32,6 +32,8 @@ def read_message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]
             at += _FIXED[key & 7]
         else:
             raise ValueError(f"wire type {key & 7} at byte {at}")
+        if key >= 2**32:  # other readers take the lower 32 bits
+            raise ValueError(f"field {key >> 3} before byte {start}")
         if at > where.stop:
             raise ValueError(f"cut short at byte {start}")
         fields.setdefault(key >> 3, []).append(slice(start, at))

@@ -10,13 +10,18 @@ from pangu.config.checkpoint import CheckpointConfig
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
 
+MOST_EXPERTS = 2**17
+"""Largest number of experts in all layers, each of which has tensors of its own; Kimi K2 has 23,040."""
+
 
 def expert_problems(model: ModelConfig) -> list[Problem]:
     """Return all contradictions between the keys of a mixture of experts."""
     if model.experts is None:
         return findings(_without, model)
     rules = (_layers, _chosen, _groups, _limited, _balance)
-    return [problem for rule in rules for problem in findings(rule, model, model.experts)]
+    return findings(_count, model, model.experts) or [
+        problem for rule in rules for problem in findings(rule, model, model.experts)
+    ]
 
 
 def _without(model: ModelConfig) -> Iterator[Problem]:
@@ -26,6 +31,12 @@ def _without(model: ModelConfig) -> Iterator[Problem]:
     pairs += [(f"model.router.{name}", value, router[name]) for name, value in vars(model.router).items()]
     for key, value in ((key, value) for key, value, default in pairs if value != default):
         yield Problem(key, value, "needs a model with experts, and model.experts = null", "set model.experts")
+
+
+def _count(model: ModelConfig, experts: int) -> Iterator[Problem]:
+    if experts * model.layers > MOST_EXPERTS:
+        rule = f"with model.layers = {model.layers} exceeds {MOST_EXPERTS:,} experts in all"
+        yield Problem("model.experts", experts, rule, f"use at most {MOST_EXPERTS // model.layers}")
 
 
 def _layers(model: ModelConfig, experts: int) -> Iterator[Problem]:

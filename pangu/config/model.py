@@ -90,7 +90,7 @@ class ModelConfig:
     """Number of Transformer layers. PanGu-α counts its query layer, as the paper does (2.6B: 31 blocks + 1 query)."""
     hidden: Annotated[int, Bounds(least=1, most=2**20)]
     """Width of the residual stream."""
-    heads: Count
+    heads: Annotated[int, Bounds(least=1, most=2**20)]
     """Number of attention heads; must divide `hidden` unless `head_dim` is given."""
     vocab: Length
     """Vocabulary size: number of rows of the token embedding."""

@@ -31,8 +31,8 @@ def latent_problems(model: ModelConfig) -> Iterator[Problem]:
 
 def _rotation(model: ModelConfig) -> Iterator[Problem]:
     share = model.partial_rotary_factor
-    if model.positions != "rope" or model.latent is not None:
-        return
+    if model.positions != "rope" or model.latent is not None or not model.head_size:
+        return  # more heads than elements are another rule's matter
     if share == 1 and model.head_size % 2:
         rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
         yield Problem("model.positions", "rope", rule, "use learned, or an even head size")

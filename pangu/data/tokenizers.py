@@ -120,13 +120,17 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     if not model:
         raise ValueError("the file is empty")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    # Protobuf merges repeated normalization specs (field 3), so check the character map (field 2) of each
-    specs = read_message(model, slice(0, len(model))).get(3, [])
+    # Protobuf merges repeated specs of normalization before encoding (field 3) and after decoding (field 5), so check
+    # the character map (field 2) of each
+    fields = read_message(model, slice(0, len(model)))
+    specs = [*fields.get(3, []), *fields.get(5, [])]
     for charsmap in (place for spec in specs for place in read_message(model, spec).get(2, [])):
         if charsmap_growth(model[charsmap]) > MOST_GROWTH:
             raise ValueError(f"its normalization replaces a character by more than {MOST_GROWTH} bytes")
-    # damaged pieces are not UTF-8, which the library detects only when it decodes them
-    processor.decode([[token] for token in range(processor.vocab_size())])
+    # damaged pieces are not UTF-8, which the library detects only when it decodes them, but for control pieces
+    tokens = list(range(processor.vocab_size()))
+    processor.id_to_piece(tokens)
+    processor.decode([[token] for token in tokens])
     return processor
 
 

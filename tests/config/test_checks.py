@@ -184,6 +184,7 @@ CONTRADICTIONS = {
     "model.positions=rope model.heads=128": (
         "model.positions = rope: needs an even head size, got model.hidden / model.heads = 1"
     ),
+    "model.positions=rope model.partial_rotary_factor=0.5 model.heads=256": "model.heads = 256: must divide model.hidd",
     "model.kv_heads=0": "model.kv_heads = 0: must be at least 1",
     "model.kv_heads=3": "model.kv_heads = 3: must divide model.heads = 8; nearest valid values: 1, 2, 4",
     "parallel.overlap_chunks=0": "parallel.overlap_chunks = 0: must be at least 1",

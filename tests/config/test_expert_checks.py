@@ -15,6 +15,9 @@ CONTRADICTIONS = {
         "model.experts_per_token = 9: must not exceed model.experts = 8; use 1 to 8"
     ),
     "model.experts=1": ("model.experts_per_token = null: means 2, and must not exceed model.experts = 1; use 1"),
+    "model.experts=9007199254740992 model.router.groups=3": (
+        "model.experts = 9007199254740992: with model.layers = 4 exceeds 131,072 experts in all; use at most 32768"
+    ),
     "model.experts=8 parallel.expert_tensor=2": (
         "parallel.expert_tensor = 2: must be 1 or parallel.tensor = 1; use null or 1"
     ),

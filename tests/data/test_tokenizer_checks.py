@@ -11,6 +11,7 @@ import pytest
 import sentencepiece
 
 from pangu.common.errors import UserError
+from pangu.common.protobuf import read_message
 from pangu.config.data import TokenizerConfig
 from pangu.data.tokenizer_checks import charsmap_growth
 from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
@@ -67,12 +68,30 @@ def test_hostile_tokenizers_end_in_one_message(tmp_path: Path, parts: dict[str, 
 
 def test_the_normalization_of_sentencepiece_is_bounded(tmp_path: Path) -> None:
     """Its own writes 33 bytes for one character at most, and is taken."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["some text"] * 9), model_writer=model, vocab_size=15, model_type="bpe", minloglevel=2
-    )
-    path = tmp_path / "t.model"
-    path.write_bytes(model.getvalue())
+    path, rules = tmp_path / "t.model", tmp_path / "rules.tsv"
+    rules.write_text(f"61\t{' '.join(['78'] * 101)}\n")
+    options = {"vocab_size": 15, "model_type": "bpe", "minloglevel": 2}
+
+    def trained(**more: str) -> bytes:
+        model = io.BytesIO()
+        texts = iter(["some text"] * 9)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=model, **options, **more)
+        return model.getvalue()
+
+    path.write_bytes(model := trained())
     assert SentencePieceTokenizer(path).vocab_size == 15
+    # Decoded texts are normalized by field 5, which the library finds by the lower 32 bits of a field's key
+    long = trained(denormalization_rule_tsv=str(rules))
+    (spec,) = read_message(long, slice(0, len(long)))[5]
+    hidden = long[: spec.start - 3] + b"\xaa\x80\x80\x80\x10" + long[spec.start - 2 :]
+    # A control piece is never decoded
+    for content, says in (
+        (long, "replaces a character by more than 100 bytes"),
+        (hidden, "field 536870917 before byte"),
+        (model.replace(b"</s>", b"\xff/s>"), "is not a valid SentencePiece model"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=says):
+            SentencePieceTokenizer(path)
     # The size of a search tree, the tree, and a replacement
     assert charsmap_growth((1024).to_bytes(4, "little") + bytes(1024) + b"x" * 5000 + b"\0") == 5000

@@ -170,6 +170,10 @@ def test_options_that_change_the_function_are_refused(
     assert f"  {option} = " in refusal(small(**{option: value}), given)
 
 
+def test_more_heads_than_the_tensors_hold_are_refused(small: Callable[..., Path], given: ModelConfig) -> None:
+    assert "the tensors have other shapes" in refusal(small(num_attention_heads=40), given)
+
+
 def test_what_yarn_computes_otherwise_is_refused(small: Callable[..., Path], given: ModelConfig) -> None:
     for option, value in {"mscale": 0.7, "mscale_all_dim": 1.0, "rotary_percent": 0.5, "yarn_mscale": 2.0}.items():
         assert f"  {option} = " in refusal(small(position_embedding_type="yarn", **{option: value}), given)

@@ -112,6 +112,7 @@ def test_options_that_contradict_the_tensors_are_refused(
     words = ["--from", "megatron", "--to", "pangu", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     assert main(words) == 2
     message = capsys.readouterr().err
+    assert "model_optim_rng.pt:" in message
     assert option in message
     assert said in message
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import signal
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -94,13 +95,16 @@ def test_what_lies_beside_the_weights_is_inert(tmp_path: Path) -> None:
     """Paths, signals and their like say what they are and do nothing; a file may refer to itself."""
     state: dict[str, Any] = {"model": {"a": torch.ones(2)}, "path": Path("/etc"), "signal": signal.SIGTERM}
     state["self"] = state
-    torch.save(state, tmp_path / "a.pt")
-    found = load_pickle(tmp_path / "a.pt")
+    torch.save(state, tmp_path / "a.pt", pickle_protocol=3)
+    with warnings.catch_warnings(action="error"):
+        found = load_pickle(tmp_path / "a.pt")
     assert torch.equal(found["model"]["a"], torch.ones(2))
     assert isinstance(found["path"], Record)
     assert found["signal"].name in ("signal.Signals", "signal.SIGTERM")  # the latter by Python 3.11.2
     torch.save({"model": {}, "colour": Colour.RED}, tmp_path / "a.pt")
     assert "holds tests.interop.test_formats_pickles.Colour" in refusal(tmp_path / "a.pt")
+    torch.save({"model": {}}, tmp_path / "a.pt", pickle_protocol=4)
+    assert "holds Unsupported operand 149, which" in refusal(tmp_path / "a.pt")
 
 
 def test_entries_are_no_longer_than_the_file(tmp_path: Path) -> None:

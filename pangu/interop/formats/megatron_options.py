@@ -56,26 +56,28 @@ def read_model(
     if any(".router.weight" in name for name in shapes):
         experts = {key: value for key, value in options.items() if str(key).startswith("moe_")}
         check_fields(experts, where, table["used"].split(), table["experts_harmless"].split(), table["experts_only"])
+    layers, pangu = len({number[1] for name in shapes if (number := _LAYER.search(name))}), TOP in shapes
     try:
-        keys = (_port if TOP in shapes else _core)(options, shapes, ranks, keys)
+        keys = (_port if pangu else _core)(options, shapes, ranks, keys)
+        agree = dict(layout) | {
+            "num_layers": [layers],
+            "encoder_num_layers": [layers, None],
+            "hidden_size": [keys["hidden"]],
+            "ffn_hidden_size": [keys["ffn"], None],
+        }
+        if (heads := keys.get("heads")) and not keys.get("latent"):
+            head = keys["hidden"] / heads if pangu else keys["head_dim"]
+            agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
+        if not pangu:
+            agree |= _core_agrees(options, keys, shapes)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except KeyError as error:
         raise UserError(
             f"{where}: neither a PanGu-α of Megatron 1.1 nor a GPT of Megatron-Core: no {error} in it"
         ) from error
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise UserError(f"{where}: the tensors have other shapes than those of a GPT or PanGu-α of Megatron") from error
-    layers, pangu = len({number[1] for name in shapes if (number := _LAYER.search(name))}), TOP in shapes
-    agree = dict(layout) | {
-        "num_layers": [layers],
-        "encoder_num_layers": [layers, None],
-        "hidden_size": [keys["hidden"]],
-        "ffn_hidden_size": [keys["ffn"], None],
-    }
-    if (heads := keys.get("heads")) and not keys.get("latent"):
-        head = keys["hidden"] / heads if pangu else keys["head_dim"]
-        agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
-    if not pangu:
-        agree |= _core_agrees(options, keys, shapes)
     refuse(where, disagreements(options, agree, "does not match the tensors; use {}"))
     return keys | {"layers": layers + pangu}
 

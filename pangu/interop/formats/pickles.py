@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,13 +102,15 @@ def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
     inert: dict[str, type[Record]] = {}
     while True:
         try:
-            with _only([argparse.Namespace, *((kind, name) for name, kind in inert.items())]):
+            allowed = [argparse.Namespace, *((kind, name) for name, kind in inert.items())]
+            with _only(allowed), warnings.catch_warnings(action="ignore"):  # torch warns of unusual pickle protocols
                 return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
         except pickle.UnpicklingError as error:
             said = str(error)
             name = said.partition("GLOBAL ")[2].split(" ")[0]
             if not name.startswith(_INERT) or name in inert or len(inert) >= MOST_KINDS:
-                raise _no_tensor(where, name or said.split("\n")[-1]) from error
+                reason = said.rpartition("WeightsUnpickler error:")[2].partition("\n\nCheck")[0].strip()
+                raise _no_tensor(where, name or reason) from error
             inert[name] = _record(name)
         except Exception as error:  # whatever damaged bytes bring about
             raise UserError(f"{where}: is not a file of torch.save ({type(error).__name__})") from error
