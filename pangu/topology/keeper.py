@@ -17,20 +17,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
 
 import torch.distributed as dist
 
 from pangu.common.exit_status import RETRYABLE
 from pangu.topology.member import VARIABLE, send_news
+from pangu.topology.roster import Roster
 
 INTERVAL_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 """Interval of the signs of life of a launcher, at least."""
 LOST_SECONDS = 15.0
 """Time without a sign of life after which a node is lost."""
+CUT_SECONDS = 10.0
+"""Time without an answer of the store after which a launcher kills its processes: they are given up soon after."""
 LEAVE_SECONDS = 60.0
 """Time for a rank to notice that another one is lost; one that does not is killed, because it hangs."""
 END_SECONDS = 5.0, 25.0
@@ -46,71 +52,6 @@ def is_loss(status: int) -> bool:
     return status == 1 or (status < 0 and status not in ENDING)
 
 
-class Roster:
-    """Ranks and spares of a run, by the numbers of their processes. It decides; it sends nothing."""
-
-    def __init__(self) -> None:
-        """Begin with an empty one."""
-        self.ranks: list[int] = []
-        self.spares: list[int] = []
-        self._nodes: dict[int, int] = {}
-        self._local_ranks: dict[int, int] = {}
-        self._losses: dict[int, int] = {}
-        """Number of ranks that each node has lost."""
-        self._world = 0
-
-    def add(self, node: int, numbers: Sequence[int], count: int = 0) -> None:
-        """Add processes of a node, the first `count` of them as ranks."""
-        self._nodes |= dict.fromkeys(numbers, node)
-        self._local_ranks |= {number: local for local, number in enumerate(numbers[:count])}
-        self.ranks += numbers[:count]
-        self.spares += numbers[count:]
-        self._world += count
-
-    def of(self, node: int) -> list[int]:
-        """Return the living processes of a node."""
-        return [number for number in (*self.ranks, *self.spares) if self._nodes[number] == node]
-
-    def rest(self, number: int) -> None:
-        """Make a rank a spare, because no layout has a place for it."""
-        if number in self.ranks:
-            self.ranks.remove(number)
-            self.spares.append(number)
-
-    def replace(self, lost: Sequence[int]) -> dict[int, int]:
-        """Remove processes, fill all ranks with spares, and return which one replaces which lost one.
-
-        A spare of the same node is preferred. If too few are left, nodes that have lost none come first, so that
-        tensor-parallel groups stay within nodes.
-        """
-        self.spares = [number for number in self.spares if number not in lost]
-        replaced: dict[int, int] = {}
-        for rank, number in enumerate(self.ranks):
-            if number not in lost:
-                continue
-            node = self._nodes[number]
-            self._losses[node] = self._losses.get(node, 0) + 1
-            near = [spare for spare in self.spares if self._nodes[spare] == node]
-            if self.spares:
-                replaced[number] = self.ranks[rank] = spare = (near or self.spares)[0]
-                self.spares.remove(spare)
-        kept = [number for number in self.ranks if number not in lost]
-        if len(kept) < len(self.ranks):
-            kept.sort(key=lambda number: self._losses.get(self._nodes[number], 0))
-        added, self.spares = self.spares[: self._world - len(kept)], self.spares[self._world - len(kept) :]
-        self.ranks = kept + added
-        return replaced
-
-    def record(self) -> list[tuple[int, int]]:
-        """Return number and local rank of each rank; a new one takes the first local rank that is free on its node."""
-        for number in self.ranks:
-            node = self._nodes[number]
-            taken = {self._local_ranks.get(one) for one in self.ranks if self._nodes[one] == node and one != number}
-            if self._local_ranks.get(number, -1) in {-1, *taken}:
-                self._local_ranks[number] = min(set(range(len(self.ranks))) - taken)
-        return [(number, self._local_ranks[number]) for number in self.ranks]
-
-
 class Leader:
     """Decisions of the launcher of node 0."""
 
@@ -120,27 +61,31 @@ class Leader:
         self._roster, self._arrived = Roster(), dict[int, tuple[list[int], int]]()
         self._read, self._epoch, self._killed, self._done = 0, -1, set[int](), set[int]()
         self._server: dist.TCPStore | None = None
+        self._end: int | None = None
         self._reached: dict[int, int] = {}
         """Epoch that each rank has reached; those that notice a loss are on their way into the next one."""
         self._target, self._due_s = 0, float("inf")
         """Epoch that all ranks must have reached at a time."""
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._began_s = self._looked_s = time.monotonic()
+        self._beats: dict[int, tuple[int, int, float]] = {}
+        """First process of each node, signs of life of its launcher, and the time of the last one."""
+        self._early: list[list[Any]] = []
+        """News of processes that ended before all launchers had come."""
         self._status = RETRYABLE
         """Status to end with: that of the process which ended last."""
         self.order()
 
     def order(self, end: int | None = None) -> None:
         """Tell all launchers which processes to kill, and with what status to end."""
-        self._store.set("orders", json.dumps({"kill": sorted(self._killed), "end": end}))
+        self._end = self._end if end is None else end
+        self._store.set("orders", json.dumps({"kill": sorted(self._killed), "end": self._end}))
 
     def look(self) -> None:
         """Read the news, and act on it."""
         lost: list[int] = []
-        while self._store.check([f"news-{self._read + 1}"]):
-            self._read += 1
-            kind, number, *facts = json.loads(self._store.get(f"news-{self._read}"))
+        for kind, number, *facts in self._news():
             if kind == "here":
-                self._welcome(number, *facts)
+                lost += self._welcome(number, *facts)
             elif kind == "ended":
                 lost += self._ended(number, *facts)
             elif kind == "idle":
@@ -153,15 +98,16 @@ class Leader:
                 if facts[0] == self._epoch == self._target:
                     self._expect(self._epoch + 1)
         for node in self._silent_nodes():
-            numbers = self._roster.of(node)
-            say(f"node {node} gives no sign of life: {len(numbers)} processes are lost")
-            self._killed |= {*numbers}
-            lost += numbers
-            self.order()
+            say(f"node {node} gives no sign of life: {len(self._roster.of(node))} processes are lost")
+            lost += self._give_up(node)
         if lost and self._epoch >= 0:
             self._replace(lost)
         late = [number for number in self._roster.ranks if self._reached.get(number, self._target) < self._target]
-        if not late and self._target > self._epoch >= 0:
+        if self._done and self._target > self._epoch >= 0:
+            self.order(self._status)  # a rank has stopped as it was told to, before it noticed the loss
+        elif not late and self._target > self._epoch >= 0 and self._roster.can_grow:
+            self._begin_epoch()
+        elif not late and self._target > self._epoch >= 0:
             say("the processes lost each other, but none has ended: look for a cut in the network between them")
             self.order(RETRYABLE)
         elif late and time.monotonic() > self._due_s:
@@ -170,17 +116,48 @@ class Leader:
             self._due_s = float("inf")
             self.order()
 
-    def _welcome(self, node: int, numbers: list[int], count: int) -> None:
-        self._beats[node] = (0, time.monotonic())
+    def _news(self) -> Iterator[list[Any]]:
+        """Return what is new; losses count when all launchers have come, but a message that ends the run at once."""
+        while self._store.check([f"news-{self._read + 1}"]):
+            self._read += 1
+            news = json.loads(self._store.get(f"news-{self._read}"))
+            if self._epoch < 0 and news[0] == "ended" and (not news[2] or is_loss(news[2])):
+                self._early.append(news)
+                continue
+            yield news
+            if self._epoch >= 0:
+                yield from self._early
+                self._early.clear()
+        if self._epoch < 0 and time.monotonic() - self._began_s > MEET_SECONDS:
+            say(f"{len(self._arrived)} of {self._expected} launchers have come within {MEET_SECONDS:g} s")
+            self.order(RETRYABLE)
+
+    def _welcome(self, node: int, numbers: list[int], count: int) -> list[int]:
+        """Add the processes of a node; return those that are lost because its launcher was started again."""
+        lost = self._give_up(node) if self._epoch >= 0 and self._roster.of(node) else []
+        self._beats[node] = (numbers[0], 0, time.monotonic())
         if self._epoch >= 0:
             say(f"node {node} has come: {len(numbers)} more spares")
             self._roster.add(node, numbers)
-            return
+            if self._roster.can_grow and not lost and self._target == self._epoch:
+                say("ranks are missing: all processes meet again, and continue from the newest state")
+                self._expect(self._epoch + 1)
+            return lost
         self._arrived[node] = numbers, count
         if len(self._arrived) == self._expected:
             for one, (numbers_of_one, ranks) in sorted(self._arrived.items()):
                 self._roster.add(one, numbers_of_one, ranks)
             self._begin_epoch()
+        return []
+
+    def _give_up(self, node: int) -> list[int]:
+        """Return the processes of a node that is lost, and tell its launcher to kill them, should it return."""
+        numbers = self._roster.of(node)
+        self._killed |= {*numbers}
+        self._beats.pop(node, None)
+        self._arrived.pop(node, None)
+        self.order()
+        return numbers
 
     def _ended(self, number: int, status: int, words: str) -> list[int]:
         """Return the process if it is lost."""
@@ -188,7 +165,7 @@ class Leader:
         can_be_replaced = is_loss(status) and not self._done
         if is_loss(status):
             say(words)
-        if number in self._roster.ranks and not can_be_replaced:
+        if (number in self._roster.ranks or self._epoch < 0) and not can_be_replaced:
             self._done.add(number)
             if status or self._done.issuperset(self._roster.ranks):
                 self.order(self._status)
@@ -209,6 +186,7 @@ class Leader:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
+        self._roster.grow()
         self._epoch += 1
         self._expect(self._epoch)
         self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
@@ -221,14 +199,15 @@ class Leader:
 
     def _silent_nodes(self) -> list[int]:
         now_s, silent = time.monotonic(), []
-        for node, (count, since_s) in list(self._beats.items()):
+        paused_s, self._looked_s = now_s - self._looked_s, now_s
+        for node, (first, count, since_s) in self._beats.items():
             if now_s - since_s < BEAT_SECONDS:
                 continue
-            if (beats := self._store.add(f"beat-{node}", 0)) != count:
-                self._beats[node] = beats, now_s
+            beats = self._store.add(f"beat-{first}", 0)
+            if beats != count or paused_s > CUT_SECONDS:  # all may have been stopped, as a scheduler does
+                self._beats[node] = first, beats, now_s
             elif now_s - since_s > LOST_SECONDS:
                 silent.append(node)
-                del self._beats[node]
         return silent
 
 
@@ -267,6 +246,7 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     children: dict[int, subprocess.Popen[bytes]] = {}
+    answers = SimpleQueue[bool]()
     try:
         for local, number in enumerate(numbers):
             # a spare is not rank 0, which speaks for all, and gets its rank with its place
@@ -274,22 +254,31 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
             own = {VARIABLE: f"{number}@{host}:{store.port}", "RANK": str(rank), "LOCAL_RANK": str(local)}
             children[number] = subprocess.Popen(command, env=environment | own, start_new_session=True)
         send_news(store, "here", node, numbers, count)
-        return _watch(store, leader, node, children)
+        Thread(target=_end_if_cut_off, args=(children, answers), daemon=True).start()
+        return _watch(store, leader, first, children, answers)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not answer ({reason})")
         return RETRYABLE
     finally:
+        answers.put(False)
         _end(children)
 
 
-def _watch(store: dist.Store, leader: Leader | None, node: int, children: dict[int, subprocess.Popen[bytes]]) -> int:
+def _watch(
+    store: dist.Store,
+    leader: Leader | None,
+    first: int,
+    children: dict[int, subprocess.Popen[bytes]],
+    answers: SimpleQueue[bool],
+) -> int:
     """Report what ends, and carry out orders, until the run has ended; return its status."""
     beat_s = 0.0
     while True:
         if time.monotonic() - beat_s > BEAT_SECONDS:
             beat_s = time.monotonic()
-            store.add(f"beat-{node}", 1)
+            store.add(f"beat-{first}", 1)
+            answers.put(True)
         for number, child in list(children.items()):
             if (status := child.poll()) is not None:
                 del children[number]
@@ -309,6 +298,26 @@ def _watch(store: dist.Store, leader: Leader | None, node: int, children: dict[i
                 time.sleep(2 * BEAT_SECONDS * (len(leader._beats) > 1))  # the others read it, too
             return status
         time.sleep(INTERVAL_SECONDS)
+
+
+def _end_if_cut_off(children: dict[int, subprocess.Popen[bytes]], answers: SimpleQueue[bool]) -> None:
+    """Kill all processes of this node, and end, if the launchers' store stays silent, until `answers` has False.
+
+    Otherwise processes that have been given up would write into the run folder beside those that replace them. Time in
+    which this process is stopped does not count: it is told what to kill when it continues.
+    """
+    silences = 0
+    while silences < 2:
+        try:
+            if not answers.get(timeout=CUT_SECONDS / 2):
+                return
+            silences = 0
+        except Empty:
+            silences += 1
+    say(f"{socket.gethostname()}: the launchers' store does not answer: {len(children)} processes are killed")
+    for child in list(children.values()):
+        _signal(child, signal.SIGKILL)
+    os._exit(RETRYABLE)
 
 
 def _signal(child: subprocess.Popen[bytes], number: int) -> None:

@@ -160,11 +160,14 @@ class StopSignals:
     the process ignores them (`nohup`, a shell's background).
     """
 
-    def __init__(self, began: float, limit_s: float | None) -> None:
-        """Prepare; `began`: `time.perf_counter()` at the start; `limit_s`: seconds since then, None: no limit."""
+    def __init__(self, began: float, limit_s: float | None, received: set[int] | None = None) -> None:
+        """Prepare; `began`: `time.perf_counter()` at the start; `limit_s`: seconds since then, None: no limit.
+
+        `received`: signals that an earlier attempt of this process has noted; it keeps those of this one.
+        """
         self.began = began
         self._deadline = None if limit_s is None else began + limit_s
-        self._received: set[int] = set()
+        self._received = set[int]() if received is None else received
         self._handlers: dict[int, Any] = {}
 
     def flags(self, step_s: float, save_has_failed: bool) -> list[bool]:

@@ -287,6 +287,8 @@ class Saver:
             wait([self._save], SAVE_SECONDS)
         if self.uploader is not None and error is not None and not isinstance(error, LocalError):
             self.uploader.wait(SAVE_SECONDS)  # that a checkpoint is condemned must be known there
+        if self.uploader is not None:
+            self.uploader.end()  # this process may begin again, as another rank
 
     def _write(
         self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any], validation_loss: float | None

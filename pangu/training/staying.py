@@ -13,14 +13,15 @@ from pangu.topology.mesh import is_silence
 from pangu.training import copies, saving
 
 
-def stay(values: Mapping[str, Any], attempt: Callable[[], int]) -> int:
+def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
     What an attempt has built is gone then, and the next one continues from the newest state of the run, in memory or on
-    the disk. Only the process, its imports and what the system has cached stay.
+    the disk. Only the process, its imports, what the system has cached and the signals that an attempt has noted stay.
     """
+    received = set[int]()
     if VARIABLE not in os.environ:
-        return attempt()
+        return attempt(received)
 
     def fits(world: int) -> bool:
         try:
@@ -33,7 +34,7 @@ def stay(values: Mapping[str, Any], attempt: Callable[[], int]) -> int:
     while True:
         member.join(fits)
         try:
-            return attempt()
+            return attempt(received)
         except LostError:
             pass
         except RuntimeError as error:

@@ -41,7 +41,7 @@ class Uploader:
         """Step after which the checkpoints are to be set aside."""
         self._done: dict[str, tuple[float, ...]] = {}
         """Times of the index and standing of each checkpoint that is sent."""
-        self._asked, self._idle, self._lock = Event(), Event(), Lock()
+        self._asked, self._idle, self._lock, self._ended = Event(), Event(), Lock(), False
         Thread(target=self._work, name="upload", daemon=True).start()
 
     def wake(self) -> None:
@@ -49,6 +49,11 @@ class Uploader:
         with self._lock:
             self._idle.clear()
             self._asked.set()
+
+    def end(self) -> None:
+        """End the thread after what it sends now."""
+        self._ended = True
+        self._asked.set()
 
     def continue_from(self, step: int) -> None:
         """Set aside what was sent after `step`, before anything else is sent."""
@@ -75,6 +80,8 @@ class Uploader:
         delay_s: float | None = None
         while True:
             self._asked.wait(delay_s)
+            if self._ended:
+                return
             delay_s = LOOK_SECONDS if self._asked.is_set() else min(2 * (delay_s or LOOK_SECONDS), MOST_SECONDS)
             self._asked.clear()
             try:

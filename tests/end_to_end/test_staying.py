@@ -3,9 +3,12 @@ own, as far as memory goes, and so has the spare."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,17 +16,25 @@ import pytest
 
 from pangu.common.exit_status import USER_ERROR
 from pangu.prepare.indexed_writer import IndexedWriter
-from pangu.topology.keeper import Roster
+from pangu.topology.roster import Roster
 from scripts.launch import main
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, VARIABLES, call_and_exit, metrics
 from tests.spawn import repository, run_ranks
 
-DIES_AFTER, STEPS = 4, 8
+DIES_AFTER, HOLDS_AFTER, STEPS = 4, 6, 12
 LAYOUTS = {
     "zero 1": (2, ("parallel.zero=1",)),
     "zero 3": (2, ("parallel.zero=3",)),
     "tensor 2 x data 2": (4, ("parallel.tensor=2", "parallel.zero=1")),
     "pipeline 2 x data 2": (4, ("parallel.pipeline=2", "parallel.zero=2")),
+}
+MORE_LAYOUTS = LAYOUTS | {
+    "zero 0": (2, ("parallel.zero=0",)),
+    "zero 2 with LAMB": (2, ("parallel.zero=2", "optimizer=lamb")),
+    "zero 1 with Muon": (2, ("parallel.zero=1", "optimizer=muon")),
+    "data 4": (4, ("parallel.zero=3",)),
+    "context 2 x data 2": (4, ("parallel.context=2", "parallel.zero=2")),
+    "tensor 2 x pipeline 2": (4, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true")),
 }
 POINTS = {
     "before the forward pass": "training.step:Trainer.forward_backward",
@@ -42,6 +53,7 @@ LATE = POINTS.keys() - {"before the forward pass", "in a reduction", "after the 
 """Those behind the update of a step: its copy has not begun, and that of the step before may not be whole."""
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 SCRIPT = f"""
+import json
 import importlib
 import os
 import signal
@@ -53,8 +65,9 @@ from pangu.pretrain import pretrain
 from pangu.training.loop import Loop
 
 FOLDER = Path(__file__).parent
+KILLS = json.loads((FOLDER / "kills").read_text())
 NODE = min(2, 2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"]))  # 2: that of the spare
-os.environ["PANGU_MEMORY"] = f"{{FOLDER}}/memory/{{NODE}}"
+os.environ.setdefault("PANGU_MEMORY", f"{{FOLDER}}/memory/{{NODE}}")
 
 
 def replace(place, action):
@@ -71,14 +84,23 @@ def begin(original, loop):
     with (FOLDER / "processes").open("a") as file:
         print(os.environ["RANK"], os.getpid(), loop.trainer.step, file=file)
     current.append(loop)
+    began.append(loop.trainer.step)
     return original(loop)
 
 
-def die(original, *arguments, **keys):
-    is_due = current and current[-1].trainer.step >= {DIES_AFTER} and os.environ["RANK"] == "DIES"
+def hold(original, trainer, *arguments):
+    while (FOLDER / "holds").exists() and began[-1] and trainer.step >= {HOLDS_AFTER}:  # once it has met again
+        time.sleep(0.05)
+    return original(trainer, *arguments)
+
+
+def die(place, original, *arguments, **keys):
+    number = len(list(FOLDER.glob("killed-*")))
+    point, dies, after = [*KILLS, ["", -1, 0]][number]
+    is_due = current and point == place and int(os.environ["RANK"]) == dies and current[-1].trainer.step >= after
     result = original(*arguments, **keys)
-    if is_due and not (FOLDER / "killed").exists():
-        (FOLDER / "killed").write_text(str(current[-1].trainer.step))
+    if is_due and number == len(list(FOLDER.glob("killed-*"))):
+        (FOLDER / f"killed-{{number}}").write_text(str(current[-1].trainer.step))
         ACTION
     return result
 
@@ -88,11 +110,13 @@ def late(original, *arguments, **keys):
     return original(*arguments, **keys)
 
 
-current = []
+current, began = [], []
 if __name__ == "__main__":
     replace("training.loop:Loop.run", begin)
-    replace("POINT", die)
-    if "LocalError" in "ACTION" and os.environ["RANK"] != "DIES":
+    replace("training.step:Trainer.update", hold)
+    for place in {{point for point, *_ in KILLS}}:
+        replace(place, lambda *arguments, _place=place, **keys: die(_place, *arguments, **keys))
+    if "LocalError" in "ACTION" and int(os.environ["RANK"]) != KILLS[0][1]:
         replace("training.copies:exchange_bytes", late)
     pretrain(Path({str(repository())!r}) / "configs")
 """
@@ -102,7 +126,7 @@ def words(folder: Path, layout: str) -> list[str]:
     """Words of a run that copies its state after each step, and also validates and saves."""
     if not (folder.parent / "corpus.idx").exists():
         with IndexedWriter(folder.parent / "corpus", 256) as writer:
-            for path in sorted((repository() / "pangu" / "topology").glob("*.py")):
+            for path in sorted(Path(json.__file__).parent.glob("*.py")):  # not a commit's text: a series takes hours
                 writer.add(list(path.read_bytes()))
     corpus = folder.parent / "corpus"
     keys = ("data=indexed", f"data.train=[{corpus}]", f"data.validation=[{corpus}]", "model.vocab=256")
@@ -113,44 +137,70 @@ def words(folder: Path, layout: str) -> list[str]:
         "lr_schedule.warmup_steps=1",
         f"train.steps={STEPS}",
     )
-    keys += ("checkpoint.memory_every=1", "checkpoint.every=6", *LAYOUTS[layout][1], f"train.output={folder}")
+    keys += ("checkpoint.memory_every=1", "checkpoint.every=6", *MORE_LAYOUTS[layout][1], f"train.output={folder}")
     return [*SMALL, SAME_ATTENTION, SAME_PRODUCTS, *keys]
 
 
-def start(
-    folder: Path, layout: str, point: str, dies: int, spares: int, action: str = KILL, status: int = 0
-) -> tuple[str, list[list[int]]]:
-    """Let a rank do something; return what is said, and rank, process and step of each rank in each epoch."""
+def prepare(folder: Path, kills: Sequence[tuple[str, int, int]] = (), action: str = KILL) -> Path:
+    """Write the script of a run in which the ranks of `kills` (point, rank, step) die one after the other."""
     folder.mkdir()
+    (folder / "kills").write_text(json.dumps([(POINTS[point], *rest) for point, *rest in kills]))
     script = folder / "dying.py"
-    text = SCRIPT.replace("POINT", POINTS[point]).replace("DIES", str(dies)).replace("ACTION", action)
-    script.write_text(text, encoding="utf-8")
-    line = [sys.executable, "scripts/launch.py", f"--nproc-per-node={LAYOUTS[layout][0]}", f"--spares={spares}"]
-    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-    environment["OMP_NUM_THREADS"] = "1"
+    script.write_text(SCRIPT.replace("ACTION", action), encoding="utf-8")
+    return script
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in VARIABLES} | {"OMP_NUM_THREADS": "1"}
+
+
+def start(
+    folder: Path, layout: str, *kills: tuple[str, int, int], action: str = KILL, status: int = 0
+) -> tuple[str, list[list[list[int]]]]:
+    """Kill ranks, with a spare for each; return what is said, and rank, process and step of all ranks per epoch."""
+    script, world = prepare(folder, kills, action), MORE_LAYOUTS[layout][0]
+    line = [sys.executable, "scripts/launch.py", f"--nproc-per-node={world}", f"--spares={len(kills)}"]
     done = subprocess.run(
         [*line, str(script), *words(folder / "run", layout)],
         cwd=repository(),
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == status, done.stderr
-    lines = (folder / "processes").read_text().splitlines()
-    return done.stderr, [[int(word) for word in line.split()] for line in lines]
+    return done.stderr, epochs(folder, world)
+
+
+def epochs(folder: Path, *worlds: int) -> list[list[list[int]]]:
+    """Rank, process and first step of each rank in each epoch; the last one of `worlds` repeats."""
+    lines = [[int(word) for word in line.split()] for line in (folder / "processes").read_text().splitlines()]
+    found = []
+    while lines:
+        world = worlds[min(len(found), len(worlds) - 1)]
+        found.append(sorted(lines[:world]))
+        lines = lines[world:]
+    assert all([rank for rank, *_ in ranks] == list(range(len(ranks))) for ranks in found), found
+    return found
 
 
 @cache
 def unbroken(folder: Path, layout: str) -> list[tuple[float, float]]:
     """Loss and norm of each step of a run that nobody disturbs."""
-    assert run_ranks(LAYOUTS[layout][0], call_and_exit, "pretrain", *words(folder, layout)).returncode == 0
+    assert run_ranks(MORE_LAYOUTS[layout][0], call_and_exit, "pretrain", *words(folder, layout)).returncode == 0
     return figures(folder)
 
 
 def figures(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in metrics(folder)]
+
+
+def whole(factory: pytest.TempPathFactory, layout: str) -> list[tuple[float, float]]:
+    """Figures of the unbroken run, which the cases of a layout share."""
+    shared = factory.getbasetemp() / layout.replace(" ", "-")
+    shared.mkdir(exist_ok=True)
+    return unbroken(shared, layout)
 
 
 def cases() -> list[object]:
@@ -166,31 +216,55 @@ def cases() -> list[object]:
     return [few, *(pytest.param(*case, marks=pytest.mark.long) for case in every if case != few)]
 
 
+def check(folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expected: object) -> list[int]:
+    """Kill ranks; return how many steps were repeated after each."""
+    said, ranks = start(folder, layout, *kills)
+    assert len(ranks) == len(kills) + 1, said
+    repeated = []
+    for number, ((point, dies, _), before, after) in enumerate(zip(kills, ranks, ranks[1:], strict=False)):
+        stayed = [old[1] == new[1] for old, new in zip(before, after, strict=True)]
+        assert stayed == [rank != dies for rank in range(len(before))], said
+        repeated.append(int((folder / f"killed-{number}").read_text()) - after[0][2])
+        assert 0 <= repeated[-1] <= 1 + (point in LATE), said
+    assert figures(folder / "run") == expected
+    assert "/memory/" in said.partition("continuing from")[2].partition("\n")[0], "the disk is read"
+    return repeated
+
+
 @pytest.mark.parametrize(("layout", "point", "dies"), cases())
 def test_a_spare_takes_the_rank_of_a_killed_process(
     layout: str, point: str, dies: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    shared = tmp_path_factory.getbasetemp() / layout.replace(" ", "-")
-    shared.mkdir(exist_ok=True)
-    expected = unbroken(shared, layout)
-    folder = tmp_path_factory.mktemp("broken")
-    said, ranks = start(folder / "of", layout, point, dies, spares=1)
-    world = LAYOUTS[layout][0]
-    before, after = sorted(ranks[:world]), sorted(ranks[world:])
-    assert [rank for rank, *_ in before] == [rank for rank, *_ in after] == list(range(world))
-    stayed = [old[1] == new[1] for old, new in zip(before, after, strict=True)]
-    assert stayed == [rank != dies for rank in range(world)], said
-    repeated = int((folder / "of" / "killed").read_text()) - after[0][2]
-    assert 0 <= repeated <= 1 + (point in LATE), said
-    assert "/memory/" in said.partition("continuing from")[2].partition("\n")[0], "the disk is read"
-    assert figures(folder / "of" / "run") == expected
+    check(
+        tmp_path_factory.mktemp("broken") / "of", layout, [(point, dies, DIES_AFTER)], whole(tmp_path_factory, layout)
+    )
+
+
+@pytest.mark.long
+def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
+    """`--all --kills=200`: points, ranks and layouts are drawn, and a run has up to three kills."""
+    left, chance, counts = request.config.getoption("--kills"), random.Random(request.config.getoption("--kills")), {}
+    while left:
+        layout = chance.choice(list(MORE_LAYOUTS))
+        world, keys = MORE_LAYOUTS[layout]
+        points = sorted(POINTS.keys() - ({"in a gather"} if "parallel.zero=3" not in keys else set()))
+        drawn = [(chance.choice(points), chance.randrange(world), after) for after in (3, 6, 9)[:left]]
+        # the first rank of a node commits
+        kills = [(point, 0 if point == "before a copy is whole" else rank, after) for point, rank, after in drawn]
+        repeated = check(tmp_path_factory.mktemp("series") / "of", layout, kills, whole(tmp_path_factory, layout))
+        left -= len(kills)
+        for steps in repeated:
+            counts[steps] = counts.get(steps, 0) + 1
+        print(f"{layout}: {kills}, repeated {repeated}; so far {counts}", flush=True)
 
 
 def test_the_message_of_one_rank_ends_the_run_while_its_copy_waits_for_another_rank(tmp_path: Path) -> None:
     action = "raise LocalError('no more room')"
-    said, ranks = start(tmp_path / "of", "zero 1", "before the forward pass", 1, 1, action, USER_ERROR)
+    said, ranks = start(
+        tmp_path / "of", "zero 1", ("before the forward pass", 1, DIES_AFTER), action=action, status=USER_ERROR
+    )
     assert "error: no more room" in said
-    assert len(ranks) == 2, "a spare has replaced the rank"
+    assert len(ranks) == 1, "a spare has replaced the rank"
 
 
 def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_none_is_left() -> None:
@@ -206,6 +280,7 @@ def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_
     assert [number for number, _ in roster.record()] == [3, 1, 2] or roster.ranks == [1, 2, 3]
     roster.add(1, [6, 7, 8])
     assert roster.replace([1]) == {1: 6}
+    roster.grow()
     assert len(roster.ranks) == 4
 
 

@@ -12,13 +12,16 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
 
+from pangu.common.errors import LostError
 from pangu.common.exit_status import INTERRUPTED
-from pangu.training import interrupts
+from pangu.training import interrupts, staying
 from pangu.training.interrupts import Interrupts
+from pangu.training.process import Request, StopSignals
 from pangu.training.run import run
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
@@ -39,6 +42,24 @@ def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         forward_backward(trainer, batches)
 
     monkeypatch.setattr(Trainer, "forward_backward", compute)
+
+
+def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(staying.VARIABLE, "0@host:1")
+    monkeypatch.setattr(staying, "Member", MagicMock())
+    stops = []
+
+    def attempt(received: set[int]) -> int:
+        with StopSignals(0.0, None, received) as signals:
+            if not stops:
+                os.kill(os.getpid(), signal.SIGTERM)
+            stops.append(Request.of(signals.flags(0.0, save_has_failed=False)).stop)
+            if len(stops) == 1:
+                raise LostError("a rank is lost")
+        return 0
+
+    assert staying.stay({}, attempt) == 0
+    assert stops == ["SIGTERM", "SIGTERM"]
 
 
 def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(

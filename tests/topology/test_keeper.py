@@ -1,0 +1,86 @@
+"""Decisions of the launcher that leads: who is lost, and who takes which rank."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pangu.common.exit_status import USER_ERROR
+from pangu.topology import keeper
+from pangu.topology.keeper import Leader
+from pangu.topology.member import send_news
+
+
+class Launchers:
+    """Stand-in for two launchers with two ranks each, the first one with a spare."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.leader = Leader(self.store, "127.0.0.1", nodes=2)
+
+    def say(self, *news: Any) -> None:
+        send_news(self.store, *news)
+        self.leader.look()
+
+    def ranks(self, epoch: int) -> list[int]:
+        return [number for number, _ in json.loads(self.store.get(f"epoch-{epoch}"))["ranks"]]
+
+    def orders(self) -> tuple[list[int], int | None]:
+        orders = json.loads(self.store.get("orders"))
+        return orders["kill"], orders["end"]
+
+
+def test_a_process_that_ends_before_all_launchers_have_come_is_replaced_or_ends_the_run() -> None:
+    run = Launchers()
+    run.say("here", 0, [0, 1, 2], 2)
+    run.say("ended", 1, -signal.SIGKILL, "it was killed")
+    run.say("here", 1, [3, 4], 2)
+    assert run.ranks(0) == [0, 1, 3, 4]
+    assert run.ranks(1) == [0, 2, 3, 4]
+    run = Launchers()
+    run.say("here", 0, [0, 1, 2], 2)
+    run.say("ended", 1, USER_ERROR, "it has said why")
+    assert run.orders() == ([], USER_ERROR)
+
+
+def test_a_launcher_that_is_started_again_gives_its_old_ranks_away_and_the_run_grows_back() -> None:
+    run = Launchers()
+    run.say("here", 0, [0, 1], 2)
+    run.say("here", 1, [2, 3], 2)
+    for number in range(4):
+        run.say("joined", number, 0)
+    run.say("here", 1, [4, 5], 2)
+    assert run.orders() == ([2, 3], None)
+    assert run.ranks(1) == [0, 1, 4, 5]
+    run.say("ended", 4, -signal.SIGKILL, "it was killed")
+    run.say("ended", 5, -signal.SIGKILL, "it was killed, too")
+    assert run.ranks(3) == [0, 1]
+    for number in (0, 1):
+        run.say("joined", number, 3)
+    run.say("here", 1, [6, 7], 2)
+    assert not run.store.check(["epoch-4"]), "the ranks have not left yet"
+    for number in (0, 1):
+        run.say("left", number, 3)
+    assert run.ranks(4) == [0, 1, 6, 7]
+
+
+def test_a_node_is_lost_without_signs_of_life_unless_all_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now_s)
+    run = Launchers()
+    run.say("here", 0, [0, 1, 2, 3], 2)
+    run.say("here", 1, [4, 5], 2)
+    for passed_s in (16, *[4] * 3):
+        now_s += passed_s
+        run.store.add("beat-0", 1)
+        run.leader.look()
+        assert not run.store.check(["epoch-1"])
+    now_s += 4
+    run.store.add("beat-0", 1)
+    run.leader.look()
+    assert run.ranks(1) == [0, 1, 2, 3]
+    assert run.orders() == ([4, 5], None)
