@@ -84,14 +84,15 @@ class Cover:
         """Pairs of which there is no case at all: `apart`, and what would need a third value that is apart."""
         self.cases: list[Case] = []
         """Always the same ones."""
+        sources = f"{_sources()} {rule.__qualname__} {json.dumps(dict(factors))}"
         path = Path(__file__).parents[1] / ".pytest_cache" / "covers" / f"{rule.__module__}.{of}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):  # several processes collect the tests at the same time
             kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            if kept.get("sources") != _sources():
+            if kept.get("sources") != sources:
                 self._draw(of)
                 pairs = [sorted(pair) for pair in self.impossible]
-                kept = {"sources": _sources(), "cases": self.cases, "impossible": pairs}
+                kept = {"sources": sources, "cases": self.cases, "impossible": pairs}
                 whole = path.with_suffix(".new")
                 whole.write_text(json.dumps(kept), "utf-8")
                 whole.replace(path)

@@ -7,6 +7,8 @@ generation. In narrow formats losses and norms are compared to a few roundings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from pangu.topology.layout import Layout
@@ -34,6 +36,17 @@ def test_every_pair_occurs_that_can() -> None:
     assert each - NARROW.apart <= narrow
     assert {frozenset({("matmul", "fp8"), ("precision", format)}) for format in ("fp32", "fp16")} >= each & NARROW.apart
     assert {devices(case) for case in COVER.cases} >= {4, 6, 8}
+
+
+def anything(case: Mapping[str, str]) -> bool:
+    """No rule."""
+    return True
+
+
+def test_a_kept_array_is_not_taken_for_that_of_other_options() -> None:
+    for values in (("1", "2"), ("2", "3")):
+        cases = Cover({"one": values, "other": ("x",)}, anything, lambda case: 0).cases
+        assert {case["one"] for case in cases} == set(values)
 
 
 @pytest.mark.parametrize("case", COVER.cases, ids=name_of)
