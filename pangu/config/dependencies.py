@@ -26,6 +26,8 @@ class Dependency(NamedTuple):
     operand: Any
     fix: str = ""
     """Setting that the key works with, if it is not one of the other key."""
+    reason: str = ""
+    """Reason of the need, where it is not obvious."""
 
 
 MODEL = (
@@ -43,7 +45,7 @@ MODEL = (
     Dependency("model.full_layers", None, "model.window", "!=", None),
     Dependency("model.parallel_block", False, "model.kind", "=", "gpt"),
     Dependency("model.parallel_block", False, "model.norm_placement", "=", "pre"),
-    Dependency("model.final_norm", "before_query", "model.kind", "=", "pangu"),
+    Dependency("model.final_norm", "before_query", "model.kind", "=", "pangu", "", "GPT has no query layer"),
     Dependency("model.router.groups", 1, "model.router.selection", "!=", "top", "model.router.selection=each_group"),
     Dependency("model.router.balance_sequences", 1, "model.router.balance", "=", "sequence"),
 )
@@ -51,18 +53,18 @@ LAYOUT = (
     Dependency("parallel.sequence", False, "parallel.tensor", ">", 1),
     Dependency("parallel.context_kind", "auto", "parallel.context", ">", 1),
     Dependency("parallel.context_ulysses", 1, "parallel.context_kind", "=", "ring"),
-    Dependency("parallel.zero_group", None, "parallel.zero", ">", 0, "parallel.zero=1"),
+    Dependency("parallel.zero_group", None, "parallel.zero", ">", 0, "parallel.zero=1", "ZeRO 0 shards nothing"),
     Dependency("parallel.expert", 1, "model.experts", "!=", None),
     Dependency("parallel.expert_tensor", None, "model.experts", "!=", None),
     Dependency("parallel.fixed_exchange", False, "model.experts", "!=", None),
 )
 RECIPE = (
     Dependency("precision.fp32_matmul", "auto", "precision.compute", "=", "fp32", "precision=fp32"),
-    Dependency("precision.matmul", "compute", "precision.compute", "!=", "fp16", "precision=fp8"),
-    Dependency("precision.reduce", "fp32", "precision.compute", "!=", "fp64", "precision=fp32"),
-    Dependency("optimizer.moments", "fp32", "precision.compute", "!=", "fp64", "precision=fp32"),
+    Dependency("precision.matmul", "compute", "precision.compute", "!=", "fp16", "precision=fp8", "scales conflict"),
+    Dependency("precision.reduce", "fp32", "precision.compute", "!=", "fp64", "precision=fp32", "too coarse"),
+    Dependency("optimizer.moments", "fp32", "precision.compute", "!=", "fp64", "precision=fp32", "too coarse"),
     Dependency("precision.loss_scale.consecutive", False, "precision.loss_scale.hysteresis", ">", 1),
-    Dependency("optimizer.qk_clip", None, "model.qk_norm", "=", False),
+    Dependency("optimizer.qk_clip", None, "model.qk_norm", "=", False, "", "norms bound the logits"),
     Dependency("metrics.trust_ratios", False, "optimizer.name", "=", "lamb", "optimizer=lamb"),
     Dependency("loss.mtp_weight", LossConfig.mtp_weight, "model.mtp_layers", ">", 0, "model.mtp_layers=1"),
     Dependency("lr_schedule.decay_shape", "linear", "lr_schedule.shape", "=", "wsd", "lr_schedule=wsd"),
@@ -72,8 +74,8 @@ RECIPE = (
     Dependency("data.holdout", 0, "data.validation", "=", ()),
     Dependency("checkpoint.upcycle", False, "checkpoint.init_from", "!=", None, "checkpoint.init_from=CHECKPOINT"),
     Dependency("checkpoint.upcycle", False, "model.experts", "!=", None),
-    Dependency("train.stop_after", None, "checkpoint.every", ">", 0, "checkpoint.every=100"),
-    Dependency("faults.recheck", 0, "train.deterministic", "=", True),
+    Dependency("train.stop_after", None, "checkpoint.every", ">", 0, "checkpoint.every=100", "nothing to resume"),
+    Dependency("faults.recheck", 0, "train.deterministic", "=", True, "", "it compares bits"),
 )
 
 
@@ -93,5 +95,5 @@ def _problem(one: Dependency, value: Any, other: Any) -> Problem:
     needed, found = shown(one.operand), shown(vars(other) if is_dataclass(other) else other)
     ways = {"=": f"set {one.other}={needed}", ">": f"a larger {one.other}", "!=": f"set {one.other}"}
     fix = f"use {shown(one.unused)}, or {f'set {one.fix}' if one.fix else ways[one.relation]}"
-    rule = f"needs {one.other} {one.relation} {needed}, got {found}"
+    rule = f"needs {one.other} {one.relation} {needed}, got {found}{one.reason and f': {one.reason}'}"
     return Problem(one.key, getattr(value, "name", value), rule, fix)

@@ -68,7 +68,7 @@ CONTRADICTIONS = {
         "metrics.trust_ratios = true: needs optimizer.name = lamb, got muon; use false, or set optimizer=lamb"
     ),
     "optimizer=muon optimizer.qk_clip=100 model.qk_norm=true": (
-        "optimizer.qk_clip = 100.0: needs model.qk_norm = false, got true; use null, or set model.qk_norm=false"
+        "optimizer.qk_clip = 100.0: needs model.qk_norm = false, got true: norms bound the logits; use null, or"
     ),
     "optimizer=muon optimizer.qk_clip=100 compile=true": (
         "optimizer.qk_clip = 100.0: needs the logits of each layer, which compiled layers do not note, and "
@@ -80,10 +80,10 @@ CONTRADICTIONS = {
         "no effect; use 0.99, or set optimizer.moments=fp32"
     ),
     "precision=fp64 optimizer.moments=bf16": (
-        "optimizer.moments = bf16: needs precision.compute != fp64, got fp64; use fp32, or set precision=fp32"
+        "optimizer.moments = bf16: needs precision.compute != fp64, got fp64: too coarse; use fp32, or set"
     ),
     "precision=fp64 precision.reduce=bf16": (
-        "precision.reduce = bf16: needs precision.compute != fp64, got fp64; use fp32, or set precision=fp32"
+        "precision.reduce = bf16: needs precision.compute != fp64, got fp64: too coarse; use fp32, or set"
     ),
     "metrics.trust_ratios=true": "metrics.trust_ratios = true: needs optimizer.name = lamb, got adam; use "
     "false, or set optimizer=lamb",
@@ -203,7 +203,7 @@ CONTRADICTIONS = {
     "precision.compute=fp16": "precision.compute = fp16: precision.loss_scale",
     "precision=bf16 precision.fp32_matmul=high": "precision.fp32_matmul = high: needs precision.compute = fp32, got",
     "precision=fp16 precision.matmul=fp8": (
-        "precision.matmul = fp8: needs precision.compute != fp16, got fp16; use compute, or set precision=fp8"
+        "precision.matmul = fp8: needs precision.compute != fp16, got fp16: scales conflict; use compute, or set"
     ),
     "precision=fp8 model.hidden=72 batch.micro_size=1 model.sequence=24": (
         "precision.matmul = fp8: needs multiples of 16: model.hidden = 72, the queries' width = 72, batch.micro_size x "
@@ -289,7 +289,7 @@ CONTRADICTIONS = {
     "train.stop_after=soon": "train.stop_after = soon: must be a duration; use e.g. 5400, 90m, 1h30m or null",
     "train.stop_after=0": "train.stop_after = 0.0: must be above 0",
     "train.stop_after=1h checkpoint.every=0": (
-        "train.stop_after = 1h: needs checkpoint.every > 0, got 0; use null, or set checkpoint.every=100"
+        "train.stop_after = 1h: needs checkpoint.every > 0, got 0: nothing to resume; use null, or set"
     ),
     "data=indexed data.train=[a,b] data.weights=[1] validation.every=0": (
         "data.weights = [1.0]: needs one weight for each entry of data.train, 2 in all; set"

@@ -21,7 +21,7 @@ CONTRADICTIONS = {
         "memory.offload = [activations]: the last layer of a chunk is not offloaded, and no chunk of model.layers = 4 "
         "has two; use [], or a smaller parallel.pipeline x parallel.virtual_stages"
     ),
-    "parallel.zero_group=2": "parallel.zero_group = 2: needs parallel.zero > 0, got 0; use null, or set",
+    "parallel.zero_group=2": "parallel.zero_group = 2: needs parallel.zero > 0, got 0: ZeRO 0 shards nothing; use null",
     "parallel.context=0": "parallel.context = 0: must be at least 1",
     "parallel.context_kind=ring": "parallel.context_kind = ring: needs parallel.context > 1, got 1; use auto",
     "parallel.context=3 model.sequence=64": (
