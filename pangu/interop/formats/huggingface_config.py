@@ -352,6 +352,7 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
 def _derived_fields(model: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "embd_pdrop": model.dropout,
+        "n_ctx": model.sequence,  # llama.cpp's converter reads this name
         "attention_bias": model.has_biases("qkv"),
         "attention_out_bias": model.has_biases("output"),
         "mlp_bias": model.has_biases("mlp"),
