@@ -62,6 +62,8 @@ class Leader:
         self._read, self._epoch, self._killed, self._done = 0, -1, set[int](), set[int]()
         self._server: dist.TCPStore | None = None
         self._end: int | None = None
+        self._grows = False
+        """True while ranks leave their epoch because others have come."""
         self._reached: dict[int, int] = {}
         """Epoch that each rank has reached; those that notice a loss are on their way into the next one."""
         self._target, self._due_s = 0, float("inf")
@@ -105,7 +107,7 @@ class Leader:
         late = [number for number in self._roster.ranks if self._reached.get(number, self._target) < self._target]
         if self._done and self._target > self._epoch >= 0:
             self.order(self._status)  # a rank has stopped as it was told to, before it noticed the loss
-        elif not late and self._target > self._epoch >= 0 and self._roster.can_grow:
+        elif not late and self._grows:
             self._begin_epoch()
         elif not late and self._target > self._epoch >= 0:
             say("the processes lost each other, but none has ended: look for a cut in the network between them")
@@ -141,6 +143,7 @@ class Leader:
             self._roster.add(node, numbers)
             if self._roster.can_grow and not lost and self._target == self._epoch:
                 say("ranks are missing: all processes meet again, and continue from the newest state")
+                self._grows = True
                 self._expect(self._epoch + 1)
             return lost
         self._arrived[node] = numbers, count
@@ -187,6 +190,7 @@ class Leader:
 
     def _begin_epoch(self) -> None:
         self._roster.grow()
+        self._grows = False
         self._epoch += 1
         self._expect(self._epoch)
         self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)

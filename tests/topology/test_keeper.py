@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pangu.common.exit_status import USER_ERROR
+from pangu.common.exit_status import RETRYABLE, USER_ERROR
 from pangu.topology import keeper
 from pangu.topology.keeper import Leader
 from pangu.topology.member import send_news
@@ -66,6 +66,19 @@ def test_a_launcher_that_is_started_again_gives_its_old_ranks_away_and_the_run_g
     for number in (0, 1):
         run.say("left", number, 3)
     assert run.ranks(4) == [0, 1, 6, 7]
+
+
+def test_a_cut_between_ranks_ends_the_run_though_a_spare_is_left_that_no_layout_takes() -> None:
+    run = Launchers()
+    run.say("here", 0, [0, 1], 2)
+    run.say("here", 1, [2, 3], 2)
+    run.say("ended", 3, -signal.SIGKILL, "it was killed")
+    run.say("idle", 2, 1)
+    for number in (0, 1):
+        run.say("joined", number, 1)
+    for number in (0, 1):
+        run.say("left", number, 1)
+    assert run.orders() == ([], RETRYABLE)
 
 
 def test_a_node_is_lost_without_signs_of_life_unless_all_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
