@@ -1,6 +1,7 @@
 """Measures the machine that it runs on and writes a file of configs/cluster/, from which plans are made: matrix
 products over the shapes that the presets make, attention, operations bound by memory, the floor of starting a kernel,
-collectives over sizes, and how much computing and communication slow each other. Takes less than five minutes."""
+collectives over sizes, and how much computing and communication slow each other. Takes less than five minutes.
+--from corrects the cluster file of a profiled run instead, and measures nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ from pangu.metrics.devices import device_here
 from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.planning.cost import collective_seconds, matmul_seconds, step_time
 from pangu.planning.program import Plan, Program
+from pangu.report.correction import ProfiledRun
 from pangu.schedule.groups import Group
 from pangu.schedule.spans import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device, is_first_process
@@ -52,6 +54,7 @@ from pangu.training.step import Trainer
 _EXAMPLE = """example:
   torchrun --nproc-per-node=8 tools/calibrate.py --output configs/cluster/mine.yaml
   torchrun --nproc-per-node=2 tools/calibrate.py --output mine.yaml --quick
+  python tools/calibrate.py --from runs/mine --output configs/cluster/mine.yaml
 
 Links between nodes are measured where the processes are on several (torchrun --nnodes); what is not measured is
 borrowed from the file of --like and marked so.
@@ -89,7 +92,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="cluster in configs/cluster/ that provides values which are not measured",
     )
     parser.add_argument("--quick", action="store_true", help="measure few shapes, once each, as a test")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="RUN",
+        help="correct the cluster of a finished run (cluster=NAME profile=true) by its profile, and measure nothing",
+    )
+    options = parser.parse_args(arguments)
+    if options.run is not None and (options.quick or options.like):
+        parser.error("--from measures nothing: --quick and --like go without it")
+    return options
 
 
 class Clock:
@@ -437,6 +450,28 @@ def calibrate(options: argparse.Namespace) -> None:
             new.close()
 
 
+def correct(folder: Path, output: Path) -> None:
+    """Write the corrected cluster file of a profiled run, and print the parts of its step. Raises UserError."""
+    new = _begin(output)
+    try:
+        profiled = ProfiledRun.read(folder)
+        cluster = replace(profiled.corrected(), name=output.stem)
+        rows = profiled.rows(cluster)
+        source = f"the run {folder.name!r}, {time.strftime('%Y-%m-%d')}"
+        head = f"{_HEAD}{source}: figures of {profiled.original.name}, corrected.\n"
+        with writing(output):
+            new.file.write((head + yaml.safe_dump(asdict(cluster), sort_keys=False)).encode())
+            new.finish()
+            new.publish()
+    finally:
+        new.close()
+    print(f"{'seconds':<12}{'forecast':>12}{'measured':>12}{'ratio':>8}{'corrected':>12}")
+    for part, forecast, measured, corrected in rows:
+        ratio = f"{measured / forecast:.2f}" if forecast else "-"
+        print(f"{part:<12}{forecast:>12.4g}{measured:>12.4g}{ratio:>8}{corrected:>12.4g}")
+    print(f"{output}: cluster={output.stem} forecasts with the corrected figures")
+
+
 def _begin(path: Path) -> NewFile:
     """The file before anything is measured, which takes minutes. Raises UserError if there cannot be one."""
     if path.suffix != ".yaml" or path.stem.startswith("."):
@@ -542,9 +577,17 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
     )
 
 
+def run(options: argparse.Namespace) -> None:
+    """Measure this machine, or correct the cluster of a run."""
+    if options.run is None:
+        calibrate(options)
+    else:
+        correct(options.run, options.output)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: calibrate(parse(arguments)), "\nerror", is_first_process)
+    return exit_status(lambda: run(parse(arguments)), "\nerror", is_first_process)
 
 
 if __name__ == "__main__":

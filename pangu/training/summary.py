@@ -133,6 +133,9 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
         paths = ("--input", output, "--output", f"{output}_huggingface")
         export = [*_program("convert"), "--from", "pangu", "--to", "huggingface", *paths]
         commands.append((shlex.join(export), "exports for Hugging Face, vLLM and llama.cpp"))
+    if config.cluster is not None and config.profile:
+        corrected = shlex.join([*_program("calibrate"), "--from", output, "--output", "corrected.yaml"])
+        commands.append((corrected, "corrects the figures of the cluster by this run"))
     if config.metrics.tensorboard:
         commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
     commands.append((f"{shlex.join(pretrain)} +config=pangu_13b dry_run=true", "what a large preset needs"))

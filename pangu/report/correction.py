@@ -1,0 +1,161 @@
+"""Correction of a cluster's figures by a profiled run: the next forecast of the run is nearer to what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from pangu.checkpoint.reading import read_yaml
+from pangu.common.errors import UserError, reading
+from pangu.common.files import read_json_object
+from pangu.config.cluster import ClusterConfig, LinkConfig, cluster_in
+from pangu.pipeline.layouts import choose_layout
+from pangu.planning.cost import step_time
+from pangu.planning.program import Plan, StepLedger, plan_of
+from pangu.planning.search import space_of
+from pangu.schedule.groups import groups_of
+
+PARTS = {
+    "compute": ("compute", "host"),
+    **{term: (term,) for term in ("tensor", "expert", "pipeline", "data", "bubble")},
+    "update": ("update", "loading", "logging"),
+}
+"""Rows of a comparison, each with the categories it sums. A profile counts waits for the host as compute; the fixed
+time of a step, which a forecast adds to its update, has the loading and logging in it."""
+SENT = ("tensor", "expert", "pipeline", "data")
+"""Rows of exposed communication."""
+MOST = 64.0
+"""Largest factor by which a figure is corrected."""
+
+
+class ProfiledRun(NamedTuple):
+    """Ledger of a run's step, and the seconds that its profile measured by row of `PARTS`."""
+
+    ledger: StepLedger
+    plan: Plan
+    original: ClusterConfig
+    """Cluster as the run's configuration has it."""
+    cluster: ClusterConfig
+    """Cluster with the rates of the run's precision."""
+    measured: Mapping[str, float]
+
+    @classmethod
+    def read(cls, folder: Path) -> ProfiledRun:
+        """Return the run of a folder. Raises UserError if it cannot be read, or has no cluster or no profile."""
+        values, summary = read_yaml(folder / "config.yaml"), read_json_object(folder / "summary.json")
+        if not isinstance(values, dict) or values.get("cluster") is None or not summary.get("profile"):
+            rule = "has no forecast and profile to compare; finish a run of 20 steps with cluster=NAME profile=true"
+            raise UserError(f"{folder}: {rule}")
+        with reading(folder / "summary.json", LookupError, TypeError, ValueError, rule="is not the summary of a run"):
+            chosen = choose_layout(values, int(summary["devices"]))
+            median = (summary.get("forecast") or {}).get("measured_step_time_s")
+            measured = measured_parts(summary["profile"]["ranks"], chosen.layout.pipeline, median)
+        if chosen.config.batch.stages:
+            raise UserError(f"{folder}: batch.stages: a profile is of its first stage; use a run without batch.stages")
+        assert chosen.config.cluster is not None
+        original = cluster_in(chosen.config.cluster)
+        space, plan = space_of(chosen.config, original, {"expert": chosen.layout.expert}), plan_of(*chosen)
+        return cls(space.program.describe(plan), plan, original, space.cluster, measured)
+
+    def forecast(self, cluster: ClusterConfig) -> dict[str, float]:
+        """Return the seconds of a step on a cluster by row of `PARTS`."""
+        time = step_time(self.ledger, self.plan, cluster)
+        return {part: sum(getattr(time, term, 0.0) for term in terms) for part, terms in PARTS.items()}
+
+    def corrected(self) -> ClusterConfig:
+        """Return the run's cluster with figures that make the forecast what the profile measured.
+
+        One factor corrects all rates of computation, one the links that the layout uses, and `step_us` the update. The
+        bubble has no figure of its own.
+        """
+        computing, sending = 1.0, 1.0
+        groups = [group for group in groups_of(self.plan.layout, self.cluster.node).values() if group.size > 1]
+        levels = {"inside" if group.size <= group.inside else "between" for group in groups}
+
+        def with_rates(cluster: ClusterConfig, compute: float, links: float) -> ClusterConfig:
+            changed = {level: _slower_link(getattr(cluster, level), links) for level in levels}
+            return replace(_slower(cluster, compute), **changed, message_us=cluster.message_us * links)  # type: ignore[arg-type]
+
+        def seconds(parts: Sequence[str], compute: float, links: float) -> float:
+            forecast = self.forecast(with_rates(self.cluster, compute, links))
+            return sum(forecast[part] for part in parts)
+
+        for _ in range(3):  # how much communication is exposed depends on the time of the computation beside it
+            computing = _factor(partial(seconds, ("compute",), links=sending), self.measured["compute"])
+            sending = _factor(partial(seconds, SENT, computing), sum(self.measured[part] for part in SENT))
+        rest = self.measured["update"] - seconds(("update",), computing, sending)
+        step_us = max(0.0, self.cluster.step_us + 1e6 * rest)
+        return replace(with_rates(self.original, computing, sending), step_us=step_us)
+
+    def rows(self, cluster: ClusterConfig) -> list[tuple[str, float, float, float]]:
+        """Return name, forecast, measured and corrected seconds of each row and of the sum.
+
+        `cluster`: the corrected one.
+        """
+        rates = replace(
+            cluster.matmul, tflops=cluster.matmul.tflops * self.cluster.matmul.tflops / self.original.matmul.tflops
+        )
+        before, after = self.forecast(self.cluster), self.forecast(replace(cluster, matmul=rates))
+        known = before, self.measured, after
+        sums = [{**times, "sum": sum(times.values())} for times in known]
+        return [(part, sums[0][part], sums[1][part], sums[2][part]) for part in sums[0]]
+
+
+def measured_parts(ranks: Sequence[Mapping[str, float]], stages: int, median: float | None) -> dict[str, float]:
+    """Return the mean seconds of the stage with the most work by row of `PARTS`; they sum to `median`, if known.
+
+    Args:
+        ranks: categories of the profiled step, of each rank in order.
+        stages: pipeline stages, each of consecutive ranks.
+        median: median step time of the run: the profile is of one step.
+    """
+    of_stage = len(ranks) // stages
+    parts = [
+        {
+            part: fmean(sum(one[term] for term in terms) for one in ranks[first : first + of_stage])
+            for part, terms in PARTS.items()
+        }
+        for first in range(0, len(ranks), of_stage)
+    ]
+    most = max(parts, key=lambda one: sum(one.values()) - one["bubble"])
+    scale = 1.0 if median is None else median / sum(most.values())
+    return {part: seconds * scale for part, seconds in most.items()}
+
+
+def _factor(seconds: Callable[[float], float], wanted: float) -> float:
+    """Return the factor at which an increasing time is the one that is wanted; 1 if no factor changes it."""
+    low, high = 1 / MOST, MOST
+    if wanted <= 0 or seconds(low) == seconds(high):
+        return 1.0
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) < wanted else (low, middle)
+    return high
+
+
+def _slower(cluster: ClusterConfig, factor: float) -> ClusterConfig:
+    """Return a cluster that computes in `factor` times the time.
+
+    A device has a printed peak, of which it reaches another part; a host's peak was measured.
+    """
+    matmul, memory = cluster.matmul, cluster.memory
+    if cluster.queued:
+        measured = tuple((*shape, share / factor) for *shape, share in matmul.measured)
+        parts = {name: min(1.0, getattr(matmul, name) / factor) for name in ("efficiency", "attention")}
+        matmul = replace(matmul, **parts, measured=measured)  # type: ignore[arg-type]
+        memory = replace(memory, efficiency=min(1.0, memory.efficiency / factor))
+    else:
+        matmul = replace(matmul, tflops=matmul.tflops / factor, tflops_fp32=matmul.tflops_fp32 / factor)
+        memory = replace(memory, gb_s=memory.gb_s / factor)
+    times = {name: getattr(cluster, name) * factor for name in ("launch_us", "operator_us", "call_us")}
+    rate = cluster.host_memory_gb_s / (1 if cluster.queued else factor)
+    return replace(cluster, matmul=matmul, memory=memory, host_memory_gb_s=rate, **times)
+
+
+def _slower_link(link: LinkConfig, factor: float) -> LinkConfig:
+    measured = tuple((*which, taken * factor) for *which, taken in link.measured)
+    return LinkConfig(link.latency_us * factor, link.gb_s / factor, measured)  # type: ignore[arg-type]
