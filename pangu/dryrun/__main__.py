@@ -31,7 +31,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep library output out of the answers
     while True:
-        print(json.dumps(answer(fake, *json.loads(jobs.get()))), file=answers, flush=True)
+        print(json.dumps(answer(fake, *json.loads(jobs.get())), default=vars), file=answers, flush=True)
 
 
 if __name__ == "__main__":

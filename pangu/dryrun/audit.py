@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -98,7 +99,7 @@ class Audit(TorchDispatchMode):
         self.used_groups: set[str] = set()
         """Names of the process groups that communicated: a backend creates a communicator on first use."""
         self.detector = RaceDetector(fake, self._waited)
-        self.memory = Memory(self.detector.free)
+        self.memory = Memory(self.detector.free) if thorough else Memory()
         self._pinned = Memory()
         """Host memory accessed by copies that overlap computation; its allocator waits for them."""
         self._device, self._groups = device, groups
@@ -112,6 +113,8 @@ class Audit(TorchDispatchMode):
         """Storage read last; reading its elements one by one counts as one copy."""
         self._patches = ExitStack()
         self._counts_calls = False
+        self._fake_tensors: Any = None
+        """`FakeTensors` if active: the audit calls it directly, which is faster than through torch's dispatcher."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,12 +136,15 @@ class Audit(TorchDispatchMode):
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("torch.accelerator.synchronize", "torch.cuda.synchronize"):
             self._patches.enter_context(patch(name, lambda device=None: self.detector.follow([StreamEntry(3, 0, 0)])))
+        self._fake_tensors = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """End the audit."""
         super().__exit__(*error)
+        if self._fake_tensors is not None:
+            torch._C._set_dispatch_mode(self._fake_tensors)
         self._patches.close()
         self.detector.close()
 
@@ -190,12 +196,12 @@ class Audit(TorchDispatchMode):
             return self._collective(function, args, kwargs)
         operator = operator_of(function)
         if operator.view:
-            return function(*args, **kwargs)
+            return self._run(function, args, kwargs)
         inputs = list(tensors_in((*args, *kwargs.values())))
         if operator.answers and not (operator.name == "index" and all(t.dtype == torch.int64 for t in inputs[1:])):
             self._answer(inputs)
             if operator.name == "_local_scalar_dense":
-                if not isinstance(args[0], torch._subclasses.FakeTensor):
+                if not isinstance(args[0], FakeTensor):
                     return function(*args, **kwargs)
                 return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1  # it has no value
         elif operator.launches:
@@ -204,13 +210,17 @@ class Audit(TorchDispatchMode):
             if operator.name not in _COPIES and len({tensor.device.type for tensor in inputs if tensor.dim()}) > 1:
                 self.findings[f"{self.place()}: {operator.name} of tensors on different devices"] += 1
                 args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
-        result = function(*args, **kwargs)
+        result = self._run(function, args, kwargs)
         outputs = list(tensors_in((result,)))
         for tensor in outputs:
             self._allocated(tensor, kwargs.get("pin_memory", False))
         if operator.launches and (inputs or outputs):
-            self._launched(function, args, kwargs, inputs, outputs, result)
+            self._launched(function, args, kwargs, inputs, outputs)
         return result
+
+    def _run(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
+        fake = self._fake_tensors
+        return function(*args, **kwargs) if fake is None else fake.dispatch(function, (), args, kwargs)
 
     def _allocated(self, tensor: Tensor, pinned: bool) -> None:
         storage = tensor.untyped_storage()
@@ -235,7 +245,7 @@ class Audit(TorchDispatchMode):
                 self._answered = tensor.untyped_storage()
 
     def _launched(
-        self, function: OpOverload, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
+        self, function: OpOverload, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         operator = operator_of(function)
         devices = {tensor.device.type for tensor in (*inputs, *outputs)}
@@ -253,7 +263,7 @@ class Audit(TorchDispatchMode):
             self._count("any_order", operator.name)
         if operator.product:
             self.hide(stream)
-            matmuls, flops = multiplied(function, args, kwargs, result, self._share)
+            matmuls, flops = multiplied(function, args, kwargs, outputs, self._share)
             for matmul in matmuls:
                 self._count("matmul", matmul._replace(calls=1), by=matmul.calls)
             self._count("flops", by=flops)
@@ -294,7 +304,7 @@ class Audit(TorchDispatchMode):
         stream = f"{kind} over {axis}"
         self.detector.order(self.detector.clock(self.detector.current), stream)
         self._touched(stream, sources, targets)
-        result = function(*args, **kwargs)
+        result = self._run(function, args, kwargs)
         for tensor in tensors_in((result,)):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)

@@ -63,7 +63,7 @@ def read_cached(file: Path) -> Any:
 def write_cached(file: Path, found: Any) -> None:
     """Write a result, if the file is writable."""
     with suppress(OSError):
-        content = json.dumps(found).encode()
+        content = json.dumps(found, default=vars).encode()
         write_atomically(file, b"%s\n%s" % (_digest(content), content), sync=False)
 
 

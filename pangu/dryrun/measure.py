@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -222,7 +222,7 @@ def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options
         if "chunks" in options:
             report = {"traces": list(map(as_data, measure(chosen, *place, **options)))}
         else:
-            report = asdict(dry_run(chosen, rank, *place, **options))
+            report = vars(dry_run(chosen, rank, *place, **options))
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:

@@ -10,14 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from pangu.layers.grouped_matmul import FLOP_FORMULAS
 from pangu.schedule.spans import Matmul, matmuls_of
-
-for _operator, _formula in FLOP_FORMULAS.items():
-    register_flop_formula(_operator)(_formula)
-register_flop_formula(torch.ops.aten._scaled_mm_v2)(lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1])
 
 COLLECTIVES = {
     "allreduce_": ("all_reduce", (0,), (0,)),
@@ -36,6 +30,7 @@ _NO_KERNEL = {
     *("_unsafe_view", "_local_scalar_dense"),
 }
 """Operators that launch no kernel, though their schema does not mark them as views."""
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
 _CHECKS = {"multinomial", "_linalg_check_errors"}
 """Operators whose kernels let the host read whether their input is valid."""
 _OVERWRITES = {**dict.fromkeys(("copy_", "zero_", "fill_", "normal_", "uniform_"), (0,)), "fp8_cast": (3, 4, 5)}
@@ -71,7 +66,7 @@ def operator_of(function: OpOverload) -> Operator:
     view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     writes = (i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write)
     launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL
-    product = function.overloadpacket in flop_registry or (launches and "atten" in name)
+    product = launches and (name in _MATMULS or name.startswith("grouped_") or "atten" in name)
     kernels = launches * (2 if name == "attend_backward" else 1)  # one for queries, one for keys
     return Operator(name, view and not answers, kernels, product, answers, tuple(writes))
 
@@ -86,7 +81,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def multiplied(
-    function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, share: float
+    function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor], share: float
 ) -> tuple[list[Matmul], int]:
     """Return the matmuls of a kernel and its FLOPs.
 
@@ -95,11 +90,9 @@ def multiplied(
     """
     name = function._schema.name.partition("::")[2]
     if "atten" not in name:
-        outputs = list(tensors_in((result,)))  # a matmul may be added to an operand
-        operands = (tensor for tensor in tensors_in((*args, *kwargs.values())) if all(tensor is not o for o in outputs))
-        shaped = [value for value in args if not isinstance(value, torch.dtype)]  # formulas expect a shape there
-        flops = flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
-        return matmuls_of(name, [tensor.shape for tensor in operands]), flops
+        operands = (one for one in tensors_in((*args, *kwargs.values())) if all(one is not other for other in outputs))
+        matmuls = matmuls_of(name, [tensor.shape for tensor in operands])  # an output may be an operand to add to
+        return matmuls, round(sum(one.flops for one in matmuls))
     named = {**dict(zip((one.name for one in function._schema.arguments), args, strict=False)), **kwargs}
     shapes = [named[operand].shape for operand in ("query", "key", "value")]
     if name.startswith("_flash"):  # [batch, sequence, heads, size], or [tokens, heads, size] of documents

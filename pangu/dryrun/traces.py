@@ -252,10 +252,8 @@ def _carry_out(
 
 
 def as_data(trace: Trace) -> dict[str, Any]:
-    """Return a trace as JSON has it."""
-    spans = [[*key, span and asdict(span)] for key, span in trace.spans.items()]
-    others = {name: asdict(getattr(trace, name)) for name in ("begin", "move", "finish")}
-    return {**others, "spans": spans, "update": trace.update, "lasting_bytes": trace.lasting_bytes}
+    """Return a trace as JSON has it, where the fields of a dataclass are a mapping (`json.dumps(default=vars)`)."""
+    return {**vars(trace), "spans": [[*key, span] for key, span in trace.spans.items()]}
 
 
 def trace_of(data: Mapping[str, Any]) -> Trace:

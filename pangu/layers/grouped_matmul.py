@@ -62,27 +62,12 @@ def _like_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 
-def _product_flops(x: Any, matrices: Any, *others: Any, **kwargs: Any) -> int:
-    return 2 * x[0] * matrices[1] * matrices[2]
-
-
-def _weight_gradient_flops(grad: Any, x: Any, *others: Any, **kwargs: Any) -> int:
-    return 2 * x[0] * x[1] * grad[1]
-
-
 _LIBRARY.define("grouped_product(Tensor x, Tensor matrices, Tensor ends, bool transposed, bool spare) -> Tensor")
 _LIBRARY.define("grouped_weight_gradient(Tensor grad, Tensor x, Tensor ends) -> Tensor")
 _LIBRARY.impl("grouped_product", _product, "CompositeExplicitAutograd")
 _LIBRARY.impl("grouped_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("pangu::grouped_product", _like_product, lib=_LIBRARY)
 torch.library.register_fake("pangu::grouped_weight_gradient", _like_weight_gradient, lib=_LIBRARY)
-
-FLOP_FORMULAS = {
-    torch.ops.pangu.grouped_product: _product_flops,
-    torch.ops.pangu.grouped_weight_gradient: _weight_gradient_flops,
-}
-"""FLOPs from the shapes of arguments, for `torch.utils.flop_counter`. Who counts registers them: that module imports
-triton, 73 MB of every process."""
 
 
 def grouped_matmul(

@@ -58,7 +58,7 @@ def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:
     way = Way.of(request)
     ((_, options),) = jobs_of([(way, request)])
     (trace,) = measure(choose_layout(json.loads(way.values), 1), device, fake, **options)
-    return trace_of(json.loads(json.dumps(as_data(trace))))
+    return trace_of(json.loads(json.dumps(as_data(trace), default=vars)))
 
 
 HOST: dict[str, Any] = {"operators": 0.0, "calls": 0.0}

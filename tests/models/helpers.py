@@ -40,6 +40,12 @@ TINY = ModelConfig(
     attention="auto",
 )
 
+GROUPED_FLOPS = {
+    torch.ops.pangu.grouped_product: lambda x, matrices, *_, **__: 2 * x[0] * matrices[1] * matrices[2],
+    torch.ops.pangu.grouped_weight_gradient: lambda grad, x, *_, **__: 2 * x[0] * x[1] * grad[1],
+}
+"""FLOPs of our operators from the shapes of their arguments, for `FlopCounterMode`."""
+
 
 def make(
     config: ModelConfig = TINY, kernel: str = "reference", dtype: torch.dtype = torch.float64, seed: int = 3

@@ -21,7 +21,6 @@ from pangu.config.sparse import BigBirdSparsity, FixedSparsity, StridedSparsity
 from pangu.data.batch import Batch, make_batch
 from pangu.layers import offload
 from pangu.layers.builder import Builder
-from pangu.layers.grouped_matmul import FLOP_FORMULAS
 from pangu.layers.linear import RMSNorm
 from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import RotaryEmbedding
@@ -31,7 +30,7 @@ from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
-from tests.models.helpers import logical_gradients, logical_weights, make, variant
+from tests.models.helpers import GROUPED_FLOPS, logical_gradients, logical_weights, make, variant
 from tests.weights import whole_logits, whole_loss
 
 EOD = 9
@@ -564,7 +563,7 @@ def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dic
         config = replace(config, biases=False)  # those of rows are added as products
     model, _ = make(config, "reference")
     tokens = torch.zeros(2, 24, dtype=torch.long)
-    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+    with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
         whole_logits(model, tokens, torch.arange(24).expand_as(tokens)).sum().backward()
     # this kernel computes what it masks
     assert counter.get_total_flops() == training_flops_per_token(replace(config, sparse=None)) * tokens.numel()

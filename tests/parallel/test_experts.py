@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pangu.collectives.context import ContextRegion
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.layers import expert_exchange
-from pangu.layers.grouped_matmul import FLOP_FORMULAS
 from pangu.topology.layout import Layout
 from pangu.training.validation import in_training
 from tests.collective_counter import ALL_TO_ALL, counted
+from tests.models.helpers import GROUPED_FLOPS
 from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout
 from tests.parallel.test_any_to_any import CHECKPOINT, resume
 from tests.parallel.test_layouts import PRECISIONS, follows_one_process
@@ -181,7 +181,7 @@ def test_a_product_whose_value_is_not_needed_again_is_not_computed_again(recompu
     """Into an expert and out of it, in forward and backward, with biases. Four layers have experts of 12 columns; 256
     choices of 24 numbers."""
     trainer, batches = small_trainer(Layout(), *MODEL, f"memory.recompute={recompute}")
-    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+    with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
         trainer.train_step(batches)
     assert counter.get_flop_counts()["Global"][torch.ops.pangu.grouped_product] == 4 * times * 2 * 256 * 24 * 12
 
