@@ -44,7 +44,8 @@ OFFLOADED: tuple[Literal["optimizer", "activations", "parameters"], ...] = ("opt
 """Kinds of tensors that may be offloaded to host memory, tried where a layout does not fit."""
 LONG = 16_384
 """Sequence length in tokens from which a search considers context parallelism."""
-MICRO_SIZES = (1, 2, 4, 8, 16, 32)
+LARGEST = 32
+"""Largest micro-batch that a search tries; it tries all that divide the batch."""
 VIRTUAL = (2, 3, 4, 6, 8)
 AHEAD = 8
 """Number of layouts that are measured together: more keep more cores busy, but measure more that is not needed."""
@@ -124,10 +125,9 @@ def space_of(
         raise ConfigError([Problem("cluster.devices", devices, rule, fix)])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
-    sizes = [size for size in MICRO_SIZES if config.batch.global_size % size == 0]
     # where shapes and sizes were timed, larger ones may be less efficient
     timed = cluster.matmul.measured or cluster.inside.measured or cluster.between.measured
-    sketch_size = 0 if timed else fixed.get("micro_size", max(sizes))
+    sketch_size = 0 if timed else fixed.get("micro_size", max(_micro_sizes(config)))
     return Space(Program(config, note_progress, sketch_size), cluster, config, fixed)
 
 
@@ -263,7 +263,8 @@ def time_of(space: Space, plan: Plan) -> StepTime:
 
 def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
     """Yield all layouts that pass the configuration's checks; count the reasons against others in `refused`."""
-    sizes = list(product(space.options("sequence", (False, True)), space.options("micro_size", MICRO_SIZES)))
+    micro_sizes = space.options("micro_size", _micro_sizes(space.config))
+    sizes = list(product(space.options("sequence", (False, True)), micro_sizes))
     for degrees, (sequence, micro_size) in product(_degrees(space), sizes):
         plan = degrees._replace(sequence=sequence, micro_size=micro_size)
         if reason := problem_of(space, plan):
@@ -346,6 +347,10 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
         whole = of_zero * (plan.tensor // (plan.expert_tensor or plan.tensor))
         if (not of_zero or holds_groups(whole, plan.expert)) and all(_can_wait(part, saving) for part in offload):
             yield saving
+
+
+def _micro_sizes(config: RunConfig) -> list[int]:
+    return [size for size in _divisors(config.batch.global_size) if size <= LARGEST]
 
 
 def _divisors(number: int) -> list[int]:

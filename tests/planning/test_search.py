@@ -74,6 +74,11 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
 
 
+def test_micro_batches_divide_the_batch() -> None:
+    plans = enumerate_plans(space(2, *SHORT, "batch.global_size=24"), Counter())
+    assert {plan.micro_size for plan in plans} == {1, 2, 3, 4, 6, 8, 12, 24}
+
+
 def recomputes(plans: Iterable[Plan]) -> set[str]:
     """What the layouts recompute."""
     return {plan.recompute if isinstance(plan.recompute, str) else "some layers" for plan in plans}
@@ -274,7 +279,7 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     assert status == 0
     words = ["layouts on 64 x a100", "the first: parallel.tensor=", "days and", "failures a day", "recompute full: "]
     words += ["interval: 90% of ", "memory of the first, by stage: "]
-    words += ["not tried unless given: schedules breadth_first, gpipe; batch.micro_size other than 1, 2, 4, 8, "]
+    words += ["not tried unless given: schedules breadth_first, gpipe; batch.micro_size above 32; ZeRO 0 "]
     assert all(one in out for one in words)
     assert re.search(r"goodput 9\d\.\d%\) with checkpoint\.every=\d+$", out, re.MULTILINE)
     written = page.read_text(encoding="utf-8")
