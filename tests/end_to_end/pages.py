@@ -42,6 +42,7 @@ NOT_RUN = {
     "python -m benchmarks.experts_quality": "measures for hours",
     "python -m benchmarks.planner_on_gloo": "measures for minutes",
     "python -m pangu.tasks.lm_eval": "tests/tasks/test_lm_eval.py does, where lm-eval is installed",
+    "python tools/calibrate.py --from": "tests/report/test_correction.py does",
     "python tools/preprocess_data.py --input hf:": "asks a server; tests/end_to_end/test_streaming.py has a stand-in",
     "python tools/report.py runs/quickstart --serve": "does not end; tests/report/test_report.py asks the server",
     "sbatch --nodes=4": "no test has 4 nodes; tests/clusters/test_sbatch.py runs the script",
