@@ -458,7 +458,7 @@ def correct(folder: Path, output: Path) -> None:
         cluster = replace(profiled.corrected(), name=output.stem)
         rows = profiled.rows(cluster)
         source = f"the run {folder.name!r}, {time.strftime('%Y-%m-%d')}"
-        head = f"{_HEAD}{source}: figures of {profiled.original.name}, corrected.\n"
+        head = f"{_HEAD}{source}: figures of {profiled.cluster.name}, corrected.\n"
         with writing(output):
             new.file.write((head + yaml.safe_dump(asdict(cluster), sort_keys=False)).encode())
             new.finish()

@@ -13,13 +13,14 @@ from pangu.checkpoint.reading import read_yaml
 from pangu.common.errors import UserError, reading
 from pangu.common.files import read_json_object
 from pangu.config.cluster import ClusterConfig, LinkConfig, cluster_in
+from pangu.config.schema import RunConfig
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cost import step_time
 from pangu.planning.program import Plan, StepLedger, plan_of
 from pangu.planning.search import space_of
 from pangu.schedule.groups import groups_of
 
-PARTS = {
+ROWS = {
     "compute": ("compute", "host"),
     **{term: (term,) for term in ("tensor", "expert", "pipeline", "data", "bubble")},
     "update": ("update", "loading", "logging"),
@@ -33,14 +34,13 @@ MOST = 64.0
 
 
 class ProfiledRun(NamedTuple):
-    """Ledger of a run's step, and the seconds that its profile measured by row of `PARTS`."""
+    """Ledger of a run's step, and the seconds that its profile measured by row of `ROWS`."""
 
+    config: RunConfig
     ledger: StepLedger
     plan: Plan
-    original: ClusterConfig
-    """Cluster as the run's configuration has it."""
     cluster: ClusterConfig
-    """Cluster with the rates of the run's precision."""
+    """Cluster of the run, with the rates of its precision."""
     measured: Mapping[str, float]
 
     @classmethod
@@ -57,14 +57,13 @@ class ProfiledRun(NamedTuple):
         if chosen.config.batch.stages:
             raise UserError(f"{folder}: batch.stages: a profile is of its first stage; use a run without batch.stages")
         assert chosen.config.cluster is not None
-        original = cluster_in(chosen.config.cluster)
-        space, plan = space_of(chosen.config, original, {"expert": chosen.layout.expert}), plan_of(*chosen)
-        return cls(space.program.describe(plan), plan, original, space.cluster, measured)
+        space, plan = space_of(chosen.config, cluster_in(chosen.config.cluster), {}), plan_of(*chosen)
+        return cls(chosen.config, space.program.describe(plan), plan, space.cluster, measured)
 
     def forecast(self, cluster: ClusterConfig) -> dict[str, float]:
-        """Return the seconds of a step on a cluster by row of `PARTS`."""
+        """Return the seconds of a step on a cluster by row of `ROWS`."""
         time = step_time(self.ledger, self.plan, cluster)
-        return {part: sum(getattr(time, term, 0.0) for term in terms) for part, terms in PARTS.items()}
+        return {part: sum(getattr(time, term, 0.0) for term in terms) for part, terms in ROWS.items()}
 
     def corrected(self) -> ClusterConfig:
         """Return the run's cluster with figures that make the forecast what the profile measured.
@@ -89,24 +88,22 @@ class ProfiledRun(NamedTuple):
             sending = _factor(partial(seconds, SENT, computing), sum(self.measured[part] for part in SENT))
         rest = self.measured["update"] - seconds(("update",), computing, sending)
         step_us = max(0.0, self.cluster.step_us + 1e6 * rest)
-        return replace(with_rates(self.original, computing, sending), step_us=step_us)
+        assert self.config.cluster is not None
+        return replace(with_rates(cluster_in(self.config.cluster), computing, sending), step_us=step_us)
 
     def rows(self, cluster: ClusterConfig) -> list[tuple[str, float, float, float]]:
         """Return name, forecast, measured and corrected seconds of each row and of the sum.
 
         `cluster`: the corrected one.
         """
-        rates = replace(
-            cluster.matmul, tflops=cluster.matmul.tflops * self.cluster.matmul.tflops / self.original.matmul.tflops
-        )
-        before, after = self.forecast(self.cluster), self.forecast(replace(cluster, matmul=rates))
+        before, after = map(self.forecast, (self.cluster, space_of(self.config, cluster, {}).cluster))
         known = before, self.measured, after
         sums = [{**times, "sum": sum(times.values())} for times in known]
         return [(part, sums[0][part], sums[1][part], sums[2][part]) for part in sums[0]]
 
 
 def measured_parts(ranks: Sequence[Mapping[str, float]], stages: int, median: float | None) -> dict[str, float]:
-    """Return the mean seconds of the stage with the most work by row of `PARTS`; they sum to `median`, if known.
+    """Return the mean seconds of the stage with the most work by row of `ROWS`; they sum to `median`, if known.
 
     Args:
         ranks: categories of the profiled step, of each rank in order.
@@ -117,7 +114,7 @@ def measured_parts(ranks: Sequence[Mapping[str, float]], stages: int, median: fl
     parts = [
         {
             part: fmean(sum(one[term] for term in terms) for one in ranks[first : first + of_stage])
-            for part, terms in PARTS.items()
+            for part, terms in ROWS.items()
         }
         for first in range(0, len(ranks), of_stage)
     ]

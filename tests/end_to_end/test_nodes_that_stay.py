@@ -184,22 +184,8 @@ def namespaces() -> Iterator[tuple[str, ...]]:
                 pytest.skip(f"no network namespace can be made here: {made.stderr}")
             stack.callback(subprocess.run, ["ip", "netns", "del", space], check=False)
             subprocess.run(["ip", "-n", space, "link", "set", "lo", "up"], check=True)
-        cable = [
-            "ip",
-            "link",
-            "add",
-            "v0",
-            "netns",
-            spaces[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "v1",
-            "netns",
-            spaces[1],
-        ]
-        subprocess.run(cable, check=True)
+        cable = f"ip link add v0 netns {spaces[0]} type veth peer name v1 netns {spaces[1]}"
+        subprocess.run(cable.split(), check=True)
         for number, (space, address) in enumerate(zip(spaces, ADDRESSES, strict=True)):
             subprocess.run(["ip", "-n", space, "addr", "add", f"{address}/24", "dev", f"v{number}"], check=True)
             subprocess.run(["ip", "-n", space, "link", "set", f"v{number}", "up"], check=True)
