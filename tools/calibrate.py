@@ -457,7 +457,7 @@ def correct(folder: Path, output: Path) -> None:
         profiled = ProfiledRun.read(folder)
         cluster = replace(profiled.corrected(), name=output.stem)
         rows = profiled.rows(cluster)
-        source = f"the run {folder.name!r}, {time.strftime('%Y-%m-%d')}"
+        source = f"the run {folder.resolve().name!r}, {time.strftime('%Y-%m-%d')}"
         head = f"{_HEAD}{source}: figures of {profiled.cluster.name}, corrected.\n"
         with writing(output):
             new.file.write((head + yaml.safe_dump(asdict(cluster), sort_keys=False)).encode())
@@ -469,7 +469,7 @@ def correct(folder: Path, output: Path) -> None:
     for part, forecast, measured, corrected in rows:
         ratio = f"{measured / forecast:.2f}" if forecast else "-"
         print(f"{part:<12}{forecast:>12.4g}{measured:>12.4g}{ratio:>8}{corrected:>12.4g}")
-    print(f"{output}: cluster={output.stem} forecasts with the corrected figures")
+    print(f"{output}: to forecast with it, set cluster={output.stem}, which reads it from {_CLUSTERS}")
 
 
 def _begin(path: Path) -> NewFile:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from pangu.planning.cost import step_time
 from pangu.planning.program import Plan, StepLedger, plan_of
 from pangu.planning.search import space_of
 from pangu.schedule.groups import groups_of
+from pangu.topology.layout import Layout
 
 ROWS = {
     "compute": ("compute", "host"),
@@ -29,7 +31,7 @@ ROWS = {
 time of a step, which a forecast adds to its update, has the loading and logging in it."""
 SENT = ("tensor", "expert", "pipeline", "data")
 """Rows of exposed communication."""
-MOST = 64.0
+MOST = 4096.0
 """Largest factor by which a figure is corrected."""
 
 
@@ -50,10 +52,11 @@ class ProfiledRun(NamedTuple):
         if not isinstance(values, dict) or values.get("cluster") is None or not summary.get("profile"):
             rule = "has no forecast and profile to compare; finish a run of 20 steps with cluster=NAME profile=true"
             raise UserError(f"{folder}: {rule}")
-        with reading(folder / "summary.json", LookupError, TypeError, ValueError, rule="is not the summary of a run"):
+        wrong = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+        with reading(folder / "summary.json", *wrong, rule="is not the summary of a run"):
             chosen = choose_layout(values, int(summary["devices"]))
             median = (summary.get("forecast") or {}).get("measured_step_time_s")
-            measured = measured_parts(summary["profile"]["ranks"], chosen.layout.pipeline, median)
+            measured = measured_parts(summary["profile"]["ranks"], chosen.layout, median)
         if chosen.config.batch.stages:
             raise UserError(f"{folder}: batch.stages: a profile is of its first stage; use a run without batch.stages")
         assert chosen.config.cluster is not None
@@ -89,37 +92,36 @@ class ProfiledRun(NamedTuple):
         rest = self.measured["update"] - seconds(("update",), computing, sending)
         step_us = max(0.0, self.cluster.step_us + 1e6 * rest)
         assert self.config.cluster is not None
-        return replace(with_rates(cluster_in(self.config.cluster), computing, sending), step_us=step_us)
+        corrected = replace(with_rates(cluster_in(self.config.cluster), computing, sending), step_us=step_us)
+        return cluster_in(asdict(corrected))
 
     def rows(self, cluster: ClusterConfig) -> list[tuple[str, float, float, float]]:
-        """Return name, forecast, measured and corrected seconds of each row and of the sum.
-
-        `cluster`: the corrected one.
-        """
+        """Return name, forecast, measured and corrected seconds of each row and of the sum; `cluster` is corrected."""
         before, after = map(self.forecast, (self.cluster, space_of(self.config, cluster, {}).cluster))
-        known = before, self.measured, after
-        sums = [{**times, "sum": sum(times.values())} for times in known]
+        sums = [{**times, "sum": sum(times.values())} for times in (before, self.measured, after)]
         return [(part, sums[0][part], sums[1][part], sums[2][part]) for part in sums[0]]
 
 
-def measured_parts(ranks: Sequence[Mapping[str, float]], stages: int, median: float | None) -> dict[str, float]:
+def measured_parts(ranks: Sequence[Mapping[str, float]], layout: Layout, median: float | None) -> dict[str, float]:
     """Return the mean seconds of the stage with the most work by row of `ROWS`; they sum to `median`, if known.
+
+    Raises ValueError if they are not the times of a step of all ranks.
 
     Args:
         ranks: categories of the profiled step, of each rank in order.
-        stages: pipeline stages, each of consecutive ranks.
+        layout: layout of the ranks, in which those of a pipeline stage are consecutive.
         median: median step time of the run: the profile is of one step.
     """
-    of_stage = len(ranks) // stages
-    parts = [
-        {
-            part: fmean(sum(one[term] for term in terms) for one in ranks[first : first + of_stage])
-            for part, terms in ROWS.items()
-        }
-        for first in range(0, len(ranks), of_stage)
-    ]
-    most = max(parts, key=lambda one: sum(one.values()) - one["bubble"])
-    scale = 1.0 if median is None else median / sum(most.values())
+    of_stage = layout.world // layout.pipeline
+    rows = [{part: sum(one[term] for term in terms) for part, terms in ROWS.items()} for one in ranks]
+    stages = [rows[first : first + of_stage] for first in range(0, len(rows), of_stage)]
+    means = [{part: fmean(row[part] for row in stage) for part in ROWS} for stage in stages]
+    most = max(means, key=lambda one: sum(one.values()) - one["bubble"])
+    total = sum(most.values())
+    taken = total if median is None else median
+    scale = taken / total
+    if len(ranks) != layout.world or not 0 < scale < inf or min(most.values()) < 0:
+        raise ValueError(f"a step of {taken} s, profiled as {total} s, on {len(ranks)} of {layout.world} ranks")
     return {part: seconds * scale for part, seconds in most.items()}
 
 

@@ -77,3 +77,13 @@ def test_a_run_without_a_profile_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert calibrate.main(["--from", str(tmp_path), "--output", str(tmp_path / "mine.yaml")]) == 2
     assert "has no forecast and profile to compare; finish a run of 20 steps with" in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.parametrize("ranks", [[], [0.01] * 2, [0.0], [-0.01], [float("inf")], [float("nan")]])
+def test_times_of_no_step_are_refused(ranks: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_config(tmp_path, replace(config("+config=quickstart"), cluster=json.loads(json.dumps(asdict(A100)))))
+    profile = {"ranks": [dict.fromkeys(PARTS, seconds) for seconds in ranks]}
+    (tmp_path / "summary.json").write_text(json.dumps({"devices": 1, "profile": profile}), encoding="utf-8")
+    assert calibrate.main(["--from", str(tmp_path), "--output", str(tmp_path / "mine.yaml")]) == 2
+    assert "summary.json: is not the summary of a run" in capsys.readouterr().err
+    assert not (tmp_path / "mine.yaml").exists()
