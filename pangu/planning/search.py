@@ -44,7 +44,7 @@ OFFLOADED: tuple[Literal["optimizer", "activations", "parameters"], ...] = ("opt
 """Kinds of tensors that may be offloaded to host memory, tried where a layout does not fit."""
 LONG = 16_384
 """Sequence length in tokens from which a search considers context parallelism."""
-LARGEST = 32
+LARGEST_MICRO_SIZE = 32
 """Largest micro-batch that a search tries; it tries all that divide the batch."""
 VIRTUAL = (2, 3, 4, 6, 8)
 AHEAD = 8
@@ -350,7 +350,7 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
 
 
 def _micro_sizes(config: RunConfig) -> list[int]:
-    return [size for size in _divisors(config.batch.global_size) if size <= LARGEST]
+    return [size for size in range(1, LARGEST_MICRO_SIZE + 1) if config.batch.global_size % size == 0]
 
 
 def _divisors(number: int) -> list[int]:

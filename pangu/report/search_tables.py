@@ -95,7 +95,7 @@ def untried(space: Space) -> Iterator[str]:
     """Yield the values and keys that a search does not try. It keeps keys that are given, so they are left out."""
     others = {
         "schedule": f"schedules {', '.join(sorted(orders.SCHEDULES.keys() - {*orders.worth_trying()}))}",
-        "micro_size": f"batch.micro_size above {search.LARGEST}",
+        "micro_size": f"batch.micro_size above {search.LARGEST_MICRO_SIZE}",
         "zero": "ZeRO 0 with replicas",
         "zero_group": "ZeRO groups other than a node's and all",
         "tensor": "tensor parallelism across nodes",
