@@ -133,7 +133,7 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
         paths = ("--input", output, "--output", f"{output}_huggingface")
         export = [*_program("convert"), "--from", "pangu", "--to", "huggingface", *paths]
         commands.append((shlex.join(export), "exports for Hugging Face, vLLM and llama.cpp"))
-    if config.cluster is not None and config.profile:
+    if config.cluster is not None and config.profile and not config.batch.stages:
         corrected = shlex.join([*_program("calibrate"), "--from", output, "--output", "corrected.yaml"])
         commands.append((corrected, "corrects the figures of the cluster by this run"))
     if config.metrics.tensorboard:
