@@ -23,8 +23,8 @@ FILES = {
 }
 """Mapping from a command of `pangu` to its file in a checkout, without suffix."""
 _COMMANDS = {f"{file}.py": command for command, file in FILES.items()}
-_LAUNCHED = re.compile(r"(scripts/launch\.py [^\n]*?)pretrain\.py")
-_FILE = re.compile(rf"(?:python )?(?<![\w/])({'|'.join(map(re.escape, _COMMANDS))})")
+_LAUNCHED = r"(?:(?:torchrun|scripts/launch\.py) ((?:--\S+ )+))?"
+_FILE = re.compile(rf"(?:python )?(?<![\w/]){_LAUNCHED}({'|'.join(map(re.escape, _COMMANDS))})")
 
 
 def is_installed_command() -> bool:
@@ -37,4 +37,4 @@ def as_typed(text: str) -> str:
     """Return a text with `pangu COMMAND` in place of files of a checkout, if this process was started that way."""
     if not is_installed_command():
         return text
-    return _FILE.sub(lambda file: f"pangu {_COMMANDS[file[1]]}", _LAUNCHED.sub(r"\1train", text))
+    return _FILE.sub(lambda file: f"pangu {'launch ' + file[1] if file[1] else ''}{_COMMANDS[file[2]]}", text)
