@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> None:
             options.output,
             options.tensor,
             lambda total: progress.update(task, total=total, advance=1),
-            options.license,
+            {"license": options.license, "name": options.push_to_hub},
         )
     model = config.model
     print(

@@ -15,7 +15,7 @@ from pangu.interop.formats.stored import Job, Training
 from pangu.models.size import num_parameters
 
 _GROUPS = ("batch", "precision", "optimizer", "lr_schedule", "loss")
-"""Groups of keys that a card tells; config.json has the model, others hold paths of a machine, or change no weight."""
+"""Groups of keys that a card lists; config.json has the model, others hold paths of a machine, or change no weight."""
 _DATA = ("kind", "train", "weights")
 _FIGURES = {
     "step": "optimizer steps",
@@ -27,29 +27,30 @@ _FIGURES = {
 """Fields of metrics.jsonl by their names in a card; of each, the last value before the checkpoint counts."""
 
 
-def write_card(path: Path, job: Job, model_type: str) -> None:
-    """Write the card of a model to README.md."""
+def write_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:
+    """Write the card of a model with this config.json to README.md."""
+    license_id, name = job.card.get("license"), job.card.get("name") or job.output.name
     header = {
         "library_name": "transformers",
-        "license": job.license or "unknown",
+        "license": license_id or "unknown",
         "pipeline_tag": "text-generation",
         "tags": ["pangu"],
     }
-    trust = ", trust_remote_code=True" if model_type == "gpt_pangu" else ""
+    trust = ", trust_remote_code=True" if "auto_map" in config else ""
     lines = [
         "---",
         yaml.safe_dump(header, sort_keys=False).rstrip(),
         "---",
         "",
-        f"# {job.output.name}",
+        f"# {name}",
         "",
-        f"Causal language model of type `{model_type}` with {num_parameters(job.config.model):,} parameters, "
+        f"Causal language model of type `{config['model_type']}` with {num_parameters(job.config.model):,} parameters, "
         f"exported by pangu {pangu.__version__}.",
         "",
         "```python",
         "from transformers import AutoModelForCausalLM",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{job.output.name}"{trust})',
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
         "```",
         "",
         *(["The weights were converted; how they were trained is not known."] if job.training is None else []),
@@ -57,7 +58,7 @@ def write_card(path: Path, job: Job, model_type: str) -> None:
         "",
         "## License",
         "",
-        f"{job.license or 'Not told'}. The licenses of the training data and of the first weights hold as well.",
+        f"{license_id or 'Not stated'}. The licenses of the training data and of the first weights hold as well.",
     ]
     (path / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -145,13 +145,13 @@ def convert(
     output: Path,
     tensor: int,
     tick: Callable[[int], None],
-    license_id: str | None = None,
+    card: Mapping[str, str | None] | None = None,
 ) -> None:
     """Write a model in another format, under a temporary name next to `output` until it is complete.
 
     `config`: the model of the files (see `settle_model`), and the ids of its data (`IndexedData`). `tokenizer` is
     copied where the format has a place for it. `tensor`: tensor-parallel size of the new files. `tick` is called with
-    the number of all tensors for each of them. `license_id`: see `Job.license`. Raises UserError, naming all
+    the number of all tensors for each of them. `card`: see `Job.card`. Raises UserError, naming all
     differences between the files and the model; nothing is written then.
     """
     model = config.model
@@ -170,7 +170,7 @@ def convert(
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
-            kept = (balance, source.generation, source.chat_template, source.training, license_id)
+            kept = (balance, source.generation, source.chat_template, source.training, card or {})
             meta = [join(entry, map(described, entry.parts)) for entry in table]
             job = Job(config, tokenizer, output, tensor, table, meta, contents(), *kept)
             target.write(partial, job)

@@ -270,7 +270,7 @@ def write(path: Path, job: Job) -> None:
     dtype = str(job.described[0].dtype).removeprefix("torch.")
     _write_json(path / "config.json", {**config, "torch_dtype": dtype, **_ids(job, "config.json")})
     _write_json(path / _GENERATION, _ids(job, _GENERATION))
-    write_card(path, job, config["model_type"])
+    write_card(path, job, config)
     if config["model_type"] == "gpt_pangu":
         shutil.copy(Path(__file__).with_name("modeling_pangu.py"), path)
     if job.tokenizer is not None:

@@ -136,8 +136,8 @@ class Job:
     generation: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     training: Training | None = None
-    license: str | None = None
-    """License of the weights, an identifier of the Hugging Face hub."""
+    card: Mapping[str, str | None] = field(default_factory=dict)
+    """Fields of the model card: `license`, an identifier of the Hugging Face hub, and `name`, a repository there."""
 
 
 def make_table(
