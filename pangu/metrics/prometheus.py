@@ -6,8 +6,10 @@ import logging
 import re
 import threading
 import time
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from pangu.metrics.record import StepRecord
 from pangu.metrics.trackers import tracked
@@ -35,6 +37,7 @@ class PrometheusWriter:
     def __init__(self, host: str, port: int) -> None:
         """Serve `host`:`port` until `close`."""
         self._text, self._server = "", None
+        self._validated: dict[str, Any] = {}
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10  # seconds that a client may take for its request
@@ -67,8 +70,10 @@ class PrometheusWriter:
         return None if self._server is None else self._server.server_port
 
     def write(self, record: StepRecord) -> None:
-        """Serve the metrics of a step from now on."""
-        self._text = exposed(record, time.time())
+        """Serve the metrics of a step from now on, and the last scores, of which few steps have any."""
+        figures = record.as_dict().items()
+        self._validated |= {name: value for name, value in figures if name.startswith(("validation", "evaluation"))}
+        self._text = exposed(replace(record, **self._validated), time.time())
 
     def close(self) -> None:
         """Stop serving."""

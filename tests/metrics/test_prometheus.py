@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,13 @@ def test_the_last_step_is_served_until_the_end(record: Make) -> None:
     url = f"http://127.0.0.1:{writer.port}"
     try:
         for step in (1, 2):
-            writer.write(record(step=step, loss=float("nan") if step == 1 else 3.25, slow_ranks={3: 1.5}))
+            first: dict[str, Any] = {"loss": float("nan"), "validation_loss": 2.0} if step == 1 else {"loss": 3.25}
+            writer.write(record(step=step, slow_ranks={3: 1.5}, **first))
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             assert answer.headers["Content-Type"] == CONTENT_TYPE
             found = samples(answer.read().decode())
         assert (found["pangu_step"], found["pangu_train_loss"], found["pangu_slow_rank_3"]) == (2, 3.25, 1.5)
+        assert found["pangu_validation_loss"] == 2.0, "the last validation was after step 1"
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{url}/other", timeout=10)
     finally:
