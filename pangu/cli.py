@@ -118,9 +118,10 @@ def main() -> None:
             except KeyboardInterrupt:  # of the first imports
                 print("\ninterrupted", file=sys.stderr)
                 sys.exit(INTERRUPTED)
-        case ["complete", _, word, *_] if "COMP_LINE" in os.environ:
+        case ["complete", *given] if "COMP_LINE" in os.environ:
             line, point = os.environ["COMP_LINE"], os.environ.get("COMP_POINT", "")
-            complete(line[: int(point)] if re.fullmatch("[0-9]{1,9}", point) else line, word)
+            line = line[: int(point)] if re.fullmatch("[0-9]{1,9}", point) else line
+            complete(line, given[1] if len(given) > 1 else line.rpartition(" ")[2])  # zsh gives no words
         case [wrong, *_]:
             near = ", ".join(close_names(wrong, PROGRAMS) or PROGRAMS)
             print(f"error: unknown command: pangu {wrong}; use {near}, or pangu --help", file=sys.stderr)

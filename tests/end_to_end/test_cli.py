@@ -66,6 +66,17 @@ def test_a_shell_completes_what_it_replaces(
     assert capsys.readouterr().out.split() == found
 
 
+@pytest.mark.parametrize("given", [["pangu", "mu", "="], []])
+def test_zsh_gives_no_words(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `bashcompinit` (5.9) evaluates the command as it is, and replaces whole words."""
+    monkeypatch.setenv("COMP_LINE", "pangu train optimizer=mu")
+    monkeypatch.setattr(sys, "argv", ["pangu", "complete", *given])
+    main()
+    assert capsys.readouterr().out == ("muon\n" if given else "optimizer=muon\n")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
