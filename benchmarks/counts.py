@@ -4,16 +4,19 @@ megatron-core.
     python -m benchmarks.counts --output benchmarks/results/counts.json
 
 Forward and backward of a micro-batch run on fake tensors (`pangu.dryrun`), with one layer more and less: launches, and
-the bytes of operations that are no products, for each token. Of a whole step, reads from device to host and copies that
-block. megatron-core is counted if it can be imported (see `benchmarks.tensor_parallel`).
+the bytes of operations that are no products, for each token; and what the host does for it: operators that torch
+dispatches, and Python functions that are called outside of them. Of a whole step, reads from device to host and copies
+that block. megatron-core is counted if it can be imported (see `benchmarks.tensor_parallel`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pangu.dryrun.audit import Audit
-    from pangu.dryrun.run import RankReport
 
 PRESETS = ("pangu_350m", "pangu_2_6b", "pangu_200b")
 PLAIN = ("model.dropout=0", "model.attention_dropout=0", "memory.recompute=none", "data.packing.reset_mask=false")
@@ -35,6 +37,8 @@ ROWS = {"pangu_350m": 8, "pangu_2_6b": 2, "pangu_200b": 1}
 LAYERS = (2, 3)
 MICRO = 2
 """Micro-batches: the gradients of the second are added to the first's."""
+STEPS = 3
+"""Of which the last one is counted: the first ones create what it finds."""
 
 
 def values_of(preset: str, *words: str) -> dict[str, Any]:
@@ -51,29 +55,40 @@ def of_pangu(fake: FakeDevice, preset: str, *words: str) -> dict[str, float]:
     """Counts of our trainer."""
     import torch
 
-    from pangu.dryrun.run import dry_run
+    from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
     from pangu.pipeline.layouts import choose_layout
 
-    device, reports = torch.device("cuda", 0), []
+    place, sums = (torch.device("cuda", 0), fake), []
     for layers in LAYERS:
-        chosen = choose_layout(values_of(preset, *words, f"model.layers={layers}"), 1)
-        reports.append(dry_run(chosen, 0, device, fake, whole=True))
-    fewer, more = reports
-    tokens = MICRO * ROWS[preset] * chosen.config.model.sequence
+        config, layout, stages = choose_layout(values_of(preset, *words, f"model.layers={layers}"), 1)
+        with on_fake_tensors(0, layout.world), audited(config, layout, stages, *place) as (audit, trainer):
+            for _ in range(STEPS):
+                audit.by_action.clear()
+                audit.enter(None)
+                with uncollected():
+                    carry_out(audit, trainer, micro_batches(config, layout))
+            update = audit.by_action.pop(None)
+            sums.append(sum(audit.by_action.values(), Counter()))
+    waits = update + sums[-1]
     return {
-        "launches": (_launches(more) - _launches(fewer)) / MICRO,
-        "bytes_of_a_token": (_moved(more) - _moved(fewer)) / tokens,
-        "host_syncs": sum(more.host_syncs.values()),
-        "blocking_copies": sum(more.blocking_copies.values()),
+        **of_layer(*sums, ROWS[preset] * config.model.sequence),
+        **{kind: sum(waits[key] for key in waits if key[0] == kind) for kind in ("host_syncs", "blocking_copies")},
     }
 
 
-def _launches(report: RankReport) -> int:
-    return report.launches - report.update["launches"]
+def of_layer(fewer: Counter[Any], more: Counter[Any], tokens: int) -> dict[str, float]:
+    """What one more layer adds for a micro-batch of so many tokens."""
+    of = {name: (more[name,] - fewer[name,]) / MICRO for name in ("launches", "operators", "python_calls")}
+    return {**of, "bytes_of_a_token": (more["memory_bound_bytes",] - fewer["memory_bound_bytes",]) / MICRO / tokens}
 
 
-def _moved(report: RankReport) -> int:
-    return report.memory_bound_bytes - report.update["memory_bound_bytes"]
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage within the block: that calls what was registered for objects that go."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def of_peer(fake: FakeDevice, preset: str, make: Callable[[Mapping[str, int]], nn.Module]) -> dict[str, float]:
@@ -83,15 +98,14 @@ def of_peer(fake: FakeDevice, preset: str, make: Callable[[Mapping[str, int]], n
         shape = {**{key: numbers[key] for key in ("hidden", "heads", "sequence", "vocab")}, "layers": layers}
         with watched(fake) as audit:
             model = make(shape)
-            for _ in range(MICRO):
-                step(model, ROWS[preset], shape["sequence"])
+            for _ in range(STEPS):
+                model.zero_grad()
+                audit.counts.clear()
+                with uncollected(), audit.counting_calls():
+                    for _ in range(MICRO):
+                        step(model, ROWS[preset], shape["sequence"])
         sums.append(audit.counts)
-    fewer, more = sums
-    tokens = MICRO * ROWS[preset] * numbers["sequence"]
-    return {
-        "launches": (more["launches",] - fewer["launches",]) / MICRO,
-        "bytes_of_a_token": (more["memory_bound_bytes",] - fewer["memory_bound_bytes",]) / tokens,
-    }
+    return of_layer(*sums, ROWS[preset] * numbers["sequence"])
 
 
 @contextmanager
