@@ -57,6 +57,7 @@ LAYOUT = (
     Dependency("parallel.expert", 1, "model.experts", "!=", None),
     Dependency("parallel.expert_tensor", None, "model.experts", "!=", None),
     Dependency("parallel.fixed_exchange", False, "model.experts", "!=", None),
+    Dependency("parallel.expert_imbalance", 1.0, "model.experts", "!=", None),
 )
 RECIPE = (
     Dependency("precision.fp32_matmul", "auto", "precision.compute", "=", "fp32", "precision=fp32"),

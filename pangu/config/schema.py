@@ -90,6 +90,10 @@ class ParallelConfig:
     """In training, devices that divide experts exchange as many rows as the router could choose at most, so that the
     host never waits to learn how many there are. It costs memory and bytes where that is more than an even share; where
     it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
+    expert_imbalance: Annotated[float, Bounds(least=1)] = 1.0
+    """Tokens that the fullest of the devices that divide experts computes, over the mean, as plans and dry runs assume:
+    they describe that device, which the others wait for. 1: even loads. No more than `model.expert_capacity` counts,
+    and it is without effect where `expert` is 1 or sizes are fixed. Training does not read it."""
 
     context_ulysses: Length = 1
     """Neighboring devices within `context` that exchange heads (`ulysses`) where `context_kind=ring`: blocks of this

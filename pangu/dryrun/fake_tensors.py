@@ -16,9 +16,11 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import Function
 
+from pangu.config.schema import RunConfig
 from pangu.dryrun.operators import tensors_in
-from pangu.layers import attention_blocks, expert_exchange, gpu_kernels
+from pangu.layers import attention_blocks, gpu_kernels
 from pangu.layers.kernels import QKV
+from pangu.layers.routing import most_of_rank
 from pangu.zero import flat_parameter
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -191,17 +193,19 @@ def flex(
     return output * math.prod(shares)[..., None] if shares else output
 
 
-def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
-    """Return equal numbers of rows for all ranks, still with a host sync."""
+def row_counts(config: RunConfig, counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
+    """Return the rows that the fullest rank of experts sends to each rank and gets from it, still with a host sync."""
     counts.cpu()
-    sides, ranks, _ = counts.shape
-    return [[[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)] for _ in range(sides)]
+    model, ranks = config.model, counts.shape[1]
+    possible = ranks * most_of_rank(model.router, model.experts or 1, model.num_chosen, ranks) / model.num_chosen
+    fullest = min(config.parallel.expert_imbalance, model.expert_capacity or math.inf, possible)
+    sent = [[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)]
+    return [sent, [[math.ceil(fullest * rows) for rows in of_rank] for of_rank in sent]]
 
 
 REPLACED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.nn.functional, {"scaled_dot_product_attention": attention}),
     (gpu_kernels, {"_flex": lambda compiled: flex, "can_run": lambda kernel, device: True}),
-    (expert_exchange, {"host_numbers": _evenly}),
     (flat_parameter, {"fill": lambda *_: None}),
 )
 """Functions that fake tensors need others for: module, and its functions by name."""

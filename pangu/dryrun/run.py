@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,7 +19,8 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun.audit import Audit
 from pangu.dryrun.device import FakeDevice
-from pangu.dryrun.fake_tensors import REPLACED, FakeTensors
+from pangu.dryrun.fake_tensors import REPLACED, FakeTensors, row_counts
+from pangu.layers import expert_exchange
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
@@ -191,6 +193,7 @@ def audited(
     with Audit(device, groups, fake, vocab, share, thorough) as audit, ExitStack() as stack:
         for owner, name, kind in _OWNERS:
             stack.enter_context(patch.object(owner, name, _owned(audit, getattr(owner, name), kind)))
+        stack.enter_context(patch.object(expert_exchange, "host_numbers", partial(row_counts, config)))
         trainer = Trainer(config, mesh, stages)
         if trainer.scales is not None:
             trainer.scales.known = True

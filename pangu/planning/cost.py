@@ -270,13 +270,7 @@ def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[StageMemory]:
 
 
 def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTime:
-    """Return the time of a step.
-
-    Args:
-        ledger: memory, communication and work of the ranks.
-        plan: layout, which defines the communication groups.
-        cluster: hardware that the step runs on.
-    """
+    """Return the time of a step; the layout of the plan defines the communication groups."""
     groups, schedule, m = groups_of(plan.layout, cluster.node), ledger.schedule, plan.micro_batches
     sends = [Collective("send", "pipeline", nbytes) for nbytes in ledger.message]
     link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
@@ -336,5 +330,4 @@ def _after(
 
 def terms_of(*times: StepTime) -> tuple[str, ...]:
     """Return the names of the time terms; those of experts and of the host only if one of the times has any."""
-    rare = ("expert", "host")
-    return tuple(term for term in TERMS if term not in rare or any(getattr(one, term) for one in times))
+    return tuple(term for term in TERMS if term not in ("expert", "host") or any(getattr(one, term) for one in times))

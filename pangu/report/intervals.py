@@ -42,6 +42,8 @@ class Expectation(NamedTuple):
     group: str
     """Nearest group that enough sources measured: the interval is that group's."""
     interval: Interval
+    assumed: str = ""
+    """Assumption about the routing of tokens to experts."""
 
     @property
     def words(self) -> str:
@@ -50,15 +52,18 @@ class Expectation(NamedTuple):
         borrowed = "" if self.group == self.kind else f", borrowed: too few sources measured {self.kind}"
         return (
             f"{SHARE:.0%} of such steps take {low:.2f} to {high:.2f} times the predicted, "
-            f"by {rows:,} published steps ({self.group}, {sources} sources{borrowed})"
+            f"by {rows:,} published steps ({self.group}, {sources} sources{borrowed}){self.assumed}"
         )
 
 
 def expectation(space: Space, plan: Plan) -> Expectation:
     """Return the interval of a layout's step time."""
     precision = space.config.precision.compute if space.config.precision.matmul == "compute" else "fp8"
-    kind = space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1
-    return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind))
+    kind, assumed = (space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1), ""
+    if space.config.model.experts is not None:
+        imbalance = space.config.parallel.expert_imbalance
+        assumed = f"; experts: the fullest device gets {imbalance:g} times the mean (parallel.expert_imbalance)"
+    return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind), assumed)
 
 
 def groups_of_kind(device: str, precision: str, pipelined: bool) -> tuple[str, ...]:

@@ -183,7 +183,8 @@ GROUPS = ("model.experts_per_token=4", "model.router.selection=each_group", "mod
 
 @pytest.mark.parametrize(("tensor", "of_each"), [(1, "null"), (2, "null"), (2, "1")])
 @pytest.mark.parametrize(
-    ("words", "rows", "waits"), [((), 2, 1), (("parallel.fixed_exchange=true",), 8, 0), (GROUPS, 4, 0)]
+    ("words", "rows", "waits"),
+    [((), 2, 1), (("parallel.fixed_exchange=true",), 8, 0), (GROUPS, 4, 0), (("parallel.expert_imbalance=1.5",), 3, 1)],
 )
 def test_a_layer_sends_tokens_to_experts_as_formulas_say(
     words: tuple[str, ...], rows: int, waits: int, tensor: int, of_each: str
@@ -191,7 +192,7 @@ def test_a_layer_sends_tokens_to_experts_as_formulas_say(
     """As in tests/parallel/test_experts.py: of each choice hidden states and a weight go there, outputs come
     back, gradients go the other way; numbers of rows are int32. A tensor-parallel rank sends all tokens, or with whole
     experts its share. The host waits for the number of rows that come, unless it is fixed: both of a token's experts
-    may be on any of the four ranks."""
+    may be on any of the four ranks. The fullest rank gets `expert_imbalance` times its share."""
     layout = f"batch.micro_size=4 parallel.data=4 parallel.expert=4 parallel.tensor={tensor}"
     modules = Modules(f"{layout} parallel.expert_tensor={of_each}", *EXPERTS, *words)
     rows *= modules.tokens // (tensor if of_each == "1" else 1)

@@ -174,8 +174,15 @@ def test_casts_to_fp8_are_planned_with_their_weights(layout: str, kind: str, pro
     assert fp8 - bf16 == pytest.approx(2 * 12 * 192**2 * layers, rel=0.15)
 
 
-@pytest.mark.parametrize("words", ["parallel.overlap_chunks=2", "model.expert_capacity=1.25 memory.recompute=full"])
-def test_exchanges_of_fixed_sizes_are_planned(words: str, process: SharedWorker) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "parallel.overlap_chunks=2",
+        "model.expert_capacity=1.25 memory.recompute=full",
+        "parallel.fixed_exchange=false parallel.expert_imbalance=1.5",
+    ],
+)
+def test_exchanges_of_given_sizes_are_planned(words: str, process: SharedWorker) -> None:
     size = "model.hidden=192 model.sequence=128 precision=bf16 batch.global_size=12 batch.micro_size=3 model.experts=4"
     layout = "parallel.data=2 parallel.expert=2 parallel.fixed_exchange=true"
     assert_planned(values(f"{size} {layout} {words}"), process)

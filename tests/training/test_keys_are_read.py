@@ -69,6 +69,8 @@ PASSED_ON = {
     "InstructionsData.kind",
     # `check` returns the data-parallel size that the layout is made of
     "ParallelConfig.data",
+    # plans and dry runs read it (tests/dryrun/test_modules.py)
+    "ParallelConfig.expert_imbalance",
 }
 
 
