@@ -20,6 +20,7 @@ from pangu.config.cluster import DeviceMemoryConfig, cluster_in
 from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.metrics.progress import ProgressBar
+from pangu.metrics.text import quantity
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Coordinates, Layout
 
@@ -89,7 +90,7 @@ def run_with_progress(jobs: Sequence[tuple[Any, ...]], note_progress: Callable[[
         DryRunError: for a report from a CPU, whose counts and memory differ from a device's.
     """
     total = len(jobs)
-    description = f"{'counting':<12} operations of the layers, in {total} dry runs"
+    description = f"{'counting':<12} operations of the layers, in {quantity(total, 'dry run')}"
     with ProgressBar(show=True, note_progress=note_progress) as bar:
         if not bar.console.is_terminal:
             bar.console.print(description)
@@ -101,7 +102,7 @@ def run_with_progress(jobs: Sequence[tuple[Any, ...]], note_progress: Callable[[
             bar.advance(task)
             if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
                 said = time.monotonic()
-                bar.console.print(f"{'counting':<12} {count} of {total} dry runs done")
+                bar.console.print(f"{'counting':<12} {count} of {quantity(total, 'dry run')} done")
             yield report
 
 

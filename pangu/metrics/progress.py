@@ -17,8 +17,10 @@ class ProgressBar(Progress):
 
     def __init__(self, show: bool, note_progress: Callable[[], None] = lambda: None) -> None:
         """Prepare the bar; nothing is displayed unless `show`."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=Console(stderr=True), disable=not show)
+        console = Console(stderr=True)
+        bar = [BarColumn()] if console.is_terminal else []  # a file gets one plain line at the end
+        columns = (TextColumn("{task.description}"), *bar, MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, disable=not show)
         self.note_progress = note_progress
 
     def start(self) -> None:

@@ -13,6 +13,11 @@ def compact(number: float) -> str:
     return f"{number:.1f}T"
 
 
+def quantity(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 device`, `1,024 devices`, `2 micro-batches`."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def figure(number: float) -> str:
     """Return a number such as 21.05 with two decimals, or three digits and an exponent from a million on."""
     return f"{number:.2f}" if number < 1e6 else f"{number:.3g}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pangu.common.errors import ConfigError, Problem, UserError, shown
 from pangu.config.checks import find_problems
 from pangu.config.cluster import cluster_in
+from pangu.metrics.text import quantity
 from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.planning.program import KEYS, Plan, key_values
@@ -69,7 +70,8 @@ def find_layouts(
         if one := result.smallest:
             least = f"the smallest one needs {one.peak_gib:.3g} GiB ({' '.join(overrides_of(one.plan))}); "
         raise UserError(
-            f"no valid layout for {space.cluster.devices} devices with {space.cluster.memory.gib:g} GiB each{kept}: "
+            f"no valid layout for {quantity(space.cluster.devices, 'device')} with "
+            f"{space.cluster.memory.gib:g} GiB each{kept}: "
             f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; "
             f"{least}use more devices, a larger batch or fewer fixed keys"
         )
@@ -87,4 +89,4 @@ def refusals(refused: Mapping[str, int], most: int = 5) -> str:
     kinds = Counter[str]()
     for reason, count in refused.items():
         kinds[_NUMBERS.sub("", reason)] += count
-    return "; ".join(f"{count:,} {reason}" for reason, count in kinds.most_common(most))
+    return "; ".join(f"{reason} ({count:,})" for reason, count in kinds.most_common(most))

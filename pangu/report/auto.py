@@ -10,6 +10,7 @@ from typing import Any
 from pangu.common.errors import ConfigError
 from pangu.config.checks import find_problems
 from pangu.config.schema import RunConfig
+from pangu.metrics.text import quantity
 from pangu.planning.clusters import require_cluster
 from pangu.planning.find import find_layouts, overrides_of
 from pangu.planning.program import Plan, key_values
@@ -43,8 +44,8 @@ def choose_automatically(
     best, room = outcome.result.best[0], outcome.space.cluster.memory.gib
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
-        f"{'':<12} fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: expected step time "
-        f"{best.time.total:.3g} s, memory {best.peak_gib:.3g} of {room:g} GiB",
+        f"{'':<12} fastest of {quantity(outcome.result.layouts, 'layout')} on {devices} x {cluster['name']}: expected "
+        f"step time {best.time.total:.3g} s, memory {best.peak_gib:.3g} of {room:g} GiB",
     ]
     same = ties(outcome)
     for number, other in enumerate(outcome.result.best[1:], 1):

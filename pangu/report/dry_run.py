@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pangu.dryrun.roles import dry_run_roles
-from pangu.metrics.text import size
+from pangu.metrics.text import quantity, size
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Layout
 
@@ -40,7 +40,8 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
     if report["compile"]:
         given = str(report["compile"]).lower()
         yield "not seen", f"compile={given}: counted without compilation, with more launches and memory traffic"
-    yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
+    roles = quantity(len(report["roles"]), "role")
+    yield "dry run", f"{roles} of {quantity(layout.world, 'rank')} in {report['seconds']:.0f} s"
     kinds = ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
     yield "each device", f"needs at most {size(report['peak'])} for tensors: {kinds}"
     yield "peak on", f"rank {report['rank']} (stage {report['stage']}), in {report['peak_place']}"
@@ -67,7 +68,8 @@ def _places(counts: Mapping[str, int], one: str, several: str) -> str:
 def _fits(report: Mapping[str, Any]) -> str:
     if report["cluster"] is None:
         return f"needs {size(report['needed_bytes'])} for tensors; set cluster=NAME to check whether that fits"
-    needs = f"needs {size(report['needed_bytes'])} with context, workspaces and {report['groups']} communicators"
+    groups = quantity(report["groups"], "communicator")
+    needs = f"needs {size(report['needed_bytes'])} with context, workspaces and {groups}"
     fits, room = "fits" if report["fits"] else "does not fit", size(abs(report["room_bytes"]))
     rest = "left" if report["fits"] else "over the limit; shard or recompute more, or lower batch.micro_size"
     return f"{fits} on {report['cluster']}: {needs}, {room} {rest}"

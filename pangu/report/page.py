@@ -23,6 +23,8 @@ MOST_EVENTS = 20
 _MOST_COLUMNS = 50
 _WORDS = ("state", "layout", "what", "parts, mean over ranks")
 """Names of text columns."""
+_KEY_FIGURES = ("state", "loss", "validation", "tokens/s", "MFU", "goodput")
+"""Names of figures that stand before all tables, in lines that wrap on a phone."""
 _CURVES: tuple[tuple[str, str, bool, Callable[[float], str]], ...] = (
     ("Tokens per second", "tokens_per_s", True, compact),
     ("Model FLOPs utilization", "mfu", True, "{:.0%}".format),
@@ -50,6 +52,7 @@ def render(paths: Sequence[Path], refresh_s: int | None = None) -> str:
         refresh_s=refresh_s,
         when=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
         words=_WORDS,
+        key_figures=_KEY_FIGURES,
         runs=runs,
         colours=colours,
         verdict=compare(*runs) if len(runs) == 2 else [],
@@ -88,7 +91,7 @@ def _merged(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, as many as distinguish them."""
-    parts = [folder.absolute().parts for folder in folders]
+    parts = [(folder.resolve() if ".." in folder.parts else folder.absolute()).parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):

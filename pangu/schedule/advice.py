@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pangu.metrics.text import quantity
 from pangu.schedule.actions import Durations, Kind
 from pangu.schedule.check import check
 from pangu.schedule.orders import SCHEDULES, NumbersError
@@ -70,9 +71,8 @@ def _described(cost: _Cost) -> str:
     chunks = f" of {schedule.virtual_stages} chunks" if schedule.virtual_stages > 1 else ""
     held = [f"{live / schedule.virtual_stages:.3g}" for live in schedule.peak_live()]
     per_stage = f"{held[0]} on each stage" if len(set(held)) == 1 else f"{', '.join(held)} by stage"
-    batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
     return (
-        f"{schedule.name}, {schedule.stages} stages{chunks}, {batches}: "
+        f"{schedule.name}, {schedule.stages} stages{chunks}, {quantity(schedule.micro_batches, 'micro-batch')}: "
         f"bubble {cost.bubble:.1%}, peak activations in micro-batches: {per_stage}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pangu.config.schema import RunConfig
 from pangu.config.stages import describe_stages, num_samples
 from pangu.layers.sparse import in_words
-from pangu.metrics.text import size
+from pangu.metrics.text import quantity, size
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
 from pangu.zero.states import StatePlan
@@ -23,7 +23,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     if model.experts is not None:
         parameters += f", {num_parameters(model, active=True):,} of them active for a token"
     accumulation = batch.global_size // (batch.micro_size * layout.data)
-    shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
+    shape = f"{quantity(model.layers, 'layer')}{' (query layer included)' if model.kind == 'pangu' else ''}"
     if model.mtp_layers:
         shape += f" and {model.mtp_layers} of multi-token prediction"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
@@ -34,21 +34,22 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         more = "plus activations and buffers, which dry_run=true counts"
         states = [("each device", f"model states of at most {largest.words()} ({more})")]
     rows = [
-        ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters}"),
+        ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {quantity(model.heads, 'head')}: {parameters}"),
         (
             "layout",
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "
-            f"devices{spread}, ZeRO stage {layout.zero}{', chosen by the planner' if config.parallel.auto else ''}",
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = "
+            f"{quantity(layout.world, 'device')}{spread}, ZeRO stage {layout.zero}"
+            f"{', chosen by the planner' if config.parallel.auto else ''}",
         ),
         *states,
         (
             "step",
-            f"{batch.global_size} sequences = {tokens:,} tokens; each replica computes {accumulation} "
-            f"micro-batch{'es' if accumulation > 1 else ''} of {batch.micro_size}",
+            f"{quantity(batch.global_size, 'sequence')} = {tokens:,} tokens; each replica computes "
+            f"{quantity(accumulation, 'micro-batch')} of {batch.micro_size}",
         ),
         (
             "run",
-            f"{config.train.steps:,} steps = {all_tokens:,} tokens, "
+            f"{quantity(config.train.steps, 'step')} = {all_tokens:,} tokens, "
             f"{all_tokens * training_flops_per_token(model):.3g} model FLOPs",
         ),
         *_copies(config, layout.world),

@@ -127,7 +127,7 @@ def test_a_plan_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
     done = called("tools/plan", "+config=pangu_200b", "parallel.data=16")
     assert done.returncode == 0, done.stderr
     assert "206,861,008,896 parameters" in done.stdout
-    assert "tensor 8 x pipeline 16 x data 16 = 2048 devices" in done.stdout
+    assert "tensor 8 x pipeline 16 x data 16 = 2,048 devices" in done.stdout
     assert not (repository() / "runs" / "pangu_200b").exists()
 
 

@@ -46,4 +46,5 @@ def test_a_terminal_gets_colour_and_a_bar_and_a_file_plain_lines(
     assert b"\x1b[38;5;" in shown.split(b"Counting")[1]
     plain = (tmp_path / "log").read_text()
     assert [line.split()[0] for line in plain.splitlines()] == ["Counting", "step"]
+    assert plain.isascii()
     assert not {"\x1b", "\r"} & set(plain)

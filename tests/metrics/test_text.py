@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.metrics.text import compact, duration
+from pangu.metrics.text import compact, duration, quantity
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,11 @@ from pangu.metrics.text import compact, duration
 )
 def test_compact(number: float, text: str) -> None:
     assert compact(number) == text
+
+
+def test_a_count_and_its_noun_agree() -> None:
+    assert quantity(1, "dry run") == "1 dry run"
+    assert [quantity(2048, noun) for noun in ("rank", "micro-batch")] == ["2,048 ranks", "2,048 micro-batches"]
 
 
 @given(st.floats(0, 1e14))

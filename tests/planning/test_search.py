@@ -344,7 +344,7 @@ def test_reasons_that_differ_in_numbers_are_counted_together() -> None:
     experts = "parallel.expert: needs a model with experts, and model.experts = null"
     divides = "parallel.expert: must divide model.experts = 6"
     reasons = {f"{batch} = 8 x 4 = 32": 2, f"{batch} = 8 x 2 = 16": 3, experts: 4, divides: 1}
-    assert refusals(reasons) == f"5 {batch}; 4 {experts}; 1 {divides.replace(' = 6', '')}"
+    assert refusals(reasons) == f"{batch} (5); {experts} (4); {divides.replace(' = 6', '')} (1)"
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_search(

@@ -127,6 +127,9 @@ def test_the_table_of_a_sweep(runs: list[Path], tmp_path: Path) -> None:
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert 'class="best">4.0010<' in text
     assert 'class="best">4.1000<' not in text
+    (tmp_path / "sweep/2/checkpoints").mkdir(exist_ok=True)
+    _, page = report(tmp_path / "sweep/2/checkpoints/..", "--output", tmp_path / "r.html")
+    assert page.rows[1][0] == "2"
 
 
 def test_the_verdict_on_two_runs(runs: list[Path], tmp_path: Path) -> None:
@@ -343,6 +346,11 @@ def test_figures_that_matter_come_first_and_names_stay_while_a_table_scrolls(run
     assert "position:sticky;left:0" in pages[0].split("\ntd.run{")[1].split("}")[0]
     style = [text.split(".card{")[1].split("}")[0] for text in pages]
     assert style[0] == style[1], "a plan's page has the style of a report"
+    block = pages[0].partition("</style>")[2].partition("<table")[0]
+    for name, text in zip(page.rows[0], page.rows[1], strict=True):
+        if name in ("loss", "validation", "tokens/s", "MFU", "goodput"):
+            assert f"<span>{name} <b>{text}</b></span>" in block
+    assert "flex-wrap:wrap" in pages[0].split("\n.legend{")[1].split("}")[0]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")

@@ -45,7 +45,7 @@ def test_200b_on_the_reports_layout() -> None:
     fullest = peak_states(chosen, layout, stages.of)
     text = describe(chosen, layout, fullest)
     assert "206,861,008,896 parameters" in text
-    assert "= 2048 devices" in text
+    assert "= 2,048 devices" in text
     assert "each replica computes 32 micro-batches of 1" in text
     assert f"model states of at most {fullest.words()}" in text
     kept = [
