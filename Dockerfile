@@ -12,7 +12,7 @@ ARG PYTHON=python:3.12-slim
 # what stands in the repository; both images install it
 FROM scratch AS source
 WORKDIR /workspace
-COPY pyproject.toml setup.py README.md LICENSE pretrain.py ./
+COPY pyproject.toml setup.py README.md LICENSE pangu_train.py pretrain.py ./
 COPY pangu ./pangu
 COPY configs ./configs
 COPY tools ./tools

@@ -7,18 +7,10 @@ import sys
 
 if __name__ == "__main__":
     try:
-        import pangu
+        import pangu_train  # noqa: F401 - recognizes a foreign package pangu
         from pangu.pretrain import main
 
         main()
-    except ModuleNotFoundError as error:
-        if error.name != "pangu.pretrain":
-            raise
-        print(
-            f"error: {pangu.__file__} is another package named pangu; uninstall it: pip uninstall pangu",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     except KeyboardInterrupt:  # of the first imports, before the run itself listens to Ctrl-C
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)

@@ -5,4 +5,4 @@ from setuptools import find_packages, setup
 
 BESIDE = {f"pangu.{folder.replace('/', '.')}": folder for folder in ("configs", "tools", "scripts")}
 
-setup(packages=[*find_packages(include=["pangu*"]), *BESIDE], package_dir=BESIDE)
+setup(py_modules=["pangu_train"], packages=[*find_packages(include=["pangu*"]), *BESIDE], package_dir=BESIDE)

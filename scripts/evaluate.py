@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.checkpoint.reading import newest_checkpoint
 from pangu.collectives.agreement import agree
 from pangu.common.commands import as_typed

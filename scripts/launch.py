@@ -27,6 +27,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.training.interrupts import SAME_SECONDS, ending_at_once
 
 with ending_at_once():

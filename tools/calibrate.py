@@ -25,6 +25,7 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
 from pangu.common.commands import as_typed

@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.checkpoint.index import find_damage, read_index, require_facts
-from pangu.checkpoint.reading import read_tensor
+from pangu.checkpoint.reading import newest_checkpoint, read_tensor
 from pangu.checkpoint.standing import Standing, read_standing
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable
 from pangu.common.exit_status import exit_status
-from pangu.metrics.text import size
+from pangu.metrics.text import quantity, size
 
 SHOWN = ("step", "samples", "skipped", "layout", "identity")
 """Facts of a run that are printed."""
@@ -38,7 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="folder with an index.json, e.g. RUN/checkpoints/step-00000100")
+    parser.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step-00000100, or RUN: its newest one")
     parser.add_argument("--verify", action="store_true", help="compare all files with their checksums")
     parser.add_argument("--diff", type=Path, metavar="CHECKPOINT", help="another one to compare the tensors with")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -100,7 +101,8 @@ def show(console: Console, facts: dict[str, Any]) -> None:
         console.print(printable(text))
 
     layout = ", ".join(f"{key} {value}" for key, value in facts["layout"].items())
-    say(f"{facts['path']}: step {facts['step']}, {facts['samples']} samples, {facts['skipped']} steps skipped")
+    counts = f"{quantity(facts['samples'], 'sample')}, {quantity(facts['skipped'], 'step')} skipped"
+    say(f"{facts['path']}: step {facts['step']}, {counts}")
     say(f"written by   {layout}")
     say("of           " + ", ".join(f"{key} {value}" for key, value in facts["identity"].items()))
     say(f"files        {facts['files']}, {size(facts['bytes'])}{', intact' if facts['verified'] else ''}")
@@ -109,8 +111,8 @@ def show(console: Console, facts: dict[str, Any]) -> None:
         first, end = event["left_out"]
         left_out = f"to {event['back_to']}, without the samples {first} to {end - 1}"
         say(f"went back    from step {event['step']} {left_out}: {event['fault']}")
-    for kind, counts in facts["kinds"].items():
-        say(f"{kind:<12} {counts['tensors']} tensors, {counts['elements']:,} elements")
+    for kind, one in facts["kinds"].items():
+        say(f"{kind:<12} {quantity(one['tensors'], 'tensor')}, {quantity(one['elements'], 'element')}")
     difference = facts["difference"]
     table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("tensor", "shape", "format", "pieces", *(["largest difference"] if difference else [])):
@@ -125,6 +127,8 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError for a damaged checkpoint."""
+    options.checkpoint = newest_checkpoint(options.checkpoint)
+    options.diff = options.diff and newest_checkpoint(options.diff)
     index = _intact(options.checkpoint) if options.verify or options.diff else read_index(options.checkpoint)
     require_facts(options.checkpoint, index, *SHOWN)
     facts = summary(options.checkpoint, index)

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, reading, shown
 from pangu.common.exit_status import exit_status

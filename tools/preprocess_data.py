@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 from rich.progress import Progress
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.cores import available_cores
 from pangu.common.errors import UserError, printable, writing

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, writing
 from pangu.common.exit_status import exit_status

@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status

@@ -33,6 +33,11 @@ def is_installed_command() -> bool:
     return sys.argv[0].startswith("pangu ") or Path(sys.argv[0]).resolve().parent == package
 
 
+def named_as_typed(says: str) -> str:
+    """Return `pangu COMMAND` in place of a file's name at the start of a message, if this process was started so."""
+    return sys.argv[0] if sys.argv[0].startswith("pangu ") and says.isidentifier() and says != "error" else says
+
+
 def as_typed(text: str) -> str:
     """Return a text with `pangu COMMAND` in place of files of a checkout, if this process was started that way."""
     if not is_installed_command():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pangu.common.commands import as_typed
+from pangu.common.commands import as_typed, named_as_typed
 from pangu.common.console import guard_console, output_failure
 from pangu.common.errors import FIRST_SPEAKS_SECONDS, DeviceError, LocalError, LostError, UserError, printable, writing
 
@@ -36,7 +36,7 @@ def exit_status(action: Callable[[], object], says: str, is_first: Callable[[], 
 
     Args:
         action: The command's work; it may end with SystemExit.
-        says: Start of the error message.
+        says: Start of the error message; that of a command of `pangu` starts with what the user typed.
         is_first: Returns whether this is the first process, which reports errors that all share.
             It is asked once there is one: a rank may change.
 
@@ -63,7 +63,7 @@ def _status_of(action: Callable[[], object], says: str, is_first: Callable[[], b
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(FIRST_SPEAKS_SECONDS)
         text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else as_typed(str(error)))
-        print(f"{says}: {text}", file=sys.stderr, flush=True)
+        print(f"{named_as_typed(says)}: {text}", file=sys.stderr, flush=True)
         tell_launcher(text)
         if isinstance(error, DeviceError):
             return DEVICE_ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from pangu.config.schema import RunConfig
 from pangu.training.command import compose
 from tests.configs import config
 from tests.spawn import repository
+from tools.inspect_data import main as inspect_data
 
 PRETRAIN = ["-m", "pangu.pretrain"]
 HELP = str(pangu.__doc__).partition("\n")[0]
@@ -112,6 +114,19 @@ def test_usage_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out.startswith("usage: pangu inspect ")
 
 
+def test_a_message_starts_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pangu", "data", str(tmp_path / "none")])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("pangu data: ")
+    monkeypatch.setattr(sys, "argv", ["tools/inspect_data.py"])
+    assert inspect_data([str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("inspect_data: ")
+
+
 @pytest.mark.parametrize(("words", "answer"), [(["--version", "x"], __version__), (["--help", "train"], HELP)])
 def test_further_words_change_no_answer(
     words: list[str], answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -132,11 +147,13 @@ def test_a_shell_may_give_any_place(
     assert capsys.readouterr().out.split() == ["train", "translate"]
 
 
-def test_another_package_named_pangu_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["pretrain.py"], ["tools/plan.py", "--help"], ["-c", "import pangu_train"]])
+def test_another_package_named_pangu_is_named(tmp_path: Path, words: list[str]) -> None:
+    """The last is how pip's script of the command `pangu` begins."""
     (tmp_path / "pangu.py").touch()
-    (tmp_path / "pretrain.py").write_bytes((repository() / "pretrain.py").read_bytes())
-    done = subprocess.run([sys.executable, "pretrain.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{repository()}"}
+    line = [sys.executable, "-P", *words]
+    done = subprocess.run(line, cwd=repository(), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert (
-        done.stderr == f"error: {tmp_path}/pangu.py is another package named pangu; uninstall it: pip uninstall pangu\n"
-    )
+    assert done.stderr.startswith(f"error: {tmp_path}/pangu.py is another package named pangu: uninstall it ")
+    assert done.stderr.count("\n") == 1

@@ -54,7 +54,7 @@ def test_a_wheel_has_configurations_and_programs_and_trains(tmp_path: Path) -> N
     assert expected <= names
     inside = {path.relative_to(repository()).as_posix() for path in (repository() / "pangu").rglob("*.*")}
     assert {name for name in inside if name.endswith((".yaml", ".cpp", ".pyi", ".html"))} <= names
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"pangu"}
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"pangu", "pangu_train.py"}
 
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment |= {"PYTHONPATH": str(site), "PATH": f"{site / 'bin'}{os.pathsep}{environment['PATH']}"}

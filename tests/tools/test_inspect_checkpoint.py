@@ -42,6 +42,14 @@ def test_words_and_json_say_the_same(checkpoint: Path, capsys: pytest.CaptureFix
     assert not told["verified"]
 
 
+def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (write(tmp_path / "checkpoints", step, {"weight/a": torch.ones(1)}) for step in (5, 7))
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{two}: step 7, ")
+    assert main([str(one), "--diff", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["difference"]["other"] == str(two)
+
+
 def test_rollbacks_are_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = {"step": 9, "fault": "the loss is nan", "back_to": 5, "left_out": [20, 40]}
     amend(checkpoint, {**read_index(checkpoint), "watch": {"rollbacks": [event]}})
