@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, shown
 from pangu.common.exit_status import exit_status
@@ -76,7 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Megatron's --ckpt-format of a Megatron output: torch: files of ranks; torch_grouped: the same for "
         "--moe-grouped-gemm; torch_dist: for any layout and either kind of experts (torch)",
     )
-    parser.add_argument("--license", help="license for the model card of --to huggingface, e.g. apache-2.0")
+    parser.add_argument("--license", help="license for the model card, e.g. apache-2.0")
     parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the output of --to huggingface, privately")
     parser.add_argument("--public", action="store_true", help="--push-to-hub makes a new repository that all can read")
     parser.add_argument("--model-types", action=_ModelTypes, nargs=0, help="print transformers' types, and exit")
@@ -85,8 +86,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     dist = options.megatron_format == "torch_dist"
     if options.megatron_format != "torch" and options.target != "megatron":
         parser.error(f"--megatron-format {options.megatron_format}: needs --to megatron, not {options.target}")
-    if options.license is not None and options.target != "huggingface":
-        parser.error(f"--license {options.license}: needs --to huggingface, not {options.target}")
     if options.license is not None and not re.fullmatch("[a-z0-9][a-z0-9.-]*", options.license):
         rule = "must be an identifier of the Hugging Face hub, e.g. apache-2.0"
         parser.error(f"--license {shown(options.license)}: {rule}")

@@ -1,4 +1,4 @@
-"""An export for transformers says on its card what it is and how it was trained."""
+"""Every export has a card that says what it is and how it was trained."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import yaml
 
 from pangu.checkpoint.files import amend
 from pangu.checkpoint.index import read_index
+from pangu.interop.formats.card import write_hub_card
+from pangu.interop.formats.huggingface_config import write_model
+from pangu.interop.formats.stored import Job
+from tests.configs import config
 from tests.training.test_resume import metrics, train
 from tools.convert_checkpoint import main
 
@@ -51,8 +55,6 @@ def test_a_license_is_an_identifier(tmp_path: Path, name: str, capsys: pytest.Ca
     words = ["--from", "pangu", "--input", str(tmp_path), "--output", str(tmp_path / "out"), f"--license={name}"]
     assert main([*words, "--to", "huggingface"]) == 2
     assert "must be an identifier of the Hugging Face hub" in capsys.readouterr().err
-    assert main([*words, "--to", "mindspore"]) == 2
-    assert "needs --to huggingface" in capsys.readouterr().err
 
 
 def test_texts_of_a_run_neither_break_a_card_nor_tell_secrets(tmp_path: Path) -> None:
@@ -73,6 +75,46 @@ def test_texts_of_a_run_neither_break_a_card_nor_tell_secrets(tmp_path: Path) ->
     assert text.count("````") == 2
     assert "private" not in text
     assert "X-Amz-Signature" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "usage"),
+    [
+        (["--to", "pangu"], "`pangu generate export --prompt TEXT`"),
+        (["--to", "mindspore"], '`mindspore.load_checkpoint("export")`'),
+        (["--to", "megatron", "--tensor", "2"], "`--load export --ckpt-format torch --tensor-model-parallel-size 2 "),
+    ],
+)
+def test_every_format_has_a_card(tmp_path: Path, options: list[str], usage: str) -> None:
+    train(tmp_path / "run", 2, "model.positions=learned")
+    output = tmp_path / "export"
+    words = ["--from", "pangu", "--input", str(tmp_path / "run"), "--output", str(output), "--license", "mit"]
+    assert main([*words, *options]) == 0
+    text = (output / "README.md" if output.is_dir() else tmp_path / "export.md").read_text()
+    assert usage in text
+    assert "| optimizer steps | 2 |\n" in text
+    assert "kind: synthetic" in text
+    assert "## License\n\nmit." in text
+
+
+@pytest.mark.parametrize(
+    ("preset", "files"),
+    [
+        ("pangu_pro_moe", "`configuration_pangu_moe.py` and `modeling_pangu_moe.py`"),
+        ("openpangu_ultra_moe_718b", "`configuration_openpangu_moe.py` and `modeling_openpangu_moe.py`"),
+        ("pangu_350m", ""),
+        ("qwen3_8b", ""),
+    ],
+)
+def test_a_card_names_code_that_is_trusted_and_code_that_is_missing(tmp_path: Path, preset: str, files: str) -> None:
+    recipe = config(f"+config={preset}")
+    job = Job(recipe, None, tmp_path / "export", 1, (), (), iter(()))
+    (tmp_path / "modeling_pangu.py").touch()
+    write_hub_card(tmp_path, job, write_model(recipe.model))
+    text = (tmp_path / "README.md").read_text()
+    assert ('from_pretrained("export", trust_remote_code=True)' in text) == (preset != "qwen3_8b")
+    assert ("runs code of this folder: `modeling_pangu.py`." in text) == (preset == "pangu_350m")
+    assert (f"Copy {files} from the release" in text) == bool(files)
 
 
 def test_a_checkpoint_that_tells_no_step_is_exported(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Model card: the README.md of a folder for transformers (https://huggingface.co/docs/hub/model-cards)."""
+"""Model card of an export: its README.md, which says what the model is and how it was trained."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +27,66 @@ _FIGURES = {
 """Fields of metrics.jsonl by their names in a card; of each, the last value before the checkpoint counts."""
 
 
-def write_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:
-    """Write the card of a model with this config.json to README.md."""
-    license_id, name = job.card.get("license"), job.card.get("name") or job.output.name
-    header = {
-        "library_name": "transformers",
-        "license": license_id or "unknown",
-        "pipeline_tag": "text-generation",
-        "tags": ["pangu"],
-    }
-    trust = ", trust_remote_code=True" if "auto_map" in config else ""
+def write_card(file: Path, job: Job, kind: str, usage: Iterable[str], front_matter: Iterable[str] = ()) -> None:
+    """Write the card of an exported model.
+
+    Args:
+        file: Path of the card.
+        job: The export.
+        kind: Name of the kind of model in the format of the export.
+        usage: Lines that say how the files are loaded.
+        front_matter: Lines before the title, for programs that read cards.
+    """
+    size, license_id = num_parameters(job.config.model), job.card.get("license") or "Not stated"
     lines = [
-        "---",
-        yaml.safe_dump(header, sort_keys=False).rstrip(),
-        "---",
+        *front_matter,
+        f"# {card_name(job)}",
         "",
-        f"# {name}",
+        f"Causal language model of type `{kind}` with {size:,} parameters, exported by pangu {pangu.__version__}.",
         "",
-        f"Causal language model of type `{config['model_type']}` with {num_parameters(job.config.model):,} parameters, "
-        f"exported by pangu {pangu.__version__}.",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
-        "```",
+        *usage,
         "",
         *(["The weights were converted; how they were trained is not known."] if job.training is None else []),
         *([] if job.training is None else _training(job.training)),
         "",
         "## License",
         "",
-        f"{license_id or 'Not stated'}. The licenses of the training data and of the first weights hold as well.",
+        f"{license_id}. The licenses of the training data and of the first weights hold as well.",
     ]
-    (path / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def card_name(job: Job) -> str:
+    """Return the name of an export on its card: its repository, or else its folder or file."""
+    return job.card.get("name") or job.output.name
+
+
+def write_hub_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:
+    """Write the card of a folder for transformers with this config.json and all other files but the weights.
+
+    Its front matter is that of https://huggingface.co/docs/hub/model-cards.
+    """
+    header = {
+        "library_name": "transformers",
+        "license": job.card.get("license") or "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["pangu"],
+    }
+    code = sorted({f"{place.partition('.')[0]}.py" for place in config.get("auto_map", {}).values()})
+    missing = [f"`{file}`" for file in code if not (path / file).is_file()]
+    code += ["tokenization_pangu.py"] if (path / "tokenization_pangu.py").is_file() else []
+    trusted = ", ".join(f"`{file}`" for file in code)
+    usage = [
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{card_name(job)}"{", trust_remote_code=True" * bool(code)})',
+        "```",
+        *(["", f"`trust_remote_code=True` runs code of this folder: {trusted}."] if code else []),
+        *([f"Copy {' and '.join(missing)} from the release of this architecture into it first."] if missing else []),
+    ]
+    front_matter = ("---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", "")
+    write_card(path / "README.md", job, config["model_type"], usage, front_matter)
 
 
 def _training(training: Training) -> Iterator[str]:

@@ -22,7 +22,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-from pangu.interop.formats.card import write_card
+from pangu.interop.formats.card import write_hub_card
 from pangu.interop.formats.huggingface_config import ModelType, kind_in, kind_of, read_model, write_model
 from pangu.interop.formats.pickles import load_pickle
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table
@@ -270,13 +270,13 @@ def write(path: Path, job: Job) -> None:
     dtype = str(job.described[0].dtype).removeprefix("torch.")
     _write_json(path / "config.json", {**config, "torch_dtype": dtype, **_ids(job, "config.json")})
     _write_json(path / _GENERATION, _ids(job, _GENERATION))
-    write_card(path, job, config)
     if config["model_type"] == "gpt_pangu":
         shutil.copy(Path(__file__).with_name("modeling_pangu.py"), path)
     if job.tokenizer is not None:
         _write_tokenizer(path, job.tokenizer)
         if job.chat_template is not None:
             _write_template(path, job.chat_template, job.tokenizer)
+    write_hub_card(path, job, config)
     shards: list[dict[str, Tensor]] = [{}]
     for stored, tensor in zip(job.table, job.described, strict=True):
         size = sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes

@@ -373,6 +373,8 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
     if model.positions == "rope":
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}
         fields["partial_rotary_factor"] = model.partial_rotary_factor
+        # GPT-NeoX's own names
+        fields |= {"rotary_pct": model.partial_rotary_factor, "rotary_emb_base": model.rotary_base}
     if model.latent is not None:
         fields |= {name: getattr(model.latent, key) for key, name in LATENT_FIELDS.items()}
     if scaling := model.rope_scaling:

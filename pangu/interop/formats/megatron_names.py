@@ -11,10 +11,11 @@ from typing import Any
 
 from pangu.common.errors import ConfigError, UserError
 from pangu.config.model import ModelConfig
+from pangu.interop.formats.card import card_name, write_card
 from pangu.interop.formats.megatron_experts import inexpressible_router
 from pangu.interop.formats.megatron_latent import inexpressible_latent
 from pangu.interop.formats.megatron_options import ROWS, inexpressible_scaling
-from pangu.interop.formats.stored import Stored, inexpressible, make_table, router_bias
+from pangu.interop.formats.stored import Job, Stored, inexpressible, make_table, router_bias
 
 EXPERT = "mlp.experts.local_experts.{}."
 """Prefix of an expert's modules in model_types.yaml."""
@@ -67,9 +68,12 @@ def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:
     return [replace(stored, name=re.sub(one, r"\2.\3\1", stored.name)) for stored in rank_table(model, tensor)]
 
 
-def begin_release(path: Path) -> Path:
-    """Create a folder for `--load`, marked as a release; return the folder of its only iteration."""
+def begin_release(path: Path, job: Job, ckpt_format: str) -> Path:
+    """Create a folder for `--load` with its card, marked as a release; return the folder of its only iteration."""
     path.mkdir(parents=True)
+    ranks = f" --tensor-model-parallel-size {job.tensor}" if ckpt_format == "torch" else ""
+    usage = f"Megatron-LM loads it with `--load {card_name(job)} --ckpt-format {ckpt_format}{ranks} --finetune`."
+    write_card(path / "README.md", job, job.config.model.kind, [usage])
     (path / TRACKER).write_text("release", encoding="utf-8")
     return path / "release"
 

@@ -192,7 +192,7 @@ def _one_by_one(name: str, tensor: Tensor, model: Mapping[str, Tensor], where: P
 
 def write(path: Path, job: Job) -> None:
     """Write a folder for `--load`, with a file for each tensor-parallel rank: no optimizer, iteration 0."""
-    path = begin_release(path)
+    path = begin_release(path, job, "torch")
     pangu = job.config.model.kind == "pangu"
     grouped = any(".mlp.experts.linear_fc" in stored.name for stored in job.table)
     described = [_cut(stored, tensor, job.tensor) for stored, tensor in zip(job.table, job.described, strict=True)]

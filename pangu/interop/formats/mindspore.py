@@ -26,6 +26,7 @@ from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.common.errors import ConfigError, UserError, reading
 from pangu.common.protobuf import read_message, read_varint
 from pangu.config.model import ModelConfig
+from pangu.interop.formats.card import card_name, write_card
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, inexpressible, make_table
 
 CONTENT_BYTES = 512 * 2**20
@@ -273,7 +274,7 @@ def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ..
 
 
 def write(path: Path, job: Job) -> None:
-    """Write a model as one .ckpt file."""
+    """Write a model as one .ckpt file, and its card next to it."""
     types = {dtype: name for name, dtype in _TYPES.items()}
     with path.open("wb") as file:
         for stored, tensor in zip(job.table, job.contents, strict=True):
@@ -285,6 +286,9 @@ def write(path: Path, job: Job) -> None:
                 before = _text(0x0A, stored.name) + b"\x12" + _number(len(head) + len(part)) + head
                 file.write(b"\x0a" + _number(len(before) + len(part)) + before)
                 file.write(part)
+
+    usage = f'`mindspore.load_checkpoint("{card_name(job)}")` loads this file.'
+    write_card(job.output.with_name(f"{job.output.name}.md"), job, job.config.model.kind, [usage])
 
 
 def _number(value: int) -> bytes:

@@ -28,6 +28,7 @@ from pangu.config.data import IndexedData
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
 from pangu.data.tokenizers import load_tokenizer
+from pangu.interop.formats.card import card_name, write_card
 from pangu.interop.formats.stored import Job, Stored, Training, WeightSource
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.metrics.record import read_records
@@ -125,3 +126,8 @@ def write(path: Path, job: Job) -> None:
     if job.generation:
         (path / GENERATION).write_text(json.dumps(job.generation, indent=2), encoding="utf-8")
     save_config(path, config)
+    name = card_name(job)
+    usage = (
+        f"`pangu generate {name} --prompt TEXT` loads this folder; a run starts from it with `checkpoint.init_from`."
+    )
+    write_card(path / "README.md", job, config.model.kind, [usage])
