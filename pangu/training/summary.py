@@ -132,7 +132,7 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     if config.checkpoint.init_from and config.checkpoint.every:
         paths = ("--input", output, "--output", f"{output}_huggingface")
         export = [*_program("convert"), "--from", "pangu", "--to", "huggingface", *paths]
-        commands.append((shlex.join(export), "exports for Hugging Face, vLLM and llama.cpp"))
+        commands.append((shlex.join(export), "exports for Hugging Face"))
     if config.cluster is not None and config.profile and not config.batch.stages:
         corrected = shlex.join([*_program("calibrate"), "--from", output, "--output", "corrected.yaml"])
         commands.append((corrected, "corrects the figures of the cluster by this run"))
