@@ -77,6 +77,8 @@ RECIPE = (
     Dependency("checkpoint.upcycle", False, "model.experts", "!=", None),
     Dependency("train.stop_after", None, "checkpoint.every", ">", 0, "checkpoint.every=100", "nothing to resume"),
     Dependency("faults.recheck", 0, "train.deterministic", "=", True, "", "it compares bits"),
+    Dependency("faults.stragglers", "name", "faults.straggler_every", ">", 0, "faults.straggler_every=100"),
+    Dependency("faults.stragglers", "name", "checkpoint.every", ">", 0, "checkpoint.every=100", "it saves first"),
 )
 
 

@@ -63,7 +63,7 @@ class Leader:
         self._server: dist.TCPStore | None = None
         self._end: int | None = None
         self._grows = False
-        """True while ranks leave their epoch because others have come."""
+        """True while ranks leave their epoch because others have come, or are exchanged."""
         self._reached: dict[int, int] = {}
         """Epoch that each rank has reached; those that notice a loss are on their way into the next one."""
         self._target, self._due_s = 0, float("inf")
@@ -95,6 +95,8 @@ class Leader:
                 self._reached.pop(number, None)
             elif kind == "joined":
                 self._reached[number] = facts[0]
+            elif kind == "exchange":
+                self._exchange(number, *facts)
             elif number in self._roster.ranks:  # left
                 self._reached[number] = facts[0] + 1
                 if facts[0] == self._epoch == self._target:
@@ -187,6 +189,24 @@ class Leader:
             by = f"a spare replaces process {number} of the run" if number in replaced else "no spare is left"
             say(f"{by}; the other processes continue from the newest state")
         self._begin_epoch()
+
+    def _exchange(self, question: int, numbers: Sequence[int], places: int) -> None:
+        """Let spares replace ranks with slow or wrong devices, if there is one for each, and answer who asks."""
+        is_possible = (
+            self._target == self._epoch
+            and {*numbers} <= {*self._roster.ranks}
+            and self._roster.exchange(numbers, places)
+        )
+        self._store.set(f"answer-{question}", json.dumps(is_possible))
+        if not is_possible:
+            say("there are too few spares that have devices of their own: no process is exchanged")
+            return
+        for one in numbers:
+            say(f"a spare replaces process {one} of the run, which is killed; the other processes stay")
+        self._killed |= {*numbers}
+        self.order()
+        self._grows = True
+        self._expect(self._epoch + 1)
 
     def _begin_epoch(self) -> None:
         self._roster.grow()

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import threading
-from collections.abc import Callable, Container, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,25 @@ def send_news(store: dist.Store, *news: Any) -> None:
     store.set(f"news-{store.add('news', 1)}", json.dumps(news))
 
 
+def connect(environment: Mapping[str, str] = os.environ) -> tuple[int, dist.TCPStore]:
+    """Return the number of this process among all members, and a connection to the launchers' store."""
+    number, _, address = environment[VARIABLE].partition("@")
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=QUERY_SECONDS))
+    return int(number), store
+
+
+def ask_for_spares(numbers: Sequence[int], places: int) -> bool:
+    """Return whether spares replace these processes; if so, all ranks must leave.
+
+    places: devices of each node.
+    """
+    _, store = connect()
+    question = store.add("questions", 1)
+    send_news(store, "exchange", question, numbers, places)
+    return bool(json.loads(store.get(f"answer-{question}")))
+
+
 class Member:
     """Connection of this process to the launchers' store, which outlives every epoch of the run.
 
@@ -37,10 +56,8 @@ class Member:
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Connect."""
         end_with_launcher(environment)
-        number, _, address = environment[VARIABLE].partition("@")
-        host, _, port = address.rpartition(":")
-        self._environment, self._number, self._epoch = environment, int(number), 0
-        self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=QUERY_SECONDS))
+        self._environment, self._epoch = environment, 0
+        self._number, self._store = connect(environment)
 
     def join(self, fits: Callable[[int], bool]) -> None:
         """Wait until this process is a rank, and set the launcher's variables accordingly.

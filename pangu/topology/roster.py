@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -17,6 +19,10 @@ class Roster:
         self._losses: dict[int, int] = {}
         """Number of ranks that each node has lost."""
         self._world = 0
+        self._avoided: set[tuple[int, int]] = set()
+        """Nodes and local ranks of processes that were exchanged: their devices are slow or wrong."""
+        self._places = sys.maxsize
+        """Number of devices of a node."""
 
     def add(self, node: int, numbers: Sequence[int], count: int = 0) -> None:
         """Add processes of a node, the first `count` of them as ranks."""
@@ -69,11 +75,35 @@ class Roster:
         self.ranks = kept
         return replaced
 
+    def exchange(self, numbers: Sequence[int], places: int) -> bool:
+        """Replace ranks with slow or wrong devices; return False, and change nothing, without a spare for each.
+
+        A spare needs a device that no other rank of its node has, and that was not exchanged: `places` are on each.
+        """
+        avoided = self._avoided | {(self._nodes[number], self._local_ranks[number]) for number in numbers}
+        taken = avoided | {(self._nodes[number], self._local_ranks[number]) for number in self.ranks}
+        devices, usable = Counter(node for node, _ in taken), list[int]()
+        for spare in self.spares:
+            devices[self._nodes[spare]] += 1
+            if devices[self._nodes[spare]] <= places:
+                usable.append(spare)
+        if len(usable) < len(numbers):
+            return False
+        rest = [spare for spare in self.spares if spare not in usable]
+        self._avoided, self._places, self.spares = avoided, places, usable
+        self.replace(numbers)
+        self.spares += rest
+        return True
+
     def record(self) -> list[tuple[int, int]]:
         """Return number and local rank of each rank; a new one takes the first local rank that is free on its node."""
         for number in self.ranks:
             node = self._nodes[number]
             taken = {self._local_ranks.get(one) for one in self.ranks if self._nodes[one] == node and one != number}
             if self._local_ranks.get(number, -1) in {-1, *taken}:
-                self._local_ranks[number] = min(set(range(len(self.ranks))) - taken)
+                free = set(range(len(self.ranks) + len(self._avoided))) - taken
+                # better a slow device than none
+                self._local_ranks[number] = min(
+                    free, key=lambda local: (local >= self._places, (node, local) in self._avoided, local)
+                )
         return [(number, self._local_ranks[number]) for number in self.ranks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,7 +16,6 @@ from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import DeviceError, UserError
 from pangu.config.schema import RunConfig
 from pangu.config.stages import num_samples
-from pangu.data.batch import Batch
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources
 from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
@@ -28,12 +27,14 @@ from pangu.topology.recording import stop
 from pangu.training.copies import Copies
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, Request, StopSignals
-from pangu.training.profile import PROFILED, Profile, find_stragglers
+from pangu.training.profile import PROFILED, Profile
 from pangu.training.recheck import DeviceChecks
 from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
+from pangu.training.staying import exchange
 from pangu.training.step import PendingResult, StepResult, Trainer
+from pangu.training.stragglers import Stragglers
 from pangu.training.validation import in_training, trust_ratios
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Loop:
         self._copies = copies
         self.spikes = SpikeDetector(config.faults)
         self.devices = DeviceChecks(trainer, heartbeat)
+        self._stragglers = Stragglers(trainer, config.faults)
         self._goodput = Goodput(signals.began)
         self.samples = 0
         """Position in the data, over all replicas: samples consumed, and those skipped by rollbacks."""
@@ -138,7 +140,7 @@ class Loop:
             self._position = loader.position
         self.devices.before_step(batches)
         with recorder.span("update"):
-            stragglers = self._forward_backward(batches)
+            stragglers = self._stragglers.forward_backward(batches)
         if self._pending is not None and not self._look(saver, at_once=False):
             return  # these gradients are those of a state that is gone
         stage = self.stages.loader_stage_at(trainer.step)
@@ -151,7 +153,8 @@ class Loop:
         config = self.config
         every = [config.checkpoint.every, config.checkpoint.memory_every, config.validation.every]
         every += [config.evaluate.every, config.train.check_replicas]
-        if any(self._asked) or trainer.step == config.train.steps or any(map(self._due, every)):
+        is_asked = any(self._asked) or self._stragglers.slow or trainer.step == config.train.steps
+        if is_asked or any(map(self._due, every)):
             with recorder.span("interlude"):  # the time is a part of the next step, as always
                 self._look(saver, at_once=True)
 
@@ -195,19 +198,16 @@ class Loop:
         if request.settle:
             with self._interlude("saving"):
                 saver.settle()
-        every = self.config.checkpoint.every
-        if self._due(every) or (request.save and every):
+        every, slow = self.config.checkpoint.every, self._stragglers.slow
+        if self._due(every) or ((request.save or slow) and every):
             with self._interlude("saving"):
                 self._save(saver)
         saver.save_in_memory(self.samples, self.spikes.state(), self._position)
-
-    def _forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
-        """Run forward and backward of a step; return the stragglers, if they are looked for."""
-        trainer, straggler_every = self.trainer, self.config.faults.straggler_every
-        if straggler_every and (trainer.step + 1) % straggler_every == 0 and trainer.mesh.recorder.tape is None:
-            return find_stragglers(trainer, batches, self.config.faults.straggler_factor) or None
-        trainer.forward_backward(batches)
-        return None
+        if slow:
+            self._stragglers.forget()
+            saver.settle()
+            if not saver.failed and not self.stopped and self.trainer.step < self.config.train.steps:
+                exchange(self.trainer.mesh, slow)
 
     @contextmanager
     def _profiled(self, saver: Saver) -> Iterator[None]:
@@ -339,6 +339,7 @@ class Loop:
         self._step_began = None
         place = saver.newest or "the beginning"
         log.warning("rolled back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
+        exchange(trainer.mesh, self.devices.wrong)
         self._close_writers()
         self._open_writers()
         return True

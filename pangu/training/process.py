@@ -21,6 +21,7 @@ from typing import Any, Self
 from pangu.common.errors import LAUNCHER_SECONDS, UserError, writing
 from pangu.common.files import open_regular, write_atomically
 from pangu.metrics.devices import device_name
+from pangu.topology.member import VARIABLE
 from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
@@ -41,9 +42,12 @@ def only_run(output: Path) -> Iterator[None]:
     """Hold `run.lock`, which names its holder, in a run folder; raises UserError if another process holds it.
 
     The system releases it however the process ends, on network file systems too, so nobody must delete it after a
-    crash.
+    crash. A process that its launchers have given up (`topology.keeper`) loses it: it may be stopped, and not be killed
+    before it continues.
     """
-    path = output / "run.lock"
+    path, launcher = output / "run.lock", ""
+    if VARIABLE in os.environ:
+        launcher = f", launcher {os.environ[VARIABLE].partition('@')[2]}"
     with writing(path):
         file = open_regular(path, "a+b")
     with file:
@@ -52,14 +56,20 @@ def only_run(output: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            is_held = error.errno in (errno.EACCES, errno.EAGAIN)
+            if is_held and launcher and f"{launcher}," in holder:
+                path.unlink()
+                with only_run(output):
+                    yield
+                return
+            if is_held:
                 message = f"train.output = {output}: another run uses this folder ({holder}); stop it, or set another"
                 raise UserError(f"{message} train.output") from error
             log.warning("%s: this file system has no locks (%s); let no other run use the folder", path, error)
         if holder:
             log.info("the last run in this folder (%s) was killed", holder)
         file.truncate(0)
-        file.write(f"{socket.gethostname()}, process {os.getpid()}".encode())
+        file.write(f"{socket.gethostname()}{launcher}, process {os.getpid()}".encode())
         file.flush()
         try:
             yield

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,12 @@ import torch
 from pangu.collectives.reduce import all_reduce, gather_objects, largest
 from pangu.common.errors import writing
 from pangu.common.files import write_atomically
-from pangu.data.batch import Batch
 from pangu.schedule.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, Kind
 from pangu.schedule.check import Message, message_of
 from pangu.schedule.timeline import Event, Timeline
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
-from pangu.topology.recording import RecordedSpan, Recording, Tape, stop
+from pangu.topology.recording import RecordedSpan, Recording, Tape
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
@@ -280,31 +279,3 @@ def durations_of(timeline: Timeline) -> Durations:
 
     # a whole backward is entered as one for the input: the simulator adds the two
     return Durations(mean(Kind.FORWARD), mean(Kind.BACKWARD, Kind.BACKWARD_INPUT), mean(Kind.BACKWARD_WEIGHT))
-
-
-def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: float) -> dict[int, float]:
-    """Run `trainer.forward_backward` and return the stragglers, which are logged.
-
-    Compared is the time of forwards and backwards, without waits for other stages, per FLOP of a rank's layers.
-    """
-    mesh, schedule = trainer.mesh, trainer.stages.schedule
-    mesh.recorder.tape = Tape("update", mesh.device)
-    trainer.forward_backward(micro_batches)
-    recording = stop(mesh.recorder)
-    durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))
-    actions = [span.what for span in recording.spans if isinstance(span.what, Action) and span.what.kind in COMPUTE]
-    flops = sum(durations[action.kind][action.chunk] for action in actions)
-    none_waited_for = {axis: [came for came, _ in messages] for axis, messages in recording.messages.items()}
-    seconds = breakdown(recording, none_waited_for, {}).parts["compute"]
-    stragglers = above_median(gather_objects(seconds / flops, mesh.group("world")), factor)
-    for rank, times in stragglers.items():
-        name = mesh.named([rank])
-        slow = "step %d: %s takes %.1f x the median rank's time; check its device"
-        log.warning(slow, trainer.step + 1, name, times, extra={"alert": "straggler"})
-    return stragglers
-
-
-def above_median(seconds: Sequence[float], factor: float) -> dict[int, float]:
-    """Return the ranks whose time exceeds `factor` times the (lower) median, with the ratio."""
-    median = median_low(seconds)
-    return {rank: time / median for rank, time in enumerate(seconds) if time > factor * median}

@@ -41,6 +41,8 @@ class DeviceChecks:
         """Last step after which all replicas computed alike."""
         self._found: tuple[str, int] | None = None
         """Fault found before the current step, which the next result is told, and the last intact step."""
+        self.wrong: Sequence[int] = ()
+        """Ranks that the last recheck has found to compute wrongly."""
         self._told: str | None = None
         """Difference of the weights in the last step."""
         self.rechecks = config.faults.recheck > 0
@@ -69,6 +71,7 @@ class DeviceChecks:
         told, self._told = self._told, None
         if found is not None:
             return self._note(*found)
+        self.wrong = ()
         if result.weight_sums is None:
             return None
         self._told = find_weight_difference(self._trainer, result.weight_sums)
@@ -137,6 +140,7 @@ class DeviceChecks:
         return None
 
     def _text(self, what: str, wrong: Sequence[int]) -> str | None:
+        self.wrong = wrong
         names = ", ".join(named(self._trainer.mesh, rank) for rank in wrong)
         return f"{what} (faults.recheck): {names}; check the device" if wrong else None
 

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LostError, UserError
 from pangu.pipeline.layouts import choose_layout
-from pangu.topology.member import VARIABLE, Member
-from pangu.topology.mesh import is_silence
+from pangu.topology.member import VARIABLE, Member, ask_for_spares
+from pangu.topology.mesh import Mesh, is_silence
 from pangu.training import copies, saving
+
+log = logging.getLogger("pangu")
+
+
+def exchange(mesh: Mesh, ranks: Sequence[int]) -> None:
+    """Let spares take ranks whose devices are slow or wrong, if there is one for each: raise LostError on all ranks.
+
+    All ranks call this together, once the state that they continue from is saved. Without `scripts/launch.py --spares`
+    it does nothing.
+    """
+    if VARIABLE not in os.environ or not ranks:
+        return
+    numbers = gather_objects(os.environ[VARIABLE].partition("@")[0], mesh.group("world"))
+    places = sys.maxsize if mesh.device.type == "cpu" else torch.accelerator.device_count()
+    answer = ask_for_spares([int(numbers[rank]) for rank in ranks], places) if mesh.is_first else None
+    name = mesh.named(ranks)
+    if gather_objects(answer, mesh.group("world"))[0]:
+        log.warning("exchanging %s for spares", name)
+        raise LostError(f"{name}: exchanged for spares")
+    log.warning("%s: not exchanged, because there are too few spares", name)
 
 
 def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:

@@ -15,8 +15,8 @@ from pangu.topology.layout import Layout
 from pangu.topology.recorder import Recorder
 from pangu.topology.recording import Tape
 from pangu.training.faults import not_finite
-from pangu.training.profile import find_stragglers
 from pangu.training.step import Trainer
+from pangu.training.stragglers import find_stragglers
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks, replaced_here
 

@@ -97,3 +97,25 @@ def test_a_node_is_lost_without_signs_of_life_unless_all_were_stopped(monkeypatc
     run.leader.look()
     assert run.ranks(1) == [0, 1, 2, 3]
     assert run.orders() == ([4, 5], None)
+
+
+def test_ranks_are_exchanged_together_for_spares_with_devices_of_their_own_or_stay() -> None:
+    run = Launchers()
+    run.say("here", 0, [0, 1, 2], 2)
+    run.say("here", 1, [3, 4, 5], 2)
+    for number in (0, 1, 3, 4):
+        run.say("joined", number, 0)
+    run.say("exchange", 1, [1], 2)
+    run.say("exchange", 2, [0, 1, 3], 3)
+    assert [run.store.get(f"answer-{one}") for one in (1, 2)] == [b"false"] * 2, "a node has 2 devices, or 2 spares"
+    run.say("exchange", 3, [1, 3], 3)
+    assert run.store.get("answer-3") == b"true"
+    assert run.orders() == ([1, 3], None)
+    run.say("ended", 1, -signal.SIGKILL, "it was killed")
+    run.say("left", 0, 0)
+    run.say("left", 3, 0)
+    assert not run.store.check(["epoch-1"]), "process 4 has not left yet"
+    run.say("left", 4, 0)
+    assert json.loads(run.store.get("epoch-1"))["ranks"] == [[0, 0], [2, 2], [5, 2], [4, 1]], (
+        "devices are not used again"
+    )

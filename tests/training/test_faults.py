@@ -25,8 +25,8 @@ from pangu.topology.mesh import Mesh
 from pangu.training import recheck
 from pangu.training.faults import Goodput, SpikeDetector, culprits
 from pangu.training.process import Heartbeat
-from pangu.training.profile import above_median
 from pangu.training.step import PendingResult, StepResult, Trainer
+from pangu.training.stragglers import above_median
 from tests.configs import composed
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pangu.common.errors import UserError
+from pangu.topology.member import VARIABLE
 from pangu.training.process import only_run
 
 
@@ -33,8 +36,28 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_another_run_is_named(tmp_path: Path) -> None:
     """The lock is the system's: another process holds it."""
+    with held(tmp_path / "run.lock"), pytest.raises(UserError, match="another run uses"), only_run(tmp_path):
+        pass
+
+
+def test_a_process_that_the_launchers_have_given_up_loses_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.lock"
-    path.write_bytes(b"host\xff")
+    with held(path, b"host, launcher node0:29400, process 7"):
+        monkeypatch.setenv(VARIABLE, "3@node0:29401")
+        with pytest.raises(UserError, match="another run uses"), only_run(tmp_path):
+            pass
+        monkeypatch.setenv(VARIABLE, "3@node0:29400")
+        with only_run(tmp_path):
+            assert path.read_text().endswith(f", launcher node0:29400, process {os.getpid()}")
+    assert path.read_bytes() == b""
+
+
+@contextmanager
+def held(path: Path, content: bytes = b"host\xff") -> Iterator[None]:
+    """Let another process hold the lock."""
+    path.write_bytes(content)
     program = (
         f"import fcntl, time; f = open({str(path)!r}, 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True)"
     )
@@ -42,8 +65,7 @@ def test_another_run_is_named(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another run uses this folder"), only_run(tmp_path):
-            pass
+        yield
     finally:
         other.kill()
         other.communicate()

@@ -1,0 +1,73 @@
+"""Ranks whose devices are slow or compute wrongly are exchanged for spares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.commands import metrics
+from tests.end_to_end.test_staying import STEPS, environment, epochs, figures, prepare, whole, words
+from tests.spawn import repository
+
+LAYOUT = "zero 1"
+CODE = """
+BEGAN_AS = os.environ["RANK"]
+
+
+def slow(original, *arguments):
+    time.sleep(0.4 * (BEGAN_AS == "1"))
+    return original(*arguments)
+
+
+def wrong(original, trainer, batch):
+    digest = original(trainer, batch)
+    if BEGAN_AS != "0" or trainer.step != 8 or (FOLDER / "erred").exists():
+        return digest
+    (FOLDER / "erred").touch()
+    return digest ^ 1
+
+
+if __name__ == "__main__":
+    replace("pipeline.runner:Runner._forward", slow)
+    replace("training.step:Trainer.digest", wrong)
+"""
+KEYS = (
+    "train.deterministic=true",
+    "faults.action=rollback",
+    "faults.recheck=4",
+    "faults.stragglers=act",
+    "faults.straggler_every=1",
+    "faults.straggler_factor=10",
+)
+
+
+def test_a_slow_rank_and_one_that_computes_wrongly_are_exchanged_and_the_other_process_stays(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Rank 1 is slow from the beginning; rank 0 errs at the recheck before step 9, and step 3, saved for the exchange,
+    is the newest checkpoint before the last recheck."""
+    expected = whole(tmp_path_factory, LAYOUT)
+    folder = tmp_path_factory.mktemp("exchange") / "of"
+    script = prepare(folder)
+    script.write_text(script.read_text().replace('if __name__ == "__main__":', CODE.strip(), 1), encoding="utf-8")
+    line = [sys.executable, "scripts/launch.py", "--nproc-per-node=2", "--spares=2", str(script)]
+    done = subprocess.run(
+        [*line, *words(folder / "run", LAYOUT), *KEYS],
+        cwd=repository(),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    began, without_slow, without_both = epochs(folder, 2)
+    assert [(rank, step) for rank, _, step in (*without_slow, *without_both)] == [(0, 3), (1, 3)] * 2, done.stderr
+    processes = [[process for _, process, _ in ranks] for ranks in (began, without_slow, without_both)]
+    assert [old == new for old, new in zip(processes[0], processes[1], strict=True)] == [True, False]
+    assert [old == new for old, new in zip(processes[1], processes[2], strict=True)] == [False, True]
+    assert processes[0][1] not in processes[2]
+    assert [line["step"] for line in metrics(folder / "run")] == list(range(1, STEPS + 1))
+    assert figures(folder / "run") == expected
