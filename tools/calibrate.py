@@ -582,7 +582,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure this machine, or correct the cluster of a run."""
     if options.run is None:
         calibrate(options)
-    else:
+    elif is_first_process():  # others would write the same file
         correct(options.run, options.output)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ class ForecastWriter(Writer, Protocol):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast, with the seconds of each part of a step as `terms_s`, and the measurements."""
+
+    def note_profile(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Keep the seconds by category of a profiled step, of each rank in order, for the comparison."""
 
 
 class ConsoleWriter:

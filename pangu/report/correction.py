@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from math import inf
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 from pangu.checkpoint.reading import read_yaml
@@ -19,16 +17,9 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cost import step_time
 from pangu.planning.program import Plan, StepLedger, plan_of
 from pangu.planning.search import space_of
+from pangu.report.forecast import forecast_parts, measured_parts
 from pangu.schedule.groups import groups_of
-from pangu.topology.layout import Layout
 
-ROWS = {
-    "compute": ("compute", "host"),
-    **{term: (term,) for term in ("tensor", "expert", "pipeline", "data", "bubble")},
-    "update": ("update", "loading", "logging"),
-}
-"""Rows of a comparison, each with the categories it sums. A profile counts waits for the host as compute; the fixed
-time of a step, which a forecast adds to its update, has the loading and logging in it."""
 SENT = ("tensor", "expert", "pipeline", "data")
 """Rows of exposed communication."""
 MOST = 4096.0
@@ -65,8 +56,7 @@ class ProfiledRun(NamedTuple):
 
     def forecast(self, cluster: ClusterConfig) -> dict[str, float]:
         """Return the seconds of a step on a cluster by row of `ROWS`."""
-        time = step_time(self.ledger, self.plan, cluster)
-        return {part: sum(getattr(time, term, 0.0) for term in terms) for part, terms in ROWS.items()}
+        return forecast_parts(step_time(self.ledger, self.plan, cluster))
 
     def corrected(self) -> ClusterConfig:
         """Return the run's cluster with figures that make the forecast what the profile measured.
@@ -102,29 +92,6 @@ class ProfiledRun(NamedTuple):
         return [(part, sums[0][part], sums[1][part], sums[2][part]) for part in sums[0]]
 
 
-def measured_parts(ranks: Sequence[Mapping[str, float]], layout: Layout, median: float | None) -> dict[str, float]:
-    """Return the mean seconds of the stage with the most work by row of `ROWS`; they sum to `median`, if known.
-
-    Raises ValueError if they are not the times of a step of all ranks.
-
-    Args:
-        ranks: categories of the profiled step, of each rank in order.
-        layout: layout of the ranks, in which those of a pipeline stage are consecutive.
-        median: median step time of the run: the profile is of one step.
-    """
-    of_stage = layout.world // layout.pipeline
-    rows = [{part: sum(one[term] for term in terms) for part, terms in ROWS.items()} for one in ranks]
-    stages = [rows[first : first + of_stage] for first in range(0, len(rows), of_stage)]
-    means = [{part: fmean(row[part] for row in stage) for part in ROWS} for stage in stages]
-    most = max(means, key=lambda one: sum(one.values()) - one["bubble"])
-    total = sum(most.values())
-    taken = total if median is None else median
-    scale = taken / total
-    if len(ranks) != layout.world or not 0 < scale < inf or min(most.values()) < 0:
-        raise ValueError(f"a step of {taken} s, profiled as {total} s, on {len(ranks)} of {layout.world} ranks")
-    return {part: seconds * scale for part, seconds in most.items()}
-
-
 def _factor(seconds: Callable[[float], float], wanted: float) -> float:
     """Return the factor at which an increasing time is the one that is wanted; 1 if no factor changes it."""
     low, high = 1 / MOST, MOST
@@ -148,7 +115,9 @@ def _slower(cluster: ClusterConfig, factor: float) -> ClusterConfig:
         matmul = replace(matmul, **parts, measured=measured)  # type: ignore[arg-type]
         memory = replace(memory, efficiency=min(1.0, memory.efficiency / factor))
     else:
-        matmul = replace(matmul, tflops=matmul.tflops / factor, tflops_fp32=matmul.tflops_fp32 / factor)
+        names = ("tflops", "tflops_fp32", "tflops_fp8")
+        rates = {name: rate / factor for name in names if (rate := getattr(matmul, name)) is not None}
+        matmul = replace(matmul, **rates)
         memory = replace(memory, gb_s=memory.gb_s / factor)
     times = {name: getattr(cluster, name) * factor for name in ("launch_us", "operator_us", "call_us")}
     rate = cluster.host_memory_gb_s / (1 if cluster.queued else factor)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
+from math import inf
+from statistics import fmean, median
 from typing import Any
 
 from pangu.common.errors import UserError
@@ -28,6 +29,13 @@ COMPARED_AFTER = 20
 """Number of steps after which the measurements are compared with the forecast."""
 WARM_UP = 5
 """Number of these steps, the first ones, that are excluded."""
+ROWS = {
+    "compute": ("compute", "host"),
+    **{term: (term,) for term in ("tensor", "expert", "pipeline", "data", "bubble")},
+    "update": ("update", "loading", "logging"),
+}
+"""Rows of a comparison, each with the categories it sums. A profile counts waits for the host as compute; the fixed
+time of a step, which a forecast adds to its update, has the loading and logging in it."""
 
 
 @dataclass
@@ -46,12 +54,14 @@ class Forecast:
     """Memory of a device in GiB."""
     expectation: Expectation
     """Interval of the step time."""
+    layout: Layout
     stages_s: tuple[float, ...] = ()
     """Step times of `batch.stages`; `time` is that of the final stage, which needs the most memory."""
     begins: int = 0
     """Steps before the final stage."""
     _seconds: list[float] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
+    _profiled: Sequence[Mapping[str, float]] = ()
 
     @classmethod
     def of(
@@ -84,6 +94,7 @@ class Forecast:
             stage=stage,
             room_gib=cluster.memory.gib,
             expectation=expectation(space, plan),
+            layout=layout,
             stages_s=tuple(earlier),
             begins=config.batch.stages[-1].until if config.batch.stages else 0,
         )
@@ -166,6 +177,15 @@ class Forecast:
                 f"{place} its interval), memory {record.peak_memory_gib:.3g} GiB (forecast: {tensors:.3g} for tensors, "
                 f"{others:.3g} for the device)"
             )
+            if self._profiled and not self.begins:
+                expected, parts = forecast_parts(self.time), measured_parts(self._profiled, self.layout, taken)
+                known = [part for part in parts if parts[part] or expected[part]]
+                words = (f"{part} {parts[part]:.3g} (forecast: {expected[part]:.3g})" for part in known)
+                log.info(f"{'':<12} in seconds: {', '.join(words)}")
+
+    def note_profile(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Keep the seconds by category of a profiled step, of each rank in order, for the comparison."""
+        self._profiled = ranks
 
     def close(self) -> None:
         """Do nothing: a metrics writer needs this method, and the measurements stay available."""
@@ -176,6 +196,34 @@ class Forecast:
         interval = {"step_time_interval_s": list(self.interval_s), "interval": self.expectation.words}
         stages = {"stages_step_time_s": list(self.stages_s)} if self.stages_s else {}
         return {**expected, **interval, "verdict": self.verdict, **stages, "terms_s": vars(self.time), **self._measured}
+
+
+def forecast_parts(time: StepTime) -> dict[str, float]:
+    """Return the seconds of a forecast by row of `ROWS`."""
+    return {part: sum(getattr(time, term, 0.0) for term in terms) for part, terms in ROWS.items()}
+
+
+def measured_parts(ranks: Sequence[Mapping[str, float]], layout: Layout, median_s: float | None) -> dict[str, float]:
+    """Return the mean seconds of the stage with the most work by row of `ROWS`; they sum to `median_s`, if known.
+
+    Raises ValueError if they are not the times of a step of all ranks.
+
+    Args:
+        ranks: categories of the profiled step, of each rank in order.
+        layout: layout of the ranks, in which those of a pipeline stage are consecutive.
+        median_s: median step time of the run: the profile is of one step.
+    """
+    of_stage = layout.world // layout.pipeline
+    rows = [{part: sum(one[term] for term in terms) for part, terms in ROWS.items()} for one in ranks]
+    stages = [rows[first : first + of_stage] for first in range(0, len(rows), of_stage)]
+    means = [{part: fmean(row[part] for row in stage) for part in ROWS} for stage in stages]
+    most = max(means, key=lambda one: sum(one.values()) - one["bubble"])
+    total = sum(most.values())
+    taken = total if median_s is None else median_s
+    scale = taken / total
+    if len(ranks) != layout.world or not 0 < scale < inf or min(most.values()) < 0:
+        raise ValueError(f"a step of {taken} s, profiled as {total} s, on {len(ranks)} of {layout.world} ranks")
+    return {part: seconds * scale for part, seconds in most.items()}
 
 
 def forecast_run(

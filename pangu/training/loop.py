@@ -65,10 +65,7 @@ class Loop:
         self.sources = sources
         self.stages = BatchStages(config)
         self.validation, self.benchmarks = validation, benchmarks
-        self.signals = signals
-        self.heartbeat = heartbeat
-        self.forecast = forecast
-        self._copies = copies
+        self.signals, self.heartbeat, self.forecast, self._copies = signals, heartbeat, forecast, copies
         self.spikes = SpikeDetector(config.faults)
         self.devices = DeviceChecks(trainer, heartbeat)
         self._stragglers = Stragglers(trainer, config.faults)
@@ -226,6 +223,8 @@ class Loop:
         with self._interlude("profiling"):
             expected = None if self.forecast is None else self.forecast.as_dict()["terms_s"]
             self.profile = Profile.of(trainer, recording, expected)
+            if self.forecast is not None:
+                self.forecast.note_profile([one.parts for one in self.profile.ranks])
             if trainer.mesh.is_first:
                 self.profile.write_trace(Path(config.train.output) / "plots" / "profile.json")
                 log.info(self.profile.table())

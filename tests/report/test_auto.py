@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -239,7 +240,7 @@ def test_a_cluster_that_is_none_is_one_message(word: str, rule: str) -> None:
 
 
 def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
-    words = (*SYNTHETIC, "parallel=auto", "cluster=a100", "train.steps=20", "checkpoint.every=0")
+    words = (*SYNTHETIC, "parallel=auto", "cluster=a100", "train.steps=20", "checkpoint.every=0", "profile=true")
     done = pretrain(tmp_path / "run", *words)
     assert "auto         parallel.tensor=1" in done.stdout
     assert "ZeRO stage 0, chosen by the planner" in done.stderr
@@ -251,6 +252,10 @@ def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     assert f"against the forecast, {place} its interval)" in done.stderr
     assert f"between {low:.3g} and {high:.3g} s: {forecast['interval']}" in done.stderr
     assert f"step time {forecast['measured_step_time_s']:.3g} s" in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "in seconds: compute" in line)
+    parts = re.findall(r"\w+ (\S+) \(forecast: (\S+)\)", line)
+    for times, total in zip(zip(*parts, strict=True), ("measured_step_time_s", "step_time_s"), strict=True):
+        assert sum(map(float, times)) == pytest.approx(forecast[total], rel=0.02)
 
 
 def planned_on(rank: int, world: int, port: int) -> tuple[int, int, list[str]]:

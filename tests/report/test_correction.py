@@ -20,7 +20,7 @@ from tests.spawn import repository
 from tools import calibrate
 
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
-HOST = replace(A100, queued=False, devices=2, node=2, step_us=1000.0)
+HOST = replace(A100, matmul=replace(A100.matmul, tflops_fp8=600.0), queued=False, devices=2, node=2, step_us=1000.0)
 
 
 def slower(cluster: ClusterConfig) -> ClusterConfig:
@@ -39,7 +39,11 @@ def slower(cluster: ClusterConfig) -> ClusterConfig:
 @pytest.mark.parametrize("cluster", [replace(HOST, queued=True), HOST], ids=["device", "host"])
 @pytest.mark.parametrize("words", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2"])
 def test_a_plan_with_the_corrected_file_is_nearer_to_the_run(
-    words: str, cluster: ClusterConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str,
+    cluster: ClusterConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, Any] = {**asdict(cluster), "matmul": {**asdict(cluster.matmul), "measured": []}}
     save_config(tmp_path, replace(config("+config=quickstart", words), cluster=given))
@@ -52,6 +56,10 @@ def test_a_plan_with_the_corrected_file_is_nearer_to_the_run(
     truth = vars(step_time(run.ledger, run.plan, slower(run.cluster)))
     profile = {"ranks": [{**dict.fromkeys(PARTS, 0.0), **truth}] * 2}
     (tmp_path / "summary.json").write_text(json.dumps({"devices": 2, "profile": profile}), encoding="utf-8")
+    with monkeypatch.context() as second:
+        second.setenv("RANK", "1")
+        assert calibrate.main(["--from", str(tmp_path), "--output", str(tmp_path / "mine.yaml")]) == 0
+    assert not (tmp_path / "mine.yaml").exists()
     assert calibrate.main(["--from", str(tmp_path), "--output", str(tmp_path / "mine.yaml")]) == 0
     *lines, total, _ = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
@@ -59,9 +67,9 @@ def test_a_plan_with_the_corrected_file_is_nearer_to_the_run(
     ]
     _, before, measured, ratio, after = total.split()
     assert float(ratio) == pytest.approx(float(measured) / float(before), abs=0.02)
-    save_config(
-        tmp_path, replace(config("+config=quickstart", words), cluster=asdict(load_cluster(tmp_path / "mine.yaml")))
-    )
+    mine = load_cluster(tmp_path / "mine.yaml")
+    assert mine.matmul.tflops_fp8 == pytest.approx(600 * mine.matmul.tflops / cluster.matmul.tflops)
+    save_config(tmp_path, replace(config("+config=quickstart", words), cluster=asdict(mine)))
     next_run = ProfiledRun.read(tmp_path)
     planned = next_run.forecast(next_run.cluster)
     assert sum(planned.values()) == pytest.approx(float(after), rel=1e-3)
