@@ -29,7 +29,10 @@ class ProgressBar(Progress):
         super().start()
 
     def stop(self) -> None:
-        """Stop updating the bar."""
+        """Stop updating the bar; a phase of unknown length ends with what was done, an idle one is not shown."""
+        for task in self.tasks:
+            if task.total is None:
+                self.update(task.id, total=task.completed, visible=task.completed > 0)
         super().stop()
         atexit.unregister(self.stop)
 

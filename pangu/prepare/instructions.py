@@ -241,7 +241,7 @@ def read_prepared(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder of prepared conversations. Raises UserError if it is missing or incomplete."""
     manifest = _manifest(folder)
     if manifest is None:
-        files = sorted(folder.glob("*.idx"))
+        files = sorted([*folder.glob("*.idx"), *folder.glob("data/*.idx")])  # of a run folder too
         more = f"to see its token files, give {files[0].with_suffix('')}" if files else "to see text, encode it"
         raise UserError(
             f"{folder}: has no prepared conversations, or not all of them; the next run prepares conversations; {more}"

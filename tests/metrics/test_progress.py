@@ -36,6 +36,8 @@ def test_a_terminal_gets_colour_and_a_bar_and_a_file_plain_lines(
             with redirect_stdout(stream), redirect_stderr(stream):
                 with ProgressBar(True) as progress:
                     assert list(progress.track([1, 2], description="Counting")) == [1, 2]
+                    progress.advance(progress.add_task("Reading", total=None), 5)
+                    progress.add_task("Waiting", total=None)
                 ConsoleWriter(every=1, total_steps=1).write(record())
     shown = b""
     while b"loss 5.1235" not in shown:
@@ -45,6 +47,8 @@ def test_a_terminal_gets_colour_and_a_bar_and_a_file_plain_lines(
     assert b"\x1b[?25l" in shown  # no cursor while the bar moves
     assert b"\x1b[38;5;" in shown.split(b"Counting")[1]
     plain = (tmp_path / "log").read_text()
-    assert [line.split()[0] for line in plain.splitlines()] == ["Counting", "step"]
+    assert [line.split()[0] for line in plain.splitlines()] == ["Counting", "Reading", "step"]
+    assert "2/2" in plain
+    assert "5/5" in plain
     assert plain.isascii()
     assert not {"\x1b", "\r"} & set(plain)

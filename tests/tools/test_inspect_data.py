@@ -110,3 +110,5 @@ def test_conversations(tmp_path: Path) -> None:
     done = tool(tmp_path / "data" / "instructions", name="inspect_data")
     assert (done.returncode, "has no prepared conversations" in done.stderr) == (2, True)
     assert re.search(rf"; to see its token files, give {tmp_path}/data/instructions/train\S*\n", done.stderr)
+    (tmp_path / "data" / "train.idx").touch()
+    assert f"; to see its token files, give {tmp_path}/data/train\n" in tool(tmp_path, name="inspect_data").stderr
