@@ -86,6 +86,7 @@ def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
     for number, line in enumerate(lines, start=1):
         folder = tmp_path / str(number)
         folder.mkdir()
+        (folder / "pretrain.py").touch()
         words = ("+config=pangu_2_6b", "data.train=[a b]")
         with job(folder, *words, ARRAY_TASK_ID=number, GPUS_ON_NODE=8, status=2) as shell:
             shell.wait(300)
@@ -105,3 +106,5 @@ def test_the_words_of_the_launcher(tmp_path: Path) -> None:
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--nnodes=1", "--node-rank=0", "--nproc-per-node=8", "--master-port=20007"} < set(words)
     assert "--log-dir=logs/slurm-7/start-2/a" in words
+    outside_a_checkout = ["-m", "pangu", "launch"], ["train", "+config=quickstart"]
+    assert (words[:3], words[-2:]) == outside_a_checkout
