@@ -231,6 +231,8 @@ def _write_text(place: Path) -> None:
     (place / "docs").mkdir()
     for name in ("evaluation.md", "evaluation.zh.md", "reference.md"):
         shutil.copy(repository() / "docs" / name, place / "docs")
+    for number, text in enumerate(texts[:40]):  # --holdout chooses by a hash: two pages alone may all be on one side
+        (place / "docs" / f"page{number}.md").write_text(text, encoding="utf-8")
     (place / "tools").symlink_to(repository() / "tools")
     shutil.copy(repository() / "tests/interop/launches/llama2_7b.sh", place / "train_7b.sh")
     (place / "prompts.jsonl").write_text('{"prompt": "def "}\n', encoding="utf-8")
