@@ -61,8 +61,8 @@ def expectation(space: Space, plan: Plan) -> Expectation:
     precision = space.config.precision.compute if space.config.precision.matmul == "compute" else "fp8"
     kind, assumed = (space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1), ""
     if space.config.model.experts is not None:
-        imbalance = space.config.parallel.expert_imbalance
-        assumed = f"; experts: the fullest device gets {imbalance:g} times the mean (parallel.expert_imbalance)"
+        load = f"{space.config.parallel.expert_imbalance:g} times the mean (parallel.expert_imbalance)"
+        assumed = f"; of devices that divide experts, the fullest gets {load}"
     return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind), assumed)
 
 

@@ -82,7 +82,7 @@ def test_texts_of_a_run_neither_break_a_card_nor_tell_secrets(tmp_path: Path) ->
     [
         (["--to", "pangu"], "`pangu generate export --prompt TEXT`"),
         (["--to", "mindspore"], '`mindspore.load_checkpoint("export")`'),
-        (["--to", "megatron", "--tensor", "2"], "`--load export --ckpt-format torch --tensor-model-parallel-size 2 "),
+        (["--to", "megatron", "--tensor", "2"], "Megatron 1.1 loads it with `--load export --model-parallel-size 2 "),
     ],
 )
 def test_every_format_has_a_card(tmp_path: Path, options: list[str], usage: str) -> None:

@@ -78,6 +78,8 @@ def test_megatron_and_back_changes_no_bit_and_no_field(
     there = convert("pangu", "megatron", run, tmp_path / "megatron", *words)
     back = convert("megatron", "huggingface", there, tmp_path / "back")
     require_same_export(back, direct)
+    grouped = how == "torch_grouped" and "_experts" in (direct / "config.json").read_text()
+    assert (" --moe-grouped-gemm " in (there / "README.md").read_text()) == grouped
     for file in there.rglob("*.pt"):
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None

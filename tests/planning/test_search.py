@@ -177,7 +177,7 @@ def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
     }
     assert {one[2:] for one in shared if one[:2] == (1, 2)} == {(1, 0), (2, 0), (4, 0)}
     assert {one[2:] for one in shared if one[:2] == (8, 1)} == {(1, 0), (1, 1), (2, 1), (4, 1)}
-    assert "gets 1 times the mean (parallel.expert_imbalance)" in expectation(where, plans[0]).words
+    assert "of devices that divide experts, the fullest gets 1 times the mean" in expectation(where, plans[0]).words
     given = where._replace(fixed={"expert": 2, "expert_tensor": None, "zero_group": 4})
     assert {(plan.expert, plan.expert_tensor) for plan in enumerate_plans(given, Counter())} == {(2, 0)}
     refused = Counter[str]()

@@ -140,7 +140,7 @@ def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 def write(path: Path, job: Job) -> None:
     """Write a folder for `--load`, with stacked layers: no optimizer, iteration 0."""
-    path = begin_release(path, job, "torch_dist")
+    path = begin_release(path, job, "Megatron-LM", "--ckpt-format torch_dist")
     model = job.config.model
     # layers of one kind are stacked, of several kinds stand one by one
     stacked = len(model.expert_layers) in (0, model.layers)

@@ -68,11 +68,10 @@ def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:
     return [replace(stored, name=re.sub(one, r"\2.\3\1", stored.name)) for stored in rank_table(model, tensor)]
 
 
-def begin_release(path: Path, job: Job, ckpt_format: str) -> Path:
+def begin_release(path: Path, job: Job, program: str, options: str) -> Path:
     """Create a folder for `--load` with its card, marked as a release; return the folder of its only iteration."""
     path.mkdir(parents=True)
-    ranks = f" --tensor-model-parallel-size {job.tensor}" if ckpt_format == "torch" else ""
-    usage = f"Megatron-LM loads it with `--load {card_name(job)} --ckpt-format {ckpt_format}{ranks} --finetune`."
+    usage = f"{program} loads it with `--load {card_name(job)} {options} --finetune`."
     write_card(path / "README.md", job, job.config.model.kind, [usage])
     (path / TRACKER).write_text("release", encoding="utf-8")
     return path / "release"

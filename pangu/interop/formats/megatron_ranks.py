@@ -192,9 +192,11 @@ def _one_by_one(name: str, tensor: Tensor, model: Mapping[str, Tensor], where: P
 
 def write(path: Path, job: Job) -> None:
     """Write a folder for `--load`, with a file for each tensor-parallel rank: no optimizer, iteration 0."""
-    path = begin_release(path, job, "torch")
     pangu = job.config.model.kind == "pangu"
     grouped = any(".mlp.experts.linear_fc" in stored.name for stored in job.table)
+    ranks, gemm = f"model-parallel-size {job.tensor}", " --moe-grouped-gemm" if grouped else ""
+    options = f"--{ranks}" if pangu else f"--ckpt-format torch --tensor-{ranks}{gemm}"
+    path = begin_release(path, job, "PanGu-α's port of Megatron 1.1" if pangu else "Megatron-LM", options)
     described = [_cut(stored, tensor, job.tensor) for stored, tensor in zip(job.table, job.described, strict=True)]
     files = []
     for rank in range(job.tensor):
