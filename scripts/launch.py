@@ -208,6 +208,7 @@ def keep_processes(spares: int, arguments: Sequence[str]) -> int:
     wrong += ["--nnodes=MIN:MAX"] * (config.min_nodes != config.max_nodes) + ["--rdzv-endpoint"] * bool(
         options.rdzv_endpoint
     )
+    wrong += [f"--node-rank={options.node_rank} of one node"] * (options.node_rank >= config.max_nodes == 1)
     wrong += [word for word in options.training_script_args if word in ("--multirun", "-m")]
     if wrong:
         rule = "set --nnodes=NUMBER, --node-rank, --master-addr and --master-port instead, as far as there are nodes"

@@ -192,8 +192,8 @@ class Leader:
 
     def _exchange(self, question: int, numbers: Sequence[int], places: int) -> None:
         """Let spares replace ranks with slow or wrong devices, if there is one for each, and answer who asks."""
-        is_possible = (
-            self._target == self._epoch
+        is_possible = (  # not where this epoch began after the question: its ranks could not leave it
+            all(self._reached.get(rank) == self._epoch for rank in self._roster.ranks)
             and {*numbers} <= {*self._roster.ranks}
             and self._roster.exchange(numbers, places)
         )
@@ -266,7 +266,7 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(nodes * count),
         "LOCAL_WORLD_SIZE": str(count),
-        "TORCHELASTIC_RUN_ID": "spares",
+        "TORCHELASTIC_RUN_ID": store.compare_set("run", "", os.urandom(8).hex()).decode(),  # the first one names it
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     children: dict[int, subprocess.Popen[bytes]] = {}

@@ -47,7 +47,7 @@ def only_run(output: Path) -> Iterator[None]:
     """
     path, launcher = output / "run.lock", ""
     if VARIABLE in os.environ:
-        launcher = f", launcher {os.environ[VARIABLE].partition('@')[2]}"
+        launcher = f", launcher {os.environ['TORCHELASTIC_RUN_ID']}"
     with writing(path):
         file = open_regular(path, "a+b")
     with file:

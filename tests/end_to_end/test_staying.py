@@ -288,7 +288,9 @@ def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_
     assert len(roster.ranks) == 4
 
 
-@pytest.mark.parametrize("option", ["--spares=some", "--spares=1 --max-restarts=3", "--spares=1 --nnodes=1:2"])
+@pytest.mark.parametrize(
+    "option", ["--spares=some", "--spares=1 --max-restarts=3", "--spares=1 --nnodes=1:2", "--spares=1 --node-rank=1"]
+)
 def test_options_that_do_not_go_together_are_one_message(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*option.split(), "--nproc-per-node=2", "pretrain.py"]) == USER_ERROR
     assert option.split()[-1].partition("=")[0] in capsys.readouterr().err

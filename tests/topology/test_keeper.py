@@ -119,3 +119,6 @@ def test_ranks_are_exchanged_together_for_spares_with_devices_of_their_own_or_st
     assert json.loads(run.store.get("epoch-1"))["ranks"] == [[0, 0], [2, 2], [5, 2], [4, 1]], (
         "devices are not used again"
     )
+    run.say("here", 2, [6], 0)
+    run.say("exchange", 4, [0], 3)
+    assert run.store.get("answer-4") == b"false", "the ranks that ask have not met in this epoch"

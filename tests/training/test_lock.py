@@ -44,13 +44,14 @@ def test_a_process_that_the_launchers_have_given_up_loses_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.lock"
-    with held(path, b"host, launcher node0:29400, process 7"):
-        monkeypatch.setenv(VARIABLE, "3@node0:29401")
+    monkeypatch.setenv(VARIABLE, "3@node0:29400")
+    with held(path, b"host, launcher a1, process 7"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b2")
         with pytest.raises(UserError, match="another run uses"), only_run(tmp_path):
             pass
-        monkeypatch.setenv(VARIABLE, "3@node0:29400")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a1")
         with only_run(tmp_path):
-            assert path.read_text().endswith(f", launcher node0:29400, process {os.getpid()}")
+            assert path.read_text().endswith(f", launcher a1, process {os.getpid()}")
     assert path.read_bytes() == b""
 
 
