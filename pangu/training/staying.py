@@ -32,10 +32,10 @@ def exchange(mesh: Mesh, ranks: Sequence[int]) -> None:
     places = sys.maxsize if mesh.device.type == "cpu" else torch.accelerator.device_count()
     answer = ask_for_spares([int(numbers[rank]) for rank in ranks], places) if mesh.is_first else None
     name = mesh.named(ranks)
+    # said before the other ranks know: the launcher kills those that are exchanged at once
+    log.warning("exchanging %s for spares" if answer else "%s: not exchanged, because there are too few spares", name)
     if gather_objects(answer, mesh.group("world"))[0]:
-        log.warning("exchanging %s for spares", name)
         raise LostError(f"{name}: exchanged for spares")
-    log.warning("%s: not exchanged, because there are too few spares", name)
 
 
 def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:

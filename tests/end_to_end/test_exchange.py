@@ -63,6 +63,7 @@ def test_a_slow_rank_and_one_that_computes_wrongly_are_exchanged_and_the_other_p
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "exchanging rank 1 for spares" in done.stderr
     began, without_slow, without_both = epochs(folder, 2)
     assert [(rank, step) for rank, _, step in (*without_slow, *without_both)] == [(0, 3), (1, 3)] * 2, done.stderr
     processes = [[process for _, process, _ in ranks] for ranks in (began, without_slow, without_both)]
