@@ -219,9 +219,8 @@ def phases_of(
                 spans[id(span)] = phase_seconds(span.work, groups, cluster)
         inside = _sum_of(spans[id(span)] for span in one.spans)
         around = Work(collectives=one.collectives, host_bytes=one.fetched)
-        return inside._replace(
-            replicas=inside.replicas + phase_seconds(around, groups, cluster, inside.compute).replicas
-        )
+        sent = phase_seconds(around, groups, cluster, inside.compute).replicas
+        return inside._replace(replicas=inside.replicas + sent)
 
     for stage in ledger.stages:
         if id(stage) not in stages:
