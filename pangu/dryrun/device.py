@@ -20,12 +20,14 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pangu.dryrun.cache import cache_folder, is_usable
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 _ENTRIES_PER_READ = 256
+_FUSED = ("_fused_rms_norm", "silu_backward")
+"""Operators that are one kernel on a GPU, and several operators on a device without a kernel of its own."""
 
 
 class StreamEntry(NamedTuple):
@@ -46,6 +48,7 @@ class FakeDevice:
         self._entries = (ctypes.c_int64 * (3 * _ENTRIES_PER_READ))()
         self._library.pangu_current_stream.restype = self._library.pangu_stream_log.restype = ctypes.c_int64
         pretend_devices(1)
+        self._kernels = _kernels()
         self._library.pangu_register_guard()  # after the import, in which a CUDA build registers its own guard
 
     def current_stream(self) -> int:
@@ -111,3 +114,14 @@ def pretend_devices(count: int) -> None:
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_available = lambda: count > 0
     torch.cuda.device_count = lambda: count
+
+
+def _kernels() -> Any:
+    """Return a library of kernels that a CPU build lacks; fake tensors never run them."""
+    import torch  # noqa: PLC0415  # as above
+
+    library = torch.library.Library("aten", "IMPL")
+    for name in _FUSED:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, lambda *_: None, "CUDA")
+    return library

@@ -20,7 +20,10 @@ from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
 
 BUILDS = [script for script in os.environ.get("PANGU_TORCH_BUILDS", "").split(os.pathsep) if script]
-GROUPED_QUERIES = "parallel.context=2 batch.global_size=2 precision=bf16 model.positions=rope model.kv_heads=2"
+GROUPED_QUERIES = (
+    "parallel.context=2 batch.global_size=2 precision=bf16 model.positions=rope model.kv_heads=2 model.norm=rmsnorm "
+    "model.activation=swiglu"
+)
 SERVE = """
 import runpy
 import sys

@@ -171,6 +171,20 @@ def test_a_layer_of_experts_is_what_formulas_say(layout: str) -> None:
     assert forward.waits == 0
 
 
+def test_an_rms_norm_and_a_gate_are_the_kernels_of_a_gpu_in_every_build_of_torch() -> None:
+    """A CPU build has none of CUDA's: it would compute both in many operators."""
+    plain, rms, gated = (
+        Modules("batch.micro_size=2", *keys) for keys in ((), ("model.norm=rmsnorm",), ("model.activation=swiglu",))
+    )
+    for action, more in (
+        ("F", 1),
+        ("B", 3),
+    ):  # silu and product; both products' gradients, silu's, both halves together
+        launches = plain.work(action).launches
+        assert rms.work(action).launches == launches
+        assert gated.work(action).launches == launches + more
+
+
 def test_dense_layers_are_told_from_those_of_experts() -> None:
     modules = Modules("batch.micro_size=4 model.dense_layers=1 model.expert_every=2", *EXPERTS)
     assert not any(matmul.grouped for matmul in modules.work("F", "layer dense").matmuls)
