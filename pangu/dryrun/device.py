@@ -27,7 +27,7 @@ from pangu.dryrun.cache import cache_folder, is_usable
 _SOURCE = Path(__file__).with_name("device.cpp")
 _ENTRIES_PER_READ = 256
 _FUSED = ("_fused_rms_norm", "silu_backward")
-"""Operators that are one kernel on a GPU, and several operators on a device without a kernel of its own."""
+"""Operators with a kernel of their own on a GPU; torch takes them apart on a device that has none."""
 
 
 class StreamEntry(NamedTuple):
@@ -47,8 +47,7 @@ class FakeDevice:
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._entries = (ctypes.c_int64 * (3 * _ENTRIES_PER_READ))()
         self._library.pangu_current_stream.restype = self._library.pangu_stream_log.restype = ctypes.c_int64
-        pretend_devices(1)
-        self._kernels = _kernels()
+        self._kernels = pretend_devices(1)
         self._library.pangu_register_guard()  # after the import, in which a CUDA build registers its own guard
 
     def current_stream(self) -> int:
@@ -101,8 +100,12 @@ def _compile(home: Path, library: Path) -> str | None:
     return None
 
 
-def pretend_devices(count: int) -> None:
-    """Make torch's Python code see `count` CUDA devices without asking a driver or opening a real device."""
+def pretend_devices(count: int) -> Any:
+    """Make torch's Python code see `count` CUDA devices without asking a driver or opening a real device.
+
+    Returns:
+        Library of kernels that a CPU build lacks, in force while somebody holds it; fake tensors never run them.
+    """
     # this module is imported before torch, which must not be loaded before the library
     import torch._subclasses.fake_tensor  # noqa: PLC0415
     import torch.cuda  # noqa: PLC0415
@@ -114,14 +117,8 @@ def pretend_devices(count: int) -> None:
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_available = lambda: count > 0
     torch.cuda.device_count = lambda: count
-
-
-def _kernels() -> Any:
-    """Return a library of kernels that a CPU build lacks; fake tensors never run them."""
-    import torch  # noqa: PLC0415  # as above
-
-    library = torch.library.Library("aten", "IMPL")
-    for name in _FUSED:
+    kernels = torch.library.Library("aten", "IMPL")
+    for name in _FUSED if count else ():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            library.impl(name, lambda *_: None, "CUDA")
-    return library
+            kernels.impl(name, lambda *_: None, "CUDA")
+    return kernels

@@ -416,6 +416,7 @@ def warmed_up(rank: int, world: int, layout: Layout, *overrides: str) -> tuple[d
         (Layout(pipeline=2), ("model.positions=relative", "model.dropout=0.1")),
         (Layout(tensor=2, data=2, sequence=True), ("model.positions=rope", "memory.recompute=full")),
         (Layout(context=2), ("model.kind=gpt", "model.positions=alibi")),
+        (Layout(data=2), ("model.layers=1",)),
         (Layout(data=2, expert=2), ("model.experts=4", "model.experts_per_token=2")),
     ],
     ids=str,
