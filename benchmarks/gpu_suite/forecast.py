@@ -4,16 +4,14 @@ what the planner expects of a step on such a device."""
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_suite.setting import ROOT, Setting
-from pangu.dryrun.roles import Worker
+from pangu.dryrun.roles import run_jobs
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.clusters import load_cluster
 from pangu.report.forecast import Forecast
@@ -28,13 +26,8 @@ TRIED = (2, 3)
 """Layers of the slice from which those that fit are counted."""
 
 
-def dry_run(workers: SimpleQueue[Worker], values: dict[str, Any]) -> dict[str, Any]:
+def figures_of(report: dict[str, Any]) -> dict[str, Any]:
     """Peak, launches, host syncs and copies of a step, and why no device stands in, if so."""
-    worker = workers.get()
-    try:
-        report = worker.report(values, 0, whole=True)
-    finally:
-        workers.put(worker)
     return {
         "peak_bytes": report["peak"],
         "launches": report["launches"],
@@ -72,18 +65,12 @@ def dry_runs(setting: Setting) -> None:
     """Rows of what dry runs count."""
     jobs = {name: setting.values(name) for name in SIZES[: 2 if setting.on_host else None]}
     jobs |= {f"{SLICE}, {layers} layers": setting.values(SLICE, {"model.layers": layers}) for layers in TRIED}
-    peaks, workers, count = [], SimpleQueue[Worker](), 1 if setting.on_host else len(jobs)
-    for _ in range(count):
-        workers.put(Worker())
-    with ThreadPoolExecutor(count) as pool:
-        reports = {name: pool.submit(dry_run, workers, values) for name, values in jobs.items()}
-        for name, future in reports.items():
-            with setting.row(name) as figures:
-                figures |= future.result()
-                if name.startswith(SLICE):
-                    peaks.append(figures["peak_bytes"])
-    for _ in range(count):
-        workers.get().end()
+    peaks, reports = [], run_jobs([(values, 0, {"whole": True}) for values in jobs.values()])
+    for name in jobs:
+        with setting.row(name) as figures:
+            figures |= figures_of(next(reports))
+            if name.startswith(SLICE):
+                peaks.append(figures["peak_bytes"])
     with setting.row(FITTING) as figures:
         layer = peaks[1] - peaks[0]
         if setting.on_host:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Iterator
@@ -52,18 +53,18 @@ def identify(inputs: Any) -> str:
 
 
 def read_cached(file: Path) -> Any:
-    """Return the contents of a file, or None if it is missing or damaged."""
+    """Return the result in a file, or None if it is missing or damaged, or if someone else may have written it."""
     with suppress(OSError):
         digest, _, content = file.read_bytes().partition(b"\n")
-        if digest == _digest(content):
-            return json.loads(content)
+        if digest == _digest(content) and is_usable(file.parent):
+            return pickle.loads(content)
     return None
 
 
 def write_cached(file: Path, found: Any) -> None:
     """Write a result, if the file is writable."""
     with suppress(OSError):
-        content = json.dumps(found, default=vars).encode()
+        content = pickle.dumps(found)
         write_atomically(file, b"%s\n%s" % (_digest(content), content), sync=False)
 
 

@@ -23,7 +23,7 @@ from pangu.dryrun.audit import Audit, work_of
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake_tensors
-from pangu.dryrun.traces import TraceRequest, as_data
+from pangu.dryrun.traces import TraceRequest
 from pangu.models.language_model import ModuleHooks
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
@@ -214,13 +214,13 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
         yield end, Span(parts, work_of(end.counts), tuple(sorted(until.items())))
 
 
-def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the traces of a job that names `chunks`, or the report of a rank; or the `error`."""
     place = (torch.device("cpu"), None) if isinstance(fake, str) else (torch.device("cuda", 0), fake)
     try:
         chosen = choose_layout(values, 1)
         if "chunks" in options:
-            report = {"traces": list(map(as_data, measure(chosen, *place, **options)))}
+            report = {"traces": measure(chosen, *place, **options)}
         else:
             report = vars(dry_run(chosen, rank, *place, **options))
     except UserError as error:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import product
+from multiprocessing import Pipe, get_context
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from pangu.common.cores import available_cores
 from pangu.common.errors import ConfigError, Problem, UserError
 from pangu.config.cluster import DeviceMemoryConfig, cluster_in
 from pangu.config.schema import RunConfig
+from pangu.dryrun import worker
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.metrics.progress import ProgressBar
 from pangu.metrics.text import quantity
@@ -26,6 +28,8 @@ from pangu.topology.layout import Coordinates, Layout
 
 REPORT_SECONDS = 30.0
 """Seconds between progress lines of dry runs where no progress bar can be drawn: in the log of a batch job."""
+Job = tuple[Mapping[str, Any], int, Mapping[str, Any]]
+"""Configuration, rank, and options of `run.dry_run` or `measure.measure`."""
 
 
 class DryRunError(UserError):
@@ -40,50 +44,66 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
     return sorted({layout.rank(place) for place in places})
 
 
-def run_jobs(jobs: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield `Worker.report` of each (configuration, rank[, options]) job in order; raise DryRunError like it."""
-    count = min(available_cores(), len(jobs))
-    with kept_workers() as idle, ThreadPoolExecutor(count) as pool:
-        workers = [idle.pop() if idle else Worker() for _ in range(count)]
-        free = workers.copy()
+def run_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
+    """Yield the `run.RankReport` of each job in order; `device` tells why there is no fake device, if so.
 
-        def report(job: tuple[Any, ...]) -> dict[str, Any]:
-            worker, (values, rank, *options) = free.pop(), job
+    Raises:
+        DryRunError: if a rank cannot be carried out.
+    """
+    with kept_workers() as pool:
+        # spawned processes would import the command of this one, and torch with it
+        with patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+            reports = pool.map(worker.answer, *zip(*jobs, strict=True))
+        for _, rank, _ in jobs:
             try:
-                return worker.report(values, rank, **dict(*options))
-            finally:
-                free.append(worker)
-
-        try:
-            yield from pool.map(report, jobs)
-            idle += workers
-            workers = []
-        finally:  # before the pool waits for running jobs
-            for worker in workers:
-                worker.end()
+                report = next(reports)
+            except BrokenProcessPool:
+                report = {"error": pool.last_words()}
+            if "error" in report:
+                raise DryRunError(f"the dry run of rank {rank} failed: {report['error']}; only parallel=auto needs one")
+            yield report
 
 
-_idle_workers: list[Worker] | None = None
-"""Idle processes for the next jobs; None outside of `kept_workers`."""
+class Workers(ProcessPoolExecutor):
+    """Processes in which torch finds the fake device, as many as there are cores and jobs."""
+
+    def __init__(self) -> None:
+        """Create the pool; its processes start with the first jobs."""
+        self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
+        self._alive, self._own = Pipe(duplex=False)
+        super().__init__(available_cores(), get_context("spawn"), worker.start, (self._alive, self._output.name))
+
+    def last_words(self) -> str:
+        """Return the last line that a process has written, or that there is none."""
+        said = [line.strip() for line in self._output if line.strip()]
+        return said[-1] if said else "its process was killed, perhaps as the machine has too little memory"
+
+    def end(self) -> None:
+        """End all processes, without waiting for their jobs."""
+        self._own.close()
+        self.shutdown(cancel_futures=True)
+
+
+_workers: Workers | None = None
+"""Processes of the surrounding `kept_workers`, if any."""
 
 
 @contextmanager
-def kept_workers() -> Iterator[list[Worker]]:
-    """Let all jobs within the block share processes, since each takes seconds to start; yield the idle ones."""
-    global _idle_workers
-    if _idle_workers is not None:
-        yield _idle_workers
+def kept_workers() -> Iterator[Workers]:
+    """Let all jobs within the block share processes, since each takes seconds to start."""
+    global _workers
+    if _workers is not None:
+        yield _workers
         return
-    idle = _idle_workers = list[Worker]()
+    workers = _workers = Workers()
     try:
-        yield idle
+        yield workers
     finally:
-        _idle_workers = None
-        for worker in idle:
-            worker.end()
+        _workers = None
+        workers.end()
 
 
-def run_with_progress(jobs: Sequence[tuple[Any, ...]], note_progress: Callable[[], None]) -> Iterator[dict[str, Any]]:
+def run_with_progress(jobs: Sequence[Job], note_progress: Callable[[], None]) -> Iterator[dict[str, Any]]:
     """Yield the reports of `run_jobs`, and show its progress.
 
     Raises:
@@ -112,65 +132,15 @@ def measured_gib(
     note_progress: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Return the GiB a device needs per (configuration, rank), dry-run and cached; raise DryRunError on failure."""
-    files = [cache_folder() / f"peak-{identify([values, rank])}.json" for values, rank in jobs]
+    files = [cache_folder() / f"peak-{identify([values, rank])}.pickle" for values, rank in jobs]
     known = {file: read_cached(file) for file in files}
     missing = {file: job for file, job in zip(files, jobs, strict=True) if known[file] is None}
     if missing:
-        described = [({**values, "dry_run": True}, rank) for values, rank in missing.values()]
+        described: list[Job] = [({**values, "dry_run": True}, rank, {}) for values, rank in missing.values()]
         for file, report in zip(missing, run_with_progress(described, note_progress), strict=True):
             known[file] = {"peak": report["peak"], "groups": report["groups"]}
             write_cached(file, known[file])
     return [known[file]["peak"] / 2**30 + memory.overhead_gib(known[file]["groups"]) for file in files]
-
-
-def environment() -> dict[str, str]:
-    """Return the environment variables of a dry-run process."""
-    one_device = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""}  # no process opens a real device
-    path = os.pathsep.join(filter(None, sys.path))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **one_device}
-
-
-class Worker:
-    """Process in which torch finds the fake device, which must exist before torch is imported."""
-
-    def __init__(self) -> None:
-        """Start the process."""
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # a full pipe would block it
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pangu.dryrun"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment(),
-        )
-
-    def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
-        """Return the `run.RankReport` of a rank; `device` tells why there is no fake device, if so.
-
-        `options` are those of `run.dry_run`. Raises DryRunError if the rank cannot be carried out.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # its standard error tells why
-            self._process.stdin.write(f"{json.dumps([values, rank, options])}\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        answer = json.loads(line) if line.endswith("\n") else {"error": self._last_words()}
-        if "error" in answer:
-            raise DryRunError(f"the dry run of rank {rank} failed: {answer['error']}; only parallel=auto needs one")
-        return answer
-
-    def end(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _last_words(self) -> str:
-        status = self._process.wait()
-        self._errors.seek(0)
-        said = [line.strip() for line in self._errors if line.strip()]
-        return said[-1] if said else f"its process exited with status {status}"
 
 
 def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +159,7 @@ def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     config, layout, _ = choose_layout(values, 1)
     require_kernels(config)
-    roles = list(run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")]))
+    roles = list(run_jobs([(values, rank, {}) for rank in role_ranks(layout, config.dry_run == "all")]))
     for role in roles:
         role |= _fit(config, role)
     peak = max(roles, key=lambda role: role["needed_bytes"])

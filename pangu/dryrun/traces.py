@@ -15,19 +15,7 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
 from pangu.dryrun.roles import run_with_progress
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.schedule.spans import (
-    Collective,
-    Mark,
-    Matmul,
-    Segment,
-    Span,
-    SpanKey,
-    Trace,
-    UpdateTrace,
-    Work,
-    keys_of,
-    module_kinds,
-)
+from pangu.schedule.spans import SpanKey, Trace, keys_of, module_kinds
 from pangu.topology.placement import PlacementTable, TensorRank
 
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
@@ -83,7 +71,7 @@ class Way(NamedTuple):
         """Cache file of the measurements."""
         values = json.loads(self.values)
         matters = [{group: values[group] for group in _MATTERS}, values["train"]["frozen"], self.head, self.size]
-        return cache_folder() / f"trace-{identify(matters)}.json"
+        return cache_folder() / f"trace-{identify(matters)}.pickle"
 
 
 @dataclass
@@ -104,13 +92,13 @@ class Traces:
         if self._missing(ways) and self._missing(ways, read=True):
             with one_process(cache_folder()):
                 missing = self._missing(ways, read=True)  # another process may have measured meanwhile
-                for way, data in _carry_out(missing, self.note_progress) if missing else ():
-                    self._add(way, data)
-                    write_cached(way.file, as_data(self._known[way]))
+                for way, trace in _carry_out(missing, self.note_progress) if missing else ():
+                    self._add(way, trace)
+                    write_cached(way.file, self._known[way])
         return [self._known[way] for way, _ in ways]
 
-    def _add(self, way: Way, data: Mapping[str, Any]) -> None:
-        trace, known = trace_of(data), self._known.get(way)
+    def _add(self, way: Way, trace: Trace) -> None:
+        known = self._known.get(way)
         self._known[way] = known.joined(trace) if known else trace
 
     def _missing(
@@ -118,8 +106,8 @@ class Traces:
     ) -> list[tuple[Way, TraceRequest]]:
         """Return requests for the chunks that have not been measured, and only for these; `read` the cache before."""
         for way in dict(ways) if read else ():
-            if (data := read_cached(way.file)) is not None:
-                self._add(way, data)
+            if (trace := read_cached(way.file)) is not None:
+                self._add(way, trace)
         missing = []
         for way, request in ways:
             known = self._known[way].spans.keys() if way in self._known else set[SpanKey]()
@@ -243,29 +231,9 @@ def _values_of(config: RunConfig) -> str:
 
 def _carry_out(
     missing: Sequence[tuple[Way, TraceRequest]], note_progress: Callable[[], None]
-) -> Iterator[tuple[Way, dict[str, Any]]]:
+) -> Iterator[tuple[Way, Trace]]:
     """Measure all that is missing, which may take a minute, and yield the traces; raise DryRunError on failure."""
     jobs = list(jobs_of(missing))
     described = [(json.loads(ways[0].values), 0, options) for ways, options in jobs]
     for (ways, _), report in zip(jobs, run_with_progress(described, note_progress), strict=True):
         yield from zip(ways, report["traces"], strict=True)
-
-
-def as_data(trace: Trace) -> dict[str, Any]:
-    """Return a trace as JSON has it, where the fields of a dataclass are a mapping (`json.dumps(default=vars)`)."""
-    return {**vars(trace), "spans": [[*key, span] for key, span in trace.spans.items()]}
-
-
-def trace_of(data: Mapping[str, Any]) -> Trace:
-    """Return the trace that `as_data` wrote."""
-    spans = {SpanKey(*key): span and _span(span) for *key, span in data["spans"]}
-    begin, move, finish = (_span(data[name]) for name in ("begin", "move", "finish"))
-    return Trace(spans, begin, move, finish, UpdateTrace(*data["update"]), data["lasting_bytes"])
-
-
-def _span(data: Mapping[str, Any]) -> Span:
-    segments = (Segment(peak, end, mark and Mark(*mark)) for peak, end, mark in data["segments"])
-    work = data["work"]
-    matmuls, collectives = (Matmul(*one) for one in work["matmuls"]), (Collective(*one) for one in work["collectives"])
-    whole = Work(**{**work, "matmuls": tuple(matmuls), "collectives": tuple(collectives)})
-    return Span(tuple(segments), whole, tuple((kind, kept) for kind, kept in data["until"]))

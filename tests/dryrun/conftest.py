@@ -1,52 +1,36 @@
-"""One process with the fake device serves all tests of a process of pytest: it takes seconds to import torch."""
+"""One pool of processes with the fake device serves all tests of a process of pytest: each takes seconds to start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
 
-from pangu.dryrun import roles, traces
-from pangu.dryrun.roles import Worker
+from pangu.dryrun import traces
+from pangu.dryrun.roles import kept_workers, run_jobs
 
 
 class SharedWorker:
-    """A worker that is started when it is first asked and stays when a caller ends it; one caller at a time."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._worker: Worker | None = None
+    """Carries out ranks in the processes that are there, or in one of its own."""
 
     def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
-        """As `Worker.report`."""
-        with self._lock:
-            self._worker = self._worker or Worker()
-            return self._worker.report(values, rank, **options)
-
-    def end(self) -> None:
-        """For its callers."""
-
-    def close(self) -> None:
-        """For the session."""
-        if self._worker is not None:
-            self._worker.end()
+        """The report of a rank."""
+        (report,) = run_jobs([(values, rank, options)])
+        return report
 
 
 @pytest.fixture(scope="session")
 def process() -> Iterator[SharedWorker]:
     """Carries out ranks."""
-    worker = SharedWorker()
-    yield worker
-    worker.close()
+    with kept_workers():
+        yield SharedWorker()
 
 
 @pytest.fixture
-def commands_share_it(process: SharedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is called in this process and would start workers takes that one instead."""
-    monkeypatch.setattr(roles, "Worker", lambda: process)
+def commands_share_it(process: SharedWorker) -> None:
+    """What is called in this process and would start workers takes those of the session instead."""
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 
 from pangu.dryrun.measure import SpanRecorder, key_of, measure, spans_in
 from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
-from pangu.dryrun.traces import TraceRequest, Way, as_data, jobs_of, trace_of
+from pangu.dryrun.traces import TraceRequest, Way, jobs_of
 from pangu.models.parameters import place_tensors
 from pangu.pipeline.layouts import Chosen, choose_layout
 from pangu.schedule.actions import MESSAGES, Action
@@ -58,7 +58,7 @@ def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:
     way = Way.of(request)
     ((_, options),) = jobs_of([(way, request)])
     (trace,) = measure(choose_layout(json.loads(way.values), 1), device, fake, **options)
-    return trace_of(json.loads(json.dumps(as_data(trace), default=vars)))
+    return trace
 
 
 HOST: dict[str, Any] = {"operators": 0.0, "calls": 0.0}

@@ -6,16 +6,20 @@ Python of this process: torch's CUDA build without a GPU, with one, another vers
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pangu.dryrun.roles import Worker
+from pangu.dryrun.roles import Job
+from pangu.dryrun.worker import ENVIRONMENT
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
 
@@ -25,27 +29,30 @@ GROUPED_QUERIES = (
     "model.activation=swiglu"
 )
 SERVE = """
-import runpy
+import json
 import sys
+from multiprocessing import Pipe
 
 sys.path.append(sys.argv.pop())
-runpy.run_module("pangu.dryrun", run_name="__main__")
+from pangu.dryrun.worker import answer, start
+
+alive, own = Pipe(duplex=False)
+out, jobs = open(sys.argv.pop(), "w"), sys.stdin
+start(alive, "/dev/null")
+json.dump([answer(*json.loads(job)) for job in jobs], out)
 """
 """Everything but torch comes from the environment of this process."""
 
 
-def worker_in(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """A worker that `script` has given another torch."""
-    program = folder / "python"
-    own = shlex.join(["python", "-c", SERVE, sysconfig.get_path("purelib")])
-    program.write_text(f"#!/bin/bash\n. {shlex.quote(script)}\nexec {own}\n", encoding="utf-8")
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != sysconfig.get_path("purelib")])
-    try:
-        return Worker()
-    finally:
-        monkeypatch.undo()
+def reports_in(script: str, folder: Path, jobs: Iterable[Job]) -> list[dict[str, Any]]:
+    """Reports of a process that `script` has given another torch."""
+    own, found = sysconfig.get_path("purelib"), folder / "found.json"
+    command = f". {shlex.quote(script)}; exec {shlex.join(['python', '-c', SERVE, str(found), own])}"
+    lines = "".join(f"{json.dumps(job)}\n" for job in jobs)
+    path = os.pathsep.join(place for place in sys.path if place and place != own)
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    subprocess.run(["bash", "-c", command], input=lines, text=True, env=environment, check=True)
+    return json.loads(found.read_text(encoding="utf-8"))
 
 
 def differences(one: Any, other: Any, path: str = "") -> dict[str, Any]:
@@ -58,16 +65,11 @@ def differences(one: Any, other: Any, path: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("script", BUILDS)
-def test_a_dry_run_counts_the_same_in_every_build_of_torch(
-    script: str, process: SharedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, found = worker_in(script, tmp_path, monkeypatch), {}
-    try:
-        for layout in (*LAYOUTS, GROUPED_QUERIES):
-            reports = [one.report(values(layout), 0) for one in (process, worker)]
-            assert reports[1]["device"] is None
-            if different := differences(*reports):
-                found[layout] = different
-    finally:
-        worker.end()
+def test_a_dry_run_counts_the_same_in_every_build_of_torch(script: str, process: SharedWorker, tmp_path: Path) -> None:
+    jobs: dict[str, Job] = {layout: (values(layout), 0, {}) for layout in (*LAYOUTS, GROUPED_QUERIES)}
+    found = {}
+    for layout, told in zip(jobs, reports_in(script, tmp_path, jobs.values()), strict=True):
+        assert told["device"] is None
+        if different := differences(process.report(*jobs[layout][:2]), told):
+            found[layout] = different
     assert not found

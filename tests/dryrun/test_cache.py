@@ -19,29 +19,38 @@ from pangu.dryrun import cache, roles, traces
 from pangu.dryrun.cache import cache_folder, read_cached
 from pangu.dryrun.roles import DryRunError
 from pangu.dryrun.traces import TraceRequest, Traces, Way
-from pangu.schedule.spans import UpdateTrace
+from pangu.schedule.spans import Segment, Span, Trace, UpdateTrace
 from tests.configs import config
 
 REQUEST = TraceRequest(config("+config=quickstart"), (("embedding", "layer", "layer", "head"),))
-SPAN = {"segments": [[8, 8, None]], "work": {"matmuls": [], "collectives": []}, "until": []}
-OTHERS = {"begin": SPAN, "move": SPAN, "finish": SPAN, "update": [0.0] * len(UpdateTrace._fields), "lasting_bytes": 0}
+UPDATE = UpdateTrace(*[0.0] * len(UpdateTrace._fields))
 
 
-def measured(request: TraceRequest, nbytes: int = 8) -> dict[str, Any]:
-    """A trace of a request as plain data."""
-    span = {**SPAN, "segments": [[nbytes, nbytes, None]]}
+def measured(request: TraceRequest, nbytes: int = 8) -> Trace:
+    """A trace of a request."""
+    span = Span((Segment(nbytes, nbytes),))
     keys = sorted(key for chunk in request.chunks for key in request.keys(chunk))
-    return {**OTHERS, "spans": [[*key, span] for key in keys]}
+    return Trace(dict.fromkeys(keys, span), span, span, span, UPDATE)
 
 
 @pytest.mark.parametrize(
     "content", ["", "[", "{}", '[{"phases": {}, "update": {}}]', '{"digest": "", "found": []}', "\xff"]
 )
 def test_a_file_that_nobody_can_have_measured_is_not_read(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
+    file = tmp_path / "trace.pickle"
     file.write_text(content, encoding="latin-1")
     assert read_cached(file) is None
     assert read_cached(tmp_path) is None
+
+
+def test_a_file_that_someone_else_may_have_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a pickle runs code."""
+    file = tmp_path / "trace.pickle"
+    cache.write_cached(file, "measured")
+    assert read_cached(file) == "measured"
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert read_cached(file) is None
 
 
 def test_the_folder_is_the_users_or_a_temporary_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,7 +71,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TraceRe
     """Requests that would be measured in dry runs, in an empty folder; each measures one byte more."""
     requests: list[TraceRequest] = []
 
-    def carry_out(missing: Sequence[tuple[Way, TraceRequest]], _: object) -> Iterator[tuple[Way, dict[str, Any]]]:
+    def carry_out(missing: Sequence[tuple[Way, TraceRequest]], _: object) -> Iterator[tuple[Way, Trace]]:
         for way, request in missing:
             requests.append(request)
             yield way, measured(request, len(requests))
@@ -78,7 +87,7 @@ def test_what_was_measured_is_kept_and_a_damaged_file_is_measured_again(
     first = Traces().measure([REQUEST])[0]
     assert Traces().measure([REQUEST])[0] == first
     assert carried_out == [REQUEST]
-    (file,) = tmp_path.glob("trace-*.json")
+    (file,) = tmp_path.glob("trace-*")
     file.write_text("[{", encoding="utf-8")
     assert Traces().measure([REQUEST])[0] != first
     assert carried_out == [REQUEST, REQUEST]
@@ -149,7 +158,7 @@ def test_traces_of_a_cpu_are_refused_and_not_kept(answer: Callable[..., None], t
     answer({"device": "no C++ compiler found", "traces": [measured(REQUEST)]})
     with pytest.raises(DryRunError, match=r"the dry run is unavailable: no C\+\+ compiler found"):
         Traces().measure([REQUEST])
-    assert not list(tmp_path.glob("trace-*.json"))
+    assert not list(tmp_path.glob("trace-*"))
 
 
 def test_memory_of_a_cpu_is_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.dryrun.roles import Worker, _fit, role_ranks
+from pangu.dryrun import roles
+from pangu.dryrun.roles import _fit, role_ranks, run_jobs
 from pangu.report.dry_run import _fits
 from pangu.topology.layout import Layout
 from tests.configs import config
@@ -102,11 +103,8 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     assert os.environ["CXX"]
-    process = Worker()
-    try:
-        found = process.report(values(""), 0)
-    finally:
-        process.end()
+    monkeypatch.setattr(roles, "_workers", None)
+    (found,) = run_jobs([(values(""), 0, {})])
     assert "cannot compile device.cpp" in found["device"]
     assert found["peak"] > 0
 

@@ -4,6 +4,7 @@ and what the host does for all of them but for the hooks of sharded weights."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import islice
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pangu.dryrun.roles import environment
 from pangu.dryrun.traces import shortened
+from pangu.dryrun.worker import ENVIRONMENT
 from tests.dryrun.layouts import LAYOUTS, values
 from tests.dryrun.plan_cases import all_cases, chosen_of
 
@@ -30,7 +31,9 @@ def differences(configurations: list[dict[str, Any]]) -> list[list[str]]:
     """What a process finds to differ in each run."""
     lines = "".join(f"{json.dumps(one)}\n" for one in configurations)
     command = [sys.executable, "-m", "tests.dryrun.replay"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environment(), check=False)
+    done = subprocess.run(
+        command, input=lines, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

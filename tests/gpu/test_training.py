@@ -14,7 +14,7 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.dryrun.roles import Worker
+from pangu.dryrun.roles import run_jobs
 from pangu.dryrun.run import micro_batches
 from pangu.metrics.devices import peak_memory_gib
 from pangu.pipeline.layouts import choose_layout
@@ -107,12 +107,11 @@ def test_a_dry_run_takes_what_the_allocator_gives(recompute: str) -> None:
     batch = {"batch.global_size": 16, "batch.micro_size": 4}
     changes = {"precision": option("precision", "bf16"), "memory.recompute": recompute, "dry_run": True}
     values = preset("tiny", {**sizes, **batch, **changes})
-    worker, chosen = Worker(), choose_layout(values, 1)
-    peak = worker.report(values, 0, whole=True)["peak"]
-    worker.end()
+    chosen = choose_layout(values, 1)
+    (report,) = run_jobs([(values, 0, {"whole": True})])
     trainer = Trainer(chosen.config, Mesh(Layout(), 0, choose_device("auto", Launch())), chosen.stages)
     batches = micro_batches(chosen.config, chosen.layout)
     trainer.train_step(batches)
     torch.accelerator.reset_peak_memory_stats()
     trainer.train_step(batches)
-    assert torch.accelerator.max_memory_allocated() == pytest.approx(peak, rel=0.01)
+    assert torch.accelerator.max_memory_allocated() == pytest.approx(report["peak"], rel=0.01)

@@ -18,14 +18,14 @@ from tests.spawn import repository
 PAGE = repository() / "docs" / "extending.md"
 COMPARE = """
 import sys
+from pangu.dryrun.roles import kept_workers
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import values
 from tests.dryrun.planned import assert_planned
 
-process = SharedWorker()
-for layout in sys.argv[1:]:
-    assert_planned(values(layout, "model.hidden=256", "model.layers=8", "precision=bf16"), process)
-process.close()
+with kept_workers():
+    for layout in sys.argv[1:]:
+        assert_planned(values(layout, "model.hidden=256", "model.layers=8", "precision=bf16"), SharedWorker())
 """
 EXTENDED = [
     "parallel.schedule=eager_1f1b parallel.pipeline=4 parallel.data=2 parallel.zero=2 batch.global_size=16",
