@@ -20,11 +20,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Thread
 
 import pangu_train  # noqa: F401 - recognizes a foreign package pangu
@@ -80,19 +79,28 @@ def is_running(child: int) -> bool:
         return False
 
 
-def pass_on(signals: SimpleQueue[int]) -> None:
+def pass_on(signals: socket.socket) -> None:
     """Send every signal that arrives to all children, the last one also to children that are started in place of failed
-    ones. Without children, a signal ends this process, and so does a second Ctrl-C, with what is left of them."""
+    ones. Without children, a signal ends this process, and so does a second Ctrl-C, with what is left of them.
+
+    Python writes a signal's number into the socket at once, whatever the main thread waits for: its handlers would run
+    when that is over, as after 15 minutes without the launcher of node 0.
+    """
     number, interrupts, interrupted_s, signalled = 0, 0, -SAME_SECONDS, set[int]()
     while True:
         try:
-            number, signalled = signals.get(timeout=INTERVAL_SECONDS if number else None), set()
+            signals.settimeout(INTERVAL_SECONDS if number else None)
+            if not (arrived := signals.recv(1)):
+                return
+            if arrived[0] not in PASSED_ON:
+                continue
+            number, signalled = arrived[0], set()
             now_s = time.monotonic()
             if number == signal.SIGINT and now_s - interrupted_s >= SAME_SECONDS:
                 interrupts, interrupted_s = interrupts + 1, now_s
             if not children():
                 os._exit(128 + number)
-        except Empty:
+        except TimeoutError:
             pass
         for child in set(children()) - signalled:
             signalled.add(child)
@@ -219,14 +227,27 @@ def keep_processes(spares: int, arguments: Sequence[str]) -> int:
     return keep([str(command), *words], place, *numbers)
 
 
+@contextmanager
+def passing_on() -> Iterator[None]:
+    """Pass signals on until the end of the block."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    Thread(target=pass_on, args=(reader,), daemon=True).start()
+    with writer:
+        signal.set_wakeup_fd(writer.fileno())
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and a shell's background ignore them
+                signal.signal(number, lambda *_: None)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+
+
+@passing_on()
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
     guard_console()
-    signals: SimpleQueue[int] = SimpleQueue()
-    Thread(target=pass_on, args=(signals,), daemon=True).start()
-    for number in PASSED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and a shell's background ignore them
-            signal.signal(number, lambda number, _: signals.put(number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True

@@ -156,6 +156,20 @@ def test_launchers_that_do_not_meet_say_so() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_launcher_that_waits_for_that_of_node_0_ends_at_once_when_it_is_told_to() -> None:
+    """It has no processes yet, and waits in torch."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = ["--master-addr=127.0.0.1", f"--master-port={silent.getsockname()[1]}"]
+        line = [sys.executable, "scripts/launch.py", "--spares=0", "--nnodes=2", "--node-rank=1", *place, "pretrain.py"]
+        with subprocess.Popen(line, cwd=repository()) as launcher:
+            try:
+                silent.accept()
+                launcher.terminate()
+                assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+            finally:
+                launcher.kill()
+
+
 def test_a_launcher_whose_store_is_cut_off_ends_soon_after_its_last_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that takes connections and never answers stands for a partition; torchrun waits for it for ever."""
     monkeypatch.setattr(launch, "STORE_SECONDS", 0.5)
