@@ -43,11 +43,11 @@ class WeightSums:
         self.rows: list[tuple[str, str]] = []
         """Axis and name of the weights of each sum."""
         self._of: dict[FlatParameter, list[tuple[int, list[slice]]]] = {flat: [] for flat in flats}
-        """Rows of a flat parameter, with their ranges in it."""
+        """Rows of a flat parameter, with their ranges in it; none: all of it."""
         for flat in flats:
             places = [(placement, span) for placement, span in flat.tensor_ranges(table) if placement.local_numel]
             alike = [span for at, span in places if not at.expert and not is_cut(at, mesh.layout)]
-            wanted = [(flat.sharding.axis("replicas"), str(flat), [slice(None)])]
+            wanted = [(flat.sharding.axis("replicas"), str(flat), list[slice]())]
             wanted += [("tensor", f"copies in {flat}", alike)] * bool(alike)
             # stages may hold them in different flat parameters
             wanted += [(at.shared, at.name, [span]) for at, span in places if at.shared is not None]
@@ -80,7 +80,7 @@ class WeightSums:
         if self._sums is not None and flat in self._missing:
             self._missing.discard(flat)
             for row, spans in self._of[flat]:
-                parts = [flat.weights[span] for span in spans]
+                parts = [flat.weights[span] for span in spans] or [flat.weights]
                 whole = len(parts) == 1 and not parts[0].storage_offset()
                 self._sums[row] = sum_of_bits(parts[0] if whole else torch.cat(parts))
 
@@ -92,8 +92,8 @@ class WeightSums:
                 self.add(flat)
         sums = torch.stack(self._sums) if self._sums else self._zero.new_zeros(0)
         self._sums = None
-        of_axes = (self._factors * sums).sum(1)
-        parts = (of_axes[:, None] >> self._shifts) & (2**PART_BITS - 1)
+        of_axes = (self._factors * sums).sum(1, keepdim=True)
+        parts = (of_axes >> self._shifts) & (2**PART_BITS - 1)
         return sums, (parts.double() * self._coefficients).view(-1)
 
 
@@ -107,8 +107,7 @@ def coefficient(mesh: Mesh, axis: str) -> int:
 
 def sum_of_bits(values: Tensor) -> Tensor:
     """Return the sum over the bits of a flat tensor as 64-bit integers, modulo 2^64, on its device."""
-    end = len(values) - len(values) % (8 // values.element_size())
-    total = values[:end].view(torch.int64).sum()
-    if end == len(values):
-        return total
-    return total + values[end:].view(_INTEGERS[values.element_size()]).sum()
+    rest = values.numel() % (8 // values.element_size())
+    if not rest:
+        return values.view(torch.int64).sum()
+    return values[:-rest].view(torch.int64).sum() + values[-rest:].view(_INTEGERS[values.element_size()]).sum()

@@ -33,8 +33,9 @@ def make(layout: Layout, words: tuple[str, ...]) -> Trainer:
 
 def step(trainer: Trainer) -> StepResult:
     config, layout = trainer.config, trainer.mesh.layout
-    tokens = np.arange(8 * 17).reshape(8, 17) % 101
-    mine = range(trainer.mesh.at.data, 8 - 8 % (2 * layout.data), layout.data)
+    rows = 2 * layout.data * trainer.stages.schedule.micro_batches
+    tokens = np.arange(rows * 17).reshape(rows, 17) % 101
+    mine = range(trainer.mesh.at.data, rows, layout.data)
     return trainer.train_step(
         [make_batch(tokens[[i, i + layout.data]], [i, i + layout.data], config.data.packing) for i in mine[::2]]
     )
