@@ -391,9 +391,9 @@ def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device)
     per_tensor, per_element = two - one, (twice - one) / size
     fixed = one - per_tensor - per_element * size
     further = three - fixed - 3 * per_tensor - per_element * most
+    matrix = np.zeros(3)
+    if config.name == "muon":
+        matrix = step(size, size, rows=2**10) - step(size, rows=2**10)
     launches = fixed[1], per_tensor[1], further[1] / 2
-    trace = UpdateTrace(per_element[0], *launches, fixed[2], per_tensor[2], per_element[2], further[2] / most)
-    if config.name != "muon":
-        return trace
-    matrix = step(size, size, rows=2**10) - step(size, rows=2**10)
-    return trace._replace(bytes_of_matrix=matrix[0] / size, launches_of_matrix=matrix[1])
+    working = fixed[2], per_tensor[2], per_element[2], further[2] / most
+    return UpdateTrace(*map(float, (per_element[0], *launches, *working, matrix[0] / size, matrix[1])))

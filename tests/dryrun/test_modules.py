@@ -68,6 +68,11 @@ def test_a_host_adds_each_weight_gradient_of_a_layer_once_unless_they_are_comput
     assert modules.work("B", "head").sums == modules.work("B", "embedding").sums == 0
 
 
+def test_an_update_is_measured_in_plain_numbers() -> None:
+    """A step time of numpy's is no number to the tables of a search."""
+    assert {type(number) for number in Modules("batch.micro_size=2").trace.update} == {float}
+
+
 def test_no_layer_is_measured_while_it_casts_its_weights_to_fp8() -> None:
     """The first micro-batch does, which is not measured."""
     spans = Modules("batch.micro_size=2", "precision.matmul=fp8", splits=(False,)).trace.spans
