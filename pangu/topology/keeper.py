@@ -167,7 +167,9 @@ class Leader:
     def _ended(self, number: int, status: int, words: str) -> list[int]:
         """Return the process if it is lost."""
         self._status = status if status >= 0 else 128 - status
-        can_be_replaced = is_loss(status) and not self._done
+        # a spare that is given a rank when all are told to end does not know of it
+        knows = status not in ENDING or not self._target or number in self._reached
+        can_be_replaced = (is_loss(status) or not knows) and not self._done
         if is_loss(status):
             say(words)
         if (number in self._roster.ranks or self._epoch < 0) and not can_be_replaced:
@@ -190,16 +192,17 @@ class Leader:
             say(f"{by}; the other processes continue from the newest state")
         self._begin_epoch()
 
-    def _exchange(self, question: int, numbers: Sequence[int], places: int) -> None:
-        """Let spares replace ranks with slow or wrong devices, if there is one for each, and answer who asks."""
+    def _exchange(self, question: int, numbers: Sequence[int], places: int, now: bool) -> None:
+        """Answer whether each rank with a slow or wrong device can have a spare, and replace them if `now`."""
         is_possible = (  # not where this epoch began after the question: its ranks could not leave it
             all(self._reached.get(rank) == self._epoch for rank in self._roster.ranks)
             and {*numbers} <= {*self._roster.ranks}
-            and self._roster.exchange(numbers, places)
+            and self._roster.exchange(numbers, places, now)
         )
         self._store.set(f"answer-{question}", json.dumps(is_possible))
         if not is_possible:
-            say("there are too few spares that have devices of their own: no process is exchanged")
+            say("no process is exchanged: not each can now have a spare with a device of its own")
+        if not (is_possible and now):
             return
         for one in numbers:
             say(f"a spare replaces process {one} of the run, which is killed; the other processes stay")

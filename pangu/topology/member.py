@@ -34,14 +34,14 @@ def connect(environment: Mapping[str, str] = os.environ) -> tuple[int, dist.TCPS
     return int(number), store
 
 
-def ask_for_spares(numbers: Sequence[int], places: int) -> bool:
-    """Return whether spares replace these processes; if so, all ranks must leave.
+def ask_for_spares(numbers: Sequence[int], places: int, now: bool) -> bool:
+    """Return whether spares can replace these processes; if `now`, they do, and all ranks must leave.
 
     places: devices of each node.
     """
     _, store = connect()
     question = store.add("questions", 1)
-    send_news(store, "exchange", question, numbers, places)
+    send_news(store, "exchange", question, numbers, places, now)
     return bool(json.loads(store.get(f"answer-{question}")))
 
 
@@ -59,11 +59,11 @@ class Member:
         self._environment, self._epoch = environment, 0
         self._number, self._store = connect(environment)
 
-    def join(self, fits: Callable[[int], bool]) -> None:
-        """Wait until this process is a rank, and set the launcher's variables accordingly.
+    def join(self, fits: Callable[[int], bool], rest: Callable[[], None]) -> int:
+        """Wait until this process is a rank, set the launcher's variables accordingly, and return the epoch.
 
         `fits` returns whether some layout has this number of ranks; it must return the same on all members. From the
-        second epoch on, ranks beyond the largest such number wait, too.
+        second epoch on, ranks beyond the largest such number wait, too, and call `rest` before.
         """
         while True:
             record = self._newest_epoch()
@@ -74,14 +74,16 @@ class Member:
             if rank < world:
                 break
             if rank < len(ranks):
+                rest()
                 send_news(self._store, "idle", self._number, self._epoch)
             self._epoch += 1
         local_rank = ranks[rank][1]
         local_world = max(int(self._environment["LOCAL_WORLD_SIZE"]), local_rank + 1)
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+        numbers |= {"MASTER_PORT": record["port"]}
         self._environment.update({name: str(value) for name, value in numbers.items()})
-        self._environment["MASTER_PORT"] = str(record["port"])
         send_news(self._store, "joined", self._number, self._epoch)
+        return self._epoch
 
     def leave(self, writers: Container[str]) -> None:
         """Leave the epoch, because a rank is lost: close connections, and wait for threads with the names `writers`.

@@ -75,8 +75,8 @@ class Roster:
         self.ranks = kept
         return replaced
 
-    def exchange(self, numbers: Sequence[int], places: int) -> bool:
-        """Replace ranks with slow or wrong devices; return False, and change nothing, without a spare for each.
+    def exchange(self, numbers: Sequence[int], places: int, now: bool) -> bool:
+        """Replace ranks with slow or wrong devices if `now`; without a spare for each, return False and change nothing.
 
         A spare needs a device that no other rank of its node has, and that was not exchanged: `places` are on each.
         """
@@ -87,8 +87,8 @@ class Roster:
             devices[self._nodes[spare]] += 1
             if devices[self._nodes[spare]] <= places:
                 usable.append(spare)
-        if len(usable) < len(numbers):
-            return False
+        if len(usable) < len(numbers) or not now:
+            return len(usable) >= len(numbers)
         rest = [spare for spare in self.spares if spare not in usable]
         self._avoided, self._places, self.spares = avoided, places, usable
         self.replace(numbers)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,33 +17,39 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.topology.member import VARIABLE, Member, ask_for_spares
 from pangu.topology.mesh import Mesh, is_silence
 from pangu.training import copies, saving
+from pangu.training.process import StopSignals
 
 log = logging.getLogger("pangu")
 
 
-def exchange(mesh: Mesh, ranks: Sequence[int]) -> None:
+def exchange(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
     """Let spares take ranks whose devices are slow or wrong, if there is one for each: raise LostError on all ranks.
 
     All ranks call this together, once the state that they continue from is saved. Without `scripts/launch.py --spares`
-    it does nothing.
+    it does nothing. Unless `now`, it returns whether there are spares.
     """
     if VARIABLE not in os.environ or not ranks:
-        return
+        return False
     numbers = gather_objects(os.environ[VARIABLE].partition("@")[0], mesh.group("world"))
     places = sys.maxsize if mesh.device.type == "cpu" else torch.accelerator.device_count()
-    answer = ask_for_spares([int(numbers[rank]) for rank in ranks], places) if mesh.is_first else None
+    answer = ask_for_spares([int(numbers[rank]) for rank in ranks], places, now) if mesh.is_first else None
     name = mesh.named(ranks)
     # said before the other ranks know: the launcher kills those that are exchanged at once
-    log.warning("exchanging %s for spares" if answer else "%s: not exchanged, because there are too few spares", name)
-    if gather_objects(answer, mesh.group("world"))[0]:
+    if now or not answer:
+        log.warning(
+            "exchanging %s for spares" if answer else "%s: not exchanged, as not each can have a spare now", name
+        )
+    has_spares: bool = gather_objects(answer, mesh.group("world"))[0]
+    if has_spares and now:
         raise LostError(f"{name}: exchanged for spares")
+    return has_spares
 
 
 def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
     What an attempt has built is gone then, and the next one continues from the newest state of the run, in memory or on
-    the disk. Only the process, its imports, what the system has cached and the signals that an attempt has noted stay.
+    the disk. Only the process, its imports, what the system has cached and the signals that were noted stay.
     """
     received = set[int]()
     if VARIABLE not in os.environ:
@@ -56,13 +63,17 @@ def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:
         return True
 
     member = Member()
-    while True:
-        member.join(fits)
-        try:
-            return attempt(received)
-        except LostError:
-            pass
-        except RuntimeError as error:
-            if not is_silence(error):
-                raise
-        member.leave((copies.WRITER, saving.WRITER))
+    with ExitStack() as stack:  # of handlers of signals, which a process without a rank does not have
+        while True:
+            epoch = member.join(fits, stack.close)
+            if epoch:
+                stack.enter_context(StopSignals(0.0, None, received))
+            try:
+                return attempt(received)
+            except LostError:
+                pass
+            except RuntimeError as error:
+                if not is_silence(error):
+                    raise
+            stack.enter_context(StopSignals(0.0, None, received))
+            member.leave((copies.WRITER, saving.WRITER))

@@ -15,6 +15,7 @@ from pangu.schedule.actions import COMPUTE, Action
 from pangu.topology.member import VARIABLE
 from pangu.topology.recording import Tape, stop
 from pangu.training.profile import breakdown
+from pangu.training.staying import exchange
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
@@ -48,6 +49,8 @@ class Stragglers:
             self._looks.append(found)
             counts = Counter(rank for look in self._looks for rank in look)
             self.slow = sorted(rank for rank, count in counts.items() if count >= SLOW_LOOKS)
+            if self.slow and not exchange(trainer.mesh, self.slow, now=False):  # so that nothing is saved for it
+                self.forget()
         return found or None
 
     def forget(self) -> None:

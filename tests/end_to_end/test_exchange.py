@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.end_to_end.commands import metrics
-from tests.end_to_end.test_staying import STEPS, environment, epochs, figures, prepare, whole, words
-from tests.spawn import repository
+from tests.end_to_end.test_staying import STEPS, epochs, figures, launched, prepare, whole, words
 
 LAYOUT = "zero 1"
 CODE = """
@@ -52,20 +48,10 @@ def test_a_slow_rank_and_one_that_computes_wrongly_are_exchanged_and_the_other_p
     folder = tmp_path_factory.mktemp("exchange") / "of"
     script = prepare(folder)
     script.write_text(script.read_text().replace('if __name__ == "__main__":', CODE.strip(), 1), encoding="utf-8")
-    line = [sys.executable, "scripts/launch.py", "--nproc-per-node=2", "--spares=2", str(script)]
-    done = subprocess.run(
-        [*line, *words(folder / "run", LAYOUT), *KEYS],
-        cwd=repository(),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "exchanging rank 1 for spares" in done.stderr
+    said = launched(script, 2, 2, [*words(folder / "run", LAYOUT), *KEYS])
+    assert "exchanging rank 1 for spares" in said
     began, without_slow, without_both = epochs(folder, 2)
-    assert [(rank, step) for rank, _, step in (*without_slow, *without_both)] == [(0, 3), (1, 3)] * 2, done.stderr
+    assert [(rank, step) for rank, _, step in (*without_slow, *without_both)] == [(0, 3), (1, 3)] * 2, said
     processes = [[process for _, process, _ in ranks] for ranks in (began, without_slow, without_both)]
     assert [old == new for old, new in zip(processes[0], processes[1], strict=True)] == [True, False]
     assert [old == new for old, new in zip(processes[1], processes[2], strict=True)] == [False, True]

@@ -18,7 +18,15 @@ from pangu.common.exit_status import USER_ERROR
 from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.topology.roster import Roster
 from scripts.launch import main
-from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, VARIABLES, call_and_exit, metrics
+from tests.end_to_end.commands import (
+    SAME_ATTENTION,
+    SAME_PRODUCTS,
+    SMALL,
+    VARIABLES,
+    call_and_exit,
+    metrics,
+    wait_until,
+)
 from tests.spawn import repository, run_ranks
 
 DIES_AFTER, HOLDS_AFTER, STEPS = 4, 6, 12
@@ -158,14 +166,11 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in VARIABLES} | {"OMP_NUM_THREADS": "1"}
 
 
-def start(
-    folder: Path, layout: str, *kills: tuple[str, int, int], action: str = KILL, status: int = 0
-) -> tuple[str, list[list[list[int]]]]:
-    """Kill ranks, with a spare for each; return what is said, and rank, process and step of all ranks per epoch."""
-    script, world = prepare(folder, kills, action), MORE_LAYOUTS[layout][0]
-    line = [sys.executable, "scripts/launch.py", f"--nproc-per-node={world}", f"--spares={len(kills)}"]
+def launched(script: Path, world: int, spares: int, arguments: Sequence[str], status: int = 0) -> str:
+    """Carry out a script on a number of ranks, with spares, and return what is said."""
+    line = [sys.executable, "scripts/launch.py", f"--nproc-per-node={world}", f"--spares={spares}", str(script)]
     done = subprocess.run(
-        [*line, str(script), *words(folder / "run", layout)],
+        [*line, *arguments],
         cwd=repository(),
         env=environment(),
         capture_output=True,
@@ -174,7 +179,16 @@ def start(
         check=False,
     )
     assert done.returncode == status, done.stderr
-    return done.stderr, epochs(folder, world)
+    return done.stderr
+
+
+def start(
+    folder: Path, layout: str, *kills: tuple[str, int, int], action: str = KILL, status: int = 0
+) -> tuple[str, list[list[list[int]]]]:
+    """Kill ranks, with a spare for each; return what is said, and rank, process and step of all ranks per epoch."""
+    script, world = prepare(folder, kills, action), MORE_LAYOUTS[layout][0]
+    said = launched(script, world, len(kills), words(folder / "run", layout), status)
+    return said, epochs(folder, world)
 
 
 def epochs(folder: Path, *worlds: int) -> list[list[list[int]]]:
@@ -242,6 +256,29 @@ def test_a_spare_takes_the_rank_of_a_killed_process(
     check(
         tmp_path_factory.mktemp("broken") / "of", layout, [(point, dies, DIES_AFTER)], whole(tmp_path_factory, layout)
     )
+
+
+def test_sigterm_while_a_spare_is_to_take_a_rank_saves_and_stops_the_run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("told") / "of"
+    script = prepare(folder, [("at the norm", 1, DIES_AFTER)])
+    line = [sys.executable, "scripts/launch.py", "--nproc-per-node=2", "--spares=1", str(script)]
+    with (
+        (folder / "said").open("w+") as said,
+        subprocess.Popen(
+            [*line, *words(folder / "run", "zero 1")], cwd=repository(), env=environment(), stderr=said
+        ) as launcher,
+    ):
+        try:
+            wait_until(lambda: "continue from the newest state" in (folder / "said").read_text())
+            launcher.terminate()
+            assert launcher.wait(300) == 0, (folder / "said").read_text()
+        finally:
+            launcher.terminate()
+    assert "(SIGTERM)" in (folder / "said").read_text()
+    last = metrics(folder / "run")[-1]["step"]
+    assert (folder / f"run/checkpoints/step-{last:08}").exists()
 
 
 @pytest.mark.long

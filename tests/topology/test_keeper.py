@@ -81,6 +81,24 @@ def test_a_cut_between_ranks_ends_the_run_though_a_spare_is_left_that_no_layout_
     assert run.orders() == ([], RETRYABLE)
 
 
+def test_a_spare_that_is_told_to_end_before_it_knows_of_its_rank_does_not_end_the_run() -> None:
+    run = Launchers()
+    run.say("here", 0, [0, 1, 2], 2)
+    run.say("here", 1, [3, 4], 2)
+    for number in (0, 1, 3, 4):
+        run.say("joined", number, 0)
+    run.say("exchange", 1, [1], 3, True)
+    run.say("ended", 2, -signal.SIGTERM, "it was told to")
+    assert run.orders() == ([1], None)
+    for number in (0, 3, 4):
+        run.say("left", number, 0)
+    assert sorted(run.ranks(1)) == [0, 3, 4]
+    for number in (0, 3, 4):
+        run.say("joined", number, 1)
+    run.say("ended", 3, -signal.SIGTERM, "it was told to")
+    assert run.orders() == ([1], 128 + signal.SIGTERM)
+
+
 def test_a_node_is_lost_without_signs_of_life_unless_all_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(keeper.time, "monotonic", lambda: now_s)
@@ -105,10 +123,13 @@ def test_ranks_are_exchanged_together_for_spares_with_devices_of_their_own_or_st
     run.say("here", 1, [3, 4, 5], 2)
     for number in (0, 1, 3, 4):
         run.say("joined", number, 0)
-    run.say("exchange", 1, [1], 2)
-    run.say("exchange", 2, [0, 1, 3], 3)
+    run.say("exchange", 1, [1], 2, True)
+    run.say("exchange", 2, [0, 1, 3], 3, True)
     assert [run.store.get(f"answer-{one}") for one in (1, 2)] == [b"false"] * 2, "a node has 2 devices, or 2 spares"
-    run.say("exchange", 3, [1, 3], 3)
+    run.say("exchange", 5, [1, 3], 3, False)
+    assert run.store.get("answer-5") == b"true"
+    assert run.orders() == ([], None), "they are only asked for"
+    run.say("exchange", 3, [1, 3], 3, True)
     assert run.store.get("answer-3") == b"true"
     assert run.orders() == ([1, 3], None)
     run.say("ended", 1, -signal.SIGKILL, "it was killed")
@@ -120,5 +141,5 @@ def test_ranks_are_exchanged_together_for_spares_with_devices_of_their_own_or_st
         "devices are not used again"
     )
     run.say("here", 2, [6], 0)
-    run.say("exchange", 4, [0], 3)
+    run.say("exchange", 4, [0], 3, True)
     assert run.store.get("answer-4") == b"false", "the ranks that ask have not met in this epoch"

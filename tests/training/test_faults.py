@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,12 +23,12 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training import recheck
+from pangu.training import recheck, stragglers
 from pangu.training.faults import Goodput, SpikeDetector, culprits
 from pangu.training.process import Heartbeat
 from pangu.training.step import PendingResult, StepResult, Trainer
-from pangu.training.stragglers import above_median
-from tests.configs import composed
+from pangu.training.stragglers import Stragglers, above_median
+from tests.configs import composed, config
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train
 
@@ -401,6 +402,24 @@ def test_slow_ranks_are_those_far_above_the_median() -> None:
     assert above_median([1.0, 1.1, 0.9, 1.0, 1.6, 4.0], 1.5) == pytest.approx({4: 1.6, 5: 4.0})
     assert above_median([1.0, 2.0], 1.5) == {1: 2.0}
     assert above_median([1.0, 1.4], 1.5) == {}
+
+
+@pytest.mark.parametrize(("has_spares", "slow"), [(True, [[], [], [1], [1]]), (False, [[]] * 4)])
+def test_slow_ranks_are_those_for_which_there_are_spares_before_anything_is_saved(
+    has_spares: bool, slow: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, trainer = [], MagicMock(step=0)
+    trainer.mesh.recorder.tape = None
+    monkeypatch.setenv(stragglers.VARIABLE, "0@host:1")
+    monkeypatch.setattr(stragglers, "find_stragglers", lambda *_: {1: 4.0})
+    monkeypatch.setattr(stragglers, "exchange", lambda *question, now: asked.append((*question, now)) or has_spares)
+    found = Stragglers(trainer, config("faults.stragglers=act", "faults.straggler_every=1").faults)
+    seen = []
+    for _ in range(4):
+        found.forward_backward([])
+        seen.append(found.slow)
+    assert seen == slow
+    assert asked == [(trainer.mesh, [1], False)] * (2 if has_spares else 1)
 
 
 def test_a_heartbeat_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(staying.VARIABLE, "0@host:1")
-    monkeypatch.setattr(staying, "Member", MagicMock())
+    monkeypatch.setattr(staying, "Member", MagicMock(**{"return_value.join.return_value": 0}))
     stops = []
 
     def attempt(received: set[int]) -> int:
@@ -60,6 +60,34 @@ def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(m
 
     assert staying.stay({}, attempt) == 0
     assert stops == ["SIGTERM", "SIGTERM"]
+
+
+def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the process would have been killed")
+
+    def leave(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    member, previous, attempts = MagicMock(), signal.signal(signal.SIGTERM, refuse), []
+    member.join.side_effect, member.leave.side_effect = [0, 1], leave
+    monkeypatch.setenv(staying.VARIABLE, "0@host:1")
+    monkeypatch.setattr(staying, "Member", lambda: member)
+
+    def attempt(received: set[int]) -> int:
+        if not attempts:
+            attempts.append(set(received))
+            raise LostError("a rank is lost")
+        os.kill(os.getpid(), signal.SIGHUP)  # while it starts
+        attempts.append(set(received))
+        return 0
+
+    try:
+        assert staying.stay({}, attempt) == 0
+        assert signal.getsignal(signal.SIGTERM) is refuse
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert attempts == [set(), {signal.SIGTERM, signal.SIGHUP}]
 
 
 def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
