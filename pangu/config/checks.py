@@ -19,7 +19,7 @@ from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.nearest import any_of, divisors_near, multiples_near
-from pangu.config.optimizer import MuonConfig, qk_clip_of
+from pangu.config.optimizer import MuonConfig
 from pangu.config.position_checks import latent_problems, position_problems
 from pangu.config.recipe_checks import RECIPE_RULES
 from pangu.config.schema import RunConfig
@@ -96,9 +96,6 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
 def _kernel(config: RunConfig) -> Iterator[Problem]:
     if config.model.attention != "auto":
         yield from obstacles(config.model.attention, config.model, config.precision.compute)
-    if config.compile and config.model.attention == "flash_attn":
-        rule = "cannot be compiled, and compile = true"
-        yield Problem("model.attention", "flash_attn", rule, "set model.attention=auto or compile=false")
 
 
 def _determinism(config: RunConfig) -> Iterator[Problem]:
@@ -126,13 +123,6 @@ def _moments(config: RunConfig) -> Iterator[Problem]:
         if optimizer.moments == "bf16" and rate > BF16_BETA:
             rule = "bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has no effect"
             yield Problem(key, rate, rule, f"use {BF16_BETA:g}, or set optimizer.moments=fp32")
-
-
-def _qk_clip(config: RunConfig) -> Iterator[Problem]:
-    threshold = qk_clip_of(config.optimizer)
-    if threshold is not None and config.compile is True:
-        rule = "needs the logits of each layer, which compiled layers do not note, and compile = true"
-        yield Problem("optimizer.qk_clip", threshold, rule, "use null, or set compile=false")
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
@@ -304,7 +294,6 @@ _RULES: tuple[Rule, ...] = (
     _determinism,
     _recompute,
     _moments,
-    _qk_clip,
     *RECIPE_RULES,
     _packing,
     _vocabulary,

@@ -62,9 +62,6 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.context_ulysses", ulysses, rule, any_of(near))
     if kind != "ulysses" and model.attention != "auto":
         yield from _kernel(model.attention, kind, model.window)
-    if config.compile is True:
-        rule = "is not supported with parallel.context > 1"
-        yield Problem("compile", True, rule, "set compile=false or compile=auto")
 
 
 def _kernel(kernel: str, kind: str, window: int | None) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ def asks_for_layout(values: Mapping[str, Any]) -> bool:
 
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """Return all problems of a layout on a number of processes."""
-    rules = (_tensor, _compiled, _shared_sequence, _context, _pipeline, _zero, _fp8)
+    rules = (_tensor, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = unmet(config, dependencies.LAYOUT) + [problem for rule in rules for problem in findings(rule, config)]
     problems += findings(_devices, config, world)
     problems = problems or findings(_batch, config, world) + findings(_experts, config, world)
@@ -87,17 +87,9 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, exp
 
 
 def shares_keys(config: RunConfig) -> bool:
-    """Return whether tensor-parallel ranks exchange keys that they share, which no compiler traces."""
+    """Return whether tensor-parallel ranks exchange keys that they share, which no graph contains."""
     model, tensor = config.model, config.parallel.tensor
     return tensor > 1 if model.latent is not None else model.ranks_per_key_head(tensor) > 1
-
-
-def _compiled(config: RunConfig) -> Iterator[Problem]:
-    if config.compile is True and shares_keys(config):
-        keys = "model.latent and parallel.tensor > 1"
-        if config.model.latent is None:
-            keys = f"parallel.tensor = {config.parallel.tensor} above model.kv_heads = {config.model.kv_heads}"
-        yield Problem("compile", True, f"is not supported with {keys}", "set compile=false or compile=auto")
 
 
 def _shared_sequence(config: RunConfig) -> Iterator[Problem]:

@@ -327,7 +327,8 @@ class RunConfig:
     """Text sampled at the end."""
     compile: bool | Literal["auto"]
     """Compile layers with torch.compile for training, which takes minutes the first time. It needs Triton or, on a CPU,
-    a C++ compiler; results differ in rounding. `auto`: time a layer both ways at the start."""
+    a C++ compiler; results differ in rounding. Attention over split sequences and experts run between graphs. `auto`:
+    time a layer both ways at the start."""
     profile: bool
     """Profile the tenth step (the last one, if there are fewer): time by category on each rank, in the log,
     summary.json and plots/profile.png; a trace for ui.perfetto.dev in plots/profile.json; plots/pipeline_measured.*."""

@@ -10,7 +10,7 @@ from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.recompute import checkpointed
 
 
-class AttentionCore(nn.Module):
+class AttentionCore:
     """Attention without parameters, by a given kernel: softmax(q kᵀ / sqrt(head size) + bias) v."""
 
     # Heads are independent: a tensor-parallel rank computes its share of them without communication.
@@ -19,11 +19,10 @@ class AttentionCore(nn.Module):
     ) -> None:
         """Prepare attention; `recompute`: save queries, keys and values only (Korthikanti et al. 2022, section 5)."""
         # `residual_scores`: return the scores, for the layer above
-        super().__init__()
         self.recompute, self.residual_scores = recompute, residual_scores
         self.dropout = Dropout(build, dropout_probability, "probabilities")
 
-    def forward(
+    def __call__(
         self,
         qkv: QKV,
         kernel: Kernel,

@@ -138,9 +138,9 @@ class Attention(nn.Module):
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
         self.logits = None if build.logits is None else build.logits.of_layer(number, build)
 
-    def forward(self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
-        """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
-        # `below`: scores of the layer below; `queries`: position vectors [sequence, batch, hidden], for the query layer
+    def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
+        """Return queries, keys and values of x [sequence, batch, hidden]."""
+        # `queries`: position vectors [sequence, batch, hidden], for the query layer
         if queries is None:
             projected = self.qkv.projections(x, self.ranks_per_key_head)
         else:
@@ -152,11 +152,12 @@ class Attention(nn.Module):
             query, key = context.rotary(query), context.rotary(key)
         if context.cache is not None:
             key, value = context.cache.append(self, context.first, key, value)
-        kernel = context.kernels[self.has_window]
-        if self.logits is not None:
-            self.logits.note(query, key, context.terms, self.has_window)
-        attended, scores = self.core(QKV(query, key, value), kernel, context.keys, below, self.sinks)
-        return HiddenStates(self.output(merge_heads(attended)), scores)
+        return QKV(query, key, value)
+
+    def finish(self, attended: Tensor, context: ForwardContext) -> Tensor:
+        """Return the output [sequence, batch, hidden] for attention [batch, heads / ranks, sequence, head size]."""
+        output: Tensor = self.output(merge_heads(attended))
+        return output
 
 
 class FeedForward(nn.Module):
@@ -169,6 +170,7 @@ class FeedForward(nn.Module):
         self.up = ColumnParallelLinear(build, "up")
         self.down = RowParallelLinear(build, "down")
         self.activation = ACTIVATIONS[config.activation]
+        self.compute: Callable[..., Tensor] = checkpointed
 
     def forward(self, x: Tensor, routes: Routes | None) -> Tensor:
         """Map x [sequence, batch, hidden] to an output of the same shape."""
@@ -183,7 +185,12 @@ class FeedForward(nn.Module):
         yield self._finish(inner) if output is None else output
 
     def _finish(self, inner: Tensor) -> Tensor:
-        return checkpointed(lambda inner: self.down(self.activation(inner)), inner, on=self.recompute)
+        return self.compute(_activate, self, inner, on=self.recompute)
+
+
+def _activate(layer: FeedForward, inner: Tensor) -> Tensor:
+    output: Tensor = layer.down(layer.activation(inner))
+    return output
 
 
 def _feed_forward(config: ModelConfig, build: Builder, options: Options, number: int) -> nn.Module:
@@ -219,11 +226,31 @@ class Block(nn.Module):
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
         """Return the hidden states after this layer; `queries`: position vectors, for the query layer."""
         x, scores = below
+        attended, scores = self.attend(self.project(x, context, queries), context, scores)
+        return HiddenStates(self.feed(self.join(x, attended, context), x, context), scores)
+
+    def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
+        """Return queries, keys and values for the layer's input."""
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
-            attended, scores = self.attention(normed, context, scores, queries)
-        x = self.attention_dropout.hidden(self.of_attention(attended), context.keys, x)
+            return self.attention.project(normed, context, queries)
+
+    def attend(self, qkv: QKV, context: ForwardContext, below: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the kernel's output, and the scores if the next layer adds them; `below`: scores of the last layer."""
+        attention = self.attention
+        if attention.logits is not None:
+            attention.logits.note(qkv.query, qkv.key, context.terms, attention.has_window)
+        kernel = context.kernels[int(attention.has_window)]  # torch 2.11 traces no bool as an index
+        return attention.core(qkv, kernel, context.keys, below, attention.sinks)
+
+    def join(self, x: Tensor, attended: Tensor, context: ForwardContext) -> Tensor:
+        """Return the residual stream with the output of attention, for the layer's input."""
+        output = self.of_attention(self.attention.finish(attended, context))
+        return self.attention_dropout.hidden(output, context.keys, x)
+
+    def feed(self, x: Tensor, below: Tensor, context: ForwardContext) -> Tensor:
+        """Return the layer's output for the residual stream after attention, and the layer's input `below`."""
         change = self.of_mlp(self._mlp(x, context))
-        return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
+        return self.mlp_dropout.hidden(change, context.keys, x)
 
     def of_attention(self, output: Tensor) -> Tensor:
         """Return what the output of attention adds to the residual stream, without dropout."""
@@ -234,24 +261,25 @@ class Block(nn.Module):
         return output
 
     def _mlp(self, x: Tensor, context: ForwardContext) -> Tensor:
-        assert self.mlp_norm is not None
-        with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
+        norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
+        with context.saved.discarding(norm, x, self.recompute_norm) as normed:
             return cast(Tensor, self.mlp(normed, context.routes))
 
 
 class PostNormBlock(Block):
     """Transformer layer, post-norm (Vaswani et al. 2017): LN(x + Attention(x)), then LN(x + FFN(x))."""
 
-    def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
-        """Return the hidden states after this layer; see `Block`."""
-        x, scores = below
+    def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
+        """Return queries, keys and values for the layer's input."""
+        return self.attention.project(x, context, queries)
+
+    def feed(self, x: Tensor, below: Tensor, context: ForwardContext) -> Tensor:
+        """Return the layer's output; see `Block`."""
         assert self.mlp_norm is not None
-        attended, scores = self.attention(x, context, scores, queries)
-        x = self.attention_dropout.hidden(attended, context.keys, x)
         # full recompute keeps the output of the other norm anyway, as it is that of the layer
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
             change = self.mlp(normed, context.routes)
-        return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)
+        return cast(Tensor, self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)))
 
 
 class SandwichBlock(Block):
@@ -279,10 +307,15 @@ class ParallelBlock(Block):
         """Return the hidden states after this layer; see `Block`."""
         x, scores = below
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
-            attended, scores = self.attention(normed, context, scores, queries)
+            attended, scores = self.attend(self.attention.project(normed, context, queries), context, scores)
+            output = self.attention.finish(attended, context)
             change = self.mlp(normed, context.routes) if self.mlp_norm is None else self._mlp(x, context)
-        x = self.attention_dropout.hidden(attended, context.keys, x)
+        x = self.attention_dropout.hidden(output, context.keys, x)
         return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
+
+    def feed(self, x: Tensor, below: Tensor, context: ForwardContext) -> Tensor:
+        """Return the layer's output; see `Block`. A norm that both sublayers share is computed again."""
+        return self.mlp_dropout.hidden(self._mlp(below, context), context.keys, x)
 
 
 def make_block(config: ModelConfig, build: Builder, options: Options, number: int) -> Block:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,8 @@ class LatentAttention(nn.Module):
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
         self.logits = None if build.logits is None else build.logits.of_layer(number, build)
 
-    def forward(
-        self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output for x [sequence, batch, hidden], and the scores if the next layer adds them."""
+    def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
+        """Return queries, keys and values of x [sequence, batch, hidden], one key head for all if they are cached."""
         *down, latent, key_rope = self.down(x).split_with_sizes(self.down.widths, -1)
         latent = self.kv_norm(latent)
         # one head [batch, 1, sequence, rope_head_dim]
@@ -68,47 +66,35 @@ class LatentAttention(nn.Module):
             whole = split_heads(self.down.enter(latent), latent.shape[-1])
             (kept,) = context.cache.append(self, context.first, torch.cat([whole, key_rope], -1))
             if context.first:
-                attended, scores = self._absorbed(query_nope, query_rope, kept, context, below)
-                return self.output(merge_heads(attended)), scores
-        query = torch.cat([query_nope, query_rope], -1)
-        attended, scores = self._expanded(query, latent, key_rope, context, below)
-        return self.output(merge_heads(attended)), scores
+                return self._absorbed(query_nope, query_rope, kept)
+        return self._expanded(torch.cat([query_nope, query_rope], -1), latent, key_rope, context)
+
+    def finish(self, attended: Tensor, context: ForwardContext) -> Tensor:
+        """Return the output [sequence, batch, hidden] for attention [batch, heads / ranks, sequence, head size]."""
+        if context.cache is not None and context.first:
+            _, values = self.key_value.weight.split_with_sizes(self.key_value.widths)
+            values = values.unflatten(0, (attended.shape[1], -1))
+            attended = torch.einsum("bhsr,hvr->bhsv", attended[..., : self.latent.kv_rank], values)
+        return cast(Tensor, self.output(merge_heads(attended[..., : self.latent.value_head_dim])))
 
     def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
         assert context.rotary is not None
         return context.rotary(x)
 
-    def _expanded(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        context: ForwardContext,
-        below: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend with the keys and values of every head."""
+    def _expanded(self, query: Tensor, latent: Tensor, key_rope: Tensor, context: ForwardContext) -> QKV:
+        """Return the keys and values of every head."""
         parts = self.key_value(latent).split_with_sizes(self.key_value.widths, -1)
         key, value = map(split_heads, parts, (self.latent.nope_head_dim, self.latent.value_head_dim))
         key = torch.cat([key, key_rope.expand(-1, key.shape[1], -1, -1)], -1)
-        if self.logits is not None:
-            self.logits.note(query, key, context.terms, self.has_window)
         # the explicit kernel alone takes values of another size than keys
-        kernel = context.kernels[self.has_window]
+        kernel = context.kernels[int(self.has_window)]
         narrow = 0 if isinstance(kernel, Reference) else self.head_size - value.shape[-1]
-        qkv = QKV(query, key, F.pad(value, (0, narrow)))
-        attended, scores = self.core(qkv, kernel, context.keys, below, self.sinks)
-        return attended[..., : self.latent.value_head_dim], scores
+        return QKV(query, key, F.pad(value, (0, narrow)))
 
-    def _absorbed(
-        self, query_nope: Tensor, query_rope: Tensor, kept: Tensor, context: ForwardContext, below: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend to the cached vectors `kept`, as one key head for all: q (K c) = (q K) c, and V follows the sum."""
-        keys, values = self.key_value.weight.split_with_sizes(self.key_value.widths)
-        heads = query_nope.shape[1]
-        absorbed = torch.einsum("bhsn,hnr->bhsr", query_nope, keys.unflatten(0, (heads, -1)))
+    def _absorbed(self, query_nope: Tensor, query_rope: Tensor, kept: Tensor) -> QKV:
+        """Return the cached vectors `kept` as the key head of all: q (K c) = (q K) c, and V follows the sum."""
+        keys, _ = self.key_value.weight.split_with_sizes(self.key_value.widths)
+        absorbed = torch.einsum("bhsn,hnr->bhsr", query_nope, keys.unflatten(0, (query_nope.shape[1], -1)))
         # kernels divide by the square root of the width that they see
         query = torch.cat([absorbed, query_rope], -1) * math.sqrt(kept.shape[-1] / self.head_size)
-        kernel = context.kernels[self.has_window]
-        attended, scores = self.core(QKV(query, kept, kept), kernel, context.keys, below, self.sinks)
-        attended = attended[..., : self.latent.kv_rank]
-        return torch.einsum("bhsr,hvr->bhsv", attended, values.unflatten(0, (heads, -1))), scores
+        return QKV(query, kept, kept)

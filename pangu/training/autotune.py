@@ -23,9 +23,7 @@ from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.common.errors import LocalError, writing
 from pangu.common.files import write_atomically
 from pangu.config.attention import ABILITIES
-from pangu.config.layout_checks import shares_keys
 from pangu.config.model import ModelConfig
-from pangu.config.optimizer import qk_clip_of
 from pangu.config.schema import RunConfig
 from pangu.layers import apex
 from pangu.layers.builder import DTYPES
@@ -83,10 +81,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     """
     compute, device = config.precision.compute, mesh.device
     kernels, compiles = kernels_of(config, device), ["false"]
-    noted = qk_clip_of(config.optimizer) is not None
-    if config.compile and config.parallel.context == 1 and not (shares_keys(config) or noted):
+    if config.compile:
         compiles = ways(config.compile, device)
-        kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
     own = {"attention": kernels, "products": precisions(config.precision.fp32_matmul, compute, device)}
     own |= {"compile": compiles, **{use: apex.candidates(use, config, device) for use in apex.USES}}
     processors, of_ranks = zip(*gather_objects((processor_name(device), own), mesh.group("world")), strict=True)

@@ -110,7 +110,7 @@ def layer_trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> T
     for name, shape in table.shapes.items():
         replace_parameter(model, name, random(device, dtype, tuple(shape))[0] * config.model.init_std)
     if compiled:
-        model.compute = CompiledBlocks(model, splits_backward=False)
+        model.compute = CompiledBlocks(model, config, kernel, splits_backward=False)
     micro, length = config.batch.micro_size, config.model.sequence // mesh.layout.context
     batch = make_batch(np.zeros((micro, length + 1), dtype=np.int64), range(micro), config.data.packing).to(device)
     (x,) = random(device, dtype, (length, micro, config.model.hidden))

@@ -146,7 +146,7 @@ class Trainer:
             for flat in self.parameters.flat_parameters:
                 flat.stale = self.scales.keep(flat.casts_by_name)
         if config.compile is True or (choices is not None and choices.compile == "true"):
-            self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
+            self.model.compute = CompiledBlocks(self.model, config, kernel, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         over_ranks = self.parameters.squares.over
         whole = None

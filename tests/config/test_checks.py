@@ -70,10 +70,6 @@ CONTRADICTIONS = {
     "optimizer=muon optimizer.qk_clip=100 model.qk_norm=true": (
         "optimizer.qk_clip = 100.0: needs model.qk_norm = false, got true: norms bound the logits; use null, or"
     ),
-    "optimizer=muon optimizer.qk_clip=100 compile=true": (
-        "optimizer.qk_clip = 100.0: needs the logits of each layer, which compiled layers do not note, and "
-        "compile = true; use null, or set compile=false"
-    ),
     "optimizer=muon optimizer.qk_clip=0": "optimizer.qk_clip = 0.0: must be above 0",
     "optimizer=lamb optimizer.moments=bf16": (
         "optimizer.betas[1] = 0.999: bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has "
@@ -87,10 +83,6 @@ CONTRADICTIONS = {
     ),
     "metrics.trust_ratios=true": "metrics.trust_ratios = true: needs optimizer.name = lamb, got adam; use "
     "false, or set optimizer=lamb",
-    "model.attention=flash_attn precision=bf16 compile=true": (
-        "model.attention = flash_attn: cannot be compiled, and compile = true; set model.attention=auto or "
-        "compile=false"
-    ),
     **{
         f"model.kind=gpt model.positions=rope {LATENT} {words}": message
         for words, message in {

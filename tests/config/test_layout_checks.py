@@ -51,7 +51,6 @@ CONTRADICTIONS = {
         "parallel.context_ulysses = 4: must divide parallel.context = 4, be less, and divide the 8 heads of a "
         "tensor-parallel rank; nearest valid values: 1, 2"
     ),
-    "parallel.context=2 compile=true": "compile = true: is not supported with parallel.context > 1; set",
     "parallel.context=2 parallel.zero=1 parallel.zero_group=3 parallel.data=2": (
         "must divide the data-parallel size 2 x parallel.context = 4; nearest valid values: 1, 2, 4"
     ),
@@ -94,23 +93,6 @@ def test_tensor_parallel_ranks_divide_the_key_heads_or_are_divided_by_them() -> 
     # three ranks would share a head of 8 elements
     text = problems(*twelve, "parallel.tensor=12", world=12)
     assert f"parallel.tensor = 12: {rule}; nearest valid values: 1, 2, 4" in text
-
-
-def test_ranks_that_share_a_key_head_compile_no_layer() -> None:
-    words = ("model.kv_heads=2", "parallel.tensor=4")
-    rule = "compile = true: is not supported with parallel.tensor = 4 above model.kv_heads = 2; set compile=false or"
-    assert rule in problems(*words, "compile=true", world=4)
-    assert check(config(*words, "compile=auto"), 4) == 1
-
-
-def test_ranks_that_share_latent_attention_compile_no_layer() -> None:
-    latent = "model.latent={kv_rank:6,nope_head_dim:8,rope_head_dim:4,value_head_dim:8}"
-    words = ("model.kind=gpt", "model.positions=rope", latent, "parallel.tensor=2")
-    rule = (
-        "compile = true: is not supported with model.latent and parallel.tensor > 1; set compile=false or compile=auto"
-    )
-    assert rule in problems(*words, "compile=true", world=2)
-    assert check(config(*words, "compile=auto"), 2) == 1
 
 
 @pytest.mark.parametrize("words", CONTRADICTIONS)

@@ -99,19 +99,19 @@ def test_latent_attention_keeps_the_latent_vectors_alone(kernel: str, monkeypatc
     """The prompt is read with keys of every head; after it, all heads read one key, which is what the cache keeps."""
     latent = LatentConfig(kv_rank=10, q_rank=14, nope_head_dim=6, rope_head_dim=4, value_head_dim=8)
     model = loaded(variant(kind="gpt", positions="rope", latent=latent), kernel)
-    kept, shapes, core = list[torch.Size](), list[torch.Size](), AttentionCore.forward
+    kept, shapes, core = list[torch.Size](), list[torch.Size](), AttentionCore.__call__
 
     def append(cache: KVCache, layer: Any, first: int, *new: Tensor) -> list[Tensor]:
         kept.extend(x.shape for x in new)
         return original(cache, layer, first, *new)
 
-    def forward(self: AttentionCore, qkv: QKV, *rest: Any) -> Any:
+    def call(self: AttentionCore, qkv: QKV, *rest: Any) -> Any:
         shapes.append(qkv.key.shape)
         return core(self, qkv, *rest)
 
     original = KVCache.append
     monkeypatch.setattr(KVCache, "append", append)
-    monkeypatch.setattr(AttentionCore, "forward", forward)
+    monkeypatch.setattr(AttentionCore, "__call__", call)
     generate(model, [[1, 2, 3, 4]], Sampling(3))
     assert kept == [(1, 1, 4, 14)] * 3 + [(1, 1, 1, 14)] * 6
     assert shapes == [(1, 4, 4, 10)] * 3 + [(1, 1, 5, 14)] * 3 + [(1, 1, 6, 14)] * 3

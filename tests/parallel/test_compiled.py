@@ -1,10 +1,12 @@
-"""Compiled layers: each is one graph whatever the options, layers of a kind share it, and it computes what they do.
+"""Compiled layers: each is one graph, or few where something in it cannot be traced; layers of a kind share them, and
+they compute what the layers do.
 
 torch traces and differentiates as for its compiler, but most of these tests run the graph as it stands: to make C++ of
 it takes a minute."""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,9 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from pangu.common.errors import ConfigError, LocalError, allocating
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.gpu_kernels import KERNELS
+from pangu.layers.kernels import Reference
 from pangu.models import compiled
 from pangu.models.compiled import ways
 from pangu.topology.layout import Layout
+from pangu.training import step
 from tests.covering import Case, with_every_value
 from tests.parallel.cases import FACTORS, LATENT_NEEDS, MODEL, RECOMPUTE, equals_one_process, keys_of, name_of
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
@@ -39,6 +44,12 @@ MORE = {
     "autograd": {"overlap_chunks": "3", "offload": "activations", "qk_norm": "true", "residual_scores": "true"},
     "split": {"sequence": "true", "loss_chunk": "5", "norm_placement": "post", "activation": "swiglu"},
     "product": {"tensor": "2", "recompute": "full", "kind": "gpt", "micro_batches": "3", "matmul": "fp8"},
+}
+
+PARTS: dict[str, Case] = {  # several graphs: attention over ranks and experts, keys that ranks share
+    "experts": {"context": "2", "context_kind": "ring", "experts": "4", "shared_experts": "2", "expert": "2"}
+    | {"zero": "3", "recompute": "selective"},
+    "keys": {"tensor": "2", "sequence": "true", "latent": "full", **LATENT_NEEDS, "recompute": "full"},
 }
 
 
@@ -63,24 +74,45 @@ def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int, lat
     words = [*keys_of({**FIRST, **chosen})[0], "model.layers=4", *RECOMPUTE[recompute].split()]
     with patch.object(compiled, "BACKEND", "eager"):
         found = gradients(*words, "compile=true")
-    # others have a query, no window, recompute, or scores from the layer below
+    # others have a query, no window, recompute, or scores from the layer below; shared experts are one more
     more = (("kind", "pangu"), ("residual_scores", "true"), ("full_layers", "2"), ("full_layers", "[0]"))
-    assert graphs() <= 1 + (recompute == "one_layer") + sum(chosen[name] == value for name, value in more)
+    shared = chosen["experts"] != "null" and chosen["shared_experts"] != "0"
+    assert graphs() <= 1 + shared + (recompute == "one_layer") + sum(chosen[name] == value for name, value in more)
     for name, gradient in gradients(*words).items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("experts", [(), ("model.experts=4", "model.expert_every=2")])
-def test_layers_steps_and_micro_batches_share_a_graph(experts: tuple[str, ...]) -> None:
-    """Dense ones between layers of experts too."""
-    words = (*OVERRIDES, "model.layers=6", "batch.micro_size=2", "compile=true", *experts)
-    trainer, batches = small_trainer(Layout(), *words)
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), 2),  # five layers, and the query layer
+        (("model.experts=4", "model.shared_experts=1", "model.expert_every=2"), 4),  # attention, and what is shared
+        (("optimizer=muon", "optimizer.qk_clip=0.02"), 3),  # before attention, in the query layer too, and behind it
+    ],
+)
+def test_layers_steps_and_micro_batches_share_graphs(more: tuple[str, ...], expected: int) -> None:
+    words = (*OVERRIDES, "model.layers=6", "batch.micro_size=2", "compile=true", *more)
     with patch.object(compiled, "BACKEND", "eager"):
         trainer, batches = small_trainer(Layout(), *words)
         for _ in range(3):
             trainer.train_step(batches)
     assert len(batches) == 4
-    assert graphs() == 2  # five layers, or the dense ones of them, and the query layer
+    assert graphs() == expected
+
+
+def test_a_kernel_of_another_package_runs_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Package(Reference):
+        def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+            assert not torch.compiler.is_compiling()
+            return super().__call__(*arguments)
+
+    monkeypatch.setitem(KERNELS, "flash_attn", Package)
+    monkeypatch.setattr(step, "kernels_of", lambda *_: ["flash_attn"])
+    with patch.object(compiled, "BACKEND", "eager"):
+        found = gradients(*OVERRIDES, "compile=true")
+    assert graphs() == 3
+    for name, gradient in gradients(*OVERRIDES).items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 
 
 def same_run(ranks: Ranks, case: Case, backend: str) -> None:
@@ -95,15 +127,13 @@ def test_a_layout_with_compiled_layers_is_one_process(ranks: Ranks, way: str) ->
     same_run(ranks, {**FIRST, **THREE[way], **MORE[way]}, TRACED)
 
 
-def has_compiled_layers(case: Case) -> bool:
-    """Whether a layer is neither refused (context parallelism, shared keys) nor left as it is (experts)."""
-    shares = (case["tensor"] != "1" and case["latent"] != "null") or (case["kv_heads"], case["tensor"]) == ("2", "4")
-    refused = case["context"] != "1" or shares
-    return not refused and (case["experts"] == "null" or case["expert_layers"] != "all")
+@pytest.mark.parametrize("way", PARTS)
+def test_a_layout_whose_layers_are_several_graphs_is_one_process(ranks: Ranks, way: str) -> None:
+    same_run(ranks, {**FIRST, **PARTS[way]}, TRACED)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [c for c in with_every_value(COVER.cases) if has_compiled_layers(c)], ids=name_of)
+@pytest.mark.parametrize("case", with_every_value(COVER.cases), ids=name_of)
 def test_every_option_with_compiled_layers_is_one_process(ranks: Ranks, case: Case) -> None:
     same_run(ranks, case, TRACED)
 
