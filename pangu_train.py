@@ -19,5 +19,5 @@ _spec = find_spec("pangu")
 if _spec is not None and Path(_spec.origin or "").resolve() != Path(__file__).resolve().parent / "pangu/__init__.py":
     _place = _spec.origin or ", ".join(_spec.submodule_search_locations or ())
     _fix = "uninstall it (pip uninstall pangu), or remove its folder from PYTHONPATH"
-    print(f"error: {_place} is another package named pangu: {_fix}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {_place} is another package named pangu: {_fix}", file=sys.stderr)
     sys.exit(2)

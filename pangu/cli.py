@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pangu
-from pangu.common.commands import FILES
+from pangu.common.commands import FILES, print_error
 from pangu.common.exit_status import INTERRUPTED, USER_ERROR
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
@@ -124,7 +124,8 @@ def main() -> None:
             complete(line, given[1] if len(given) > 1 else line.rpartition(" ")[2])  # zsh gives no words
         case [wrong, *_]:
             near = ", ".join(close_names(wrong, PROGRAMS) or PROGRAMS)
-            print(f"error: unknown command: pangu {wrong}; use {near}, or pangu --help", file=sys.stderr)
+            sys.argv[0] = "pangu"
+            print_error(f"unknown command: pangu {wrong}; use {near}, or pangu --help")
             sys.exit(USER_ERROR)
 
 

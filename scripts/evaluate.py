@@ -185,7 +185,7 @@ def _print(options: argparse.Namespace, model: Path, results: list[dict[str, Any
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: run(parse(arguments), Launch.from_environment()), "evaluate", is_first_process)
+    return exit_status(lambda: run(parse(arguments), Launch.from_environment()), is_first_process)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ with ending_at_once():
     from torch.distributed.run import main as torchrun
 
     from pangu.collectives.agreement import answer_of_store
+    from pangu.common.commands import print_error
     from pangu.common.console import guard_console
     from pangu.common.errors import STORE_SECONDS
     from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         spares, arguments = split_spares(arguments)
         if refused := refusal(arguments):
-            print(f"error: {refused}", file=sys.stderr, flush=True)
+            print_error(refused)
             return USER_ERROR
         if spares is not None:
             return keep_processes(spares, arguments)
@@ -269,12 +270,12 @@ def main(arguments: Sequence[str]) -> int:
         if "EADDRINUSE" in reason:
             port = reason.partition("port: ")[2].partition(",")[0]
             rule = "set another one with --master-port or --rdzv-endpoint, the same on all nodes"
-            print(f"error: port {port} of {socket.gethostname()} is in use: {rule}", file=sys.stderr, flush=True)
+            print_error(f"port {port} of {socket.gethostname()} is in use: {rule}")
             return USER_ERROR
         print(f"\nthe launchers of this run did not meet: {reason}", file=sys.stderr, flush=True)
         return RETRYABLE
     except (OSError, ValueError) as error:  # an address, a folder or a program that cannot be
-        print(f"error: torchrun cannot start: {error}", file=sys.stderr, flush=True)
+        print_error(f"torchrun cannot start: {error}")
         return USER_ERROR
     return 0
 

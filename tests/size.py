@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, "size"))
+    sys.exit(exit_status(main))

@@ -588,7 +588,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: run(parse(arguments)), "\nerror", is_first_process)
+    return exit_status(lambda: run(parse(arguments)), is_first_process)
 
 
 if __name__ == "__main__":

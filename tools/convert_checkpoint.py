@@ -68,7 +68,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", choices=FORMATS, required=True, help="format of the input")
     parser.add_argument("--to", dest="target", choices=FORMATS, required=True, help="format of the output")
     parser.add_argument("--input", type=Path, required=True, help="files to convert")
-    parser.add_argument("--output", type=Path, required=True, help="a new folder (mindspore: a file)")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder (mindspore: a file NAME.ckpt)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a Megatron output (1)")
     parser.add_argument(
         "--megatron-format",
@@ -96,6 +96,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--push-to-hub {shown(hub)}: must be ORG/NAME, e.g. my-lab/quickstart")
     if options.public and hub is None:
         parser.error("--public: needs --push-to-hub ORG/NAME")
+    if options.target == "mindspore" and options.output.suffix != ".ckpt":
+        parser.error(f"--output {options.output}: must end in .ckpt for MindSpore, e.g. {options.output}.ckpt")
     if options.tensor < 1 or (options.tensor > 1 and (dist or not FORMATS[options.target].ranks)):
         parser.error(f"--tensor {options.tensor}: must be 1, or more with --to megatron --megatron-format torch")
     return options
@@ -150,8 +152,10 @@ def settle_mtp(source: WeightSource, config: RunConfig, target: str) -> RunConfi
 
 def run(options: argparse.Namespace) -> None:
     """Carry out the command. Raises UserError and then leaves no output."""
-    if options.output.exists():
-        raise UserError(f"--output {options.output} exists already; choose another one")
+    card = [Path(f"{options.output}.md")] * (options.target == "mindspore")  # next to the file; others write a folder
+    for path in (options.output, *card):
+        if path.exists():
+            raise UserError(f"--output {options.output}: {path} exists already; choose another output")
     if not options.input.exists():
         raise UserError(f"--input {options.input} does not exist, and nothing is downloaded; give a folder or file")
     # before the conversion, which may take an hour
@@ -198,7 +202,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: run(parse(arguments)), "convert_checkpoint")
+    return exit_status(lambda: run(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor
 from pangu.checkpoint.standing import Standing, read_standing
 from pangu.common.commands import as_typed
-from pangu.common.errors import UserError, printable
+from pangu.common.errors import UserError, printable, shown
 from pangu.common.exit_status import exit_status
 from pangu.metrics.text import quantity, size
 
@@ -100,11 +100,13 @@ def show(console: Console, facts: dict[str, Any]) -> None:
     def say(text: str) -> None:
         console.print(printable(text))
 
-    layout = ", ".join(f"{key} {value}" for key, value in facts["layout"].items())
+    layout, model = (
+        ", ".join(f"{key} {shown(value)}" for key, value in facts[name].items()) for name in ("layout", "identity")
+    )
     counts = f"{quantity(facts['samples'], 'sample')}, {quantity(facts['skipped'], 'step')} skipped"
     say(f"{facts['path']}: step {facts['step']}, {counts}")
     say(f"written by   {layout}")
-    say("of           " + ", ".join(f"{key} {value}" for key, value in facts["identity"].items()))
+    say(f"of           {model}")
     say(f"files        {facts['files']}, {size(facts['bytes'])}{', intact' if facts['verified'] else ''}")
     say(f"standing     {Standing(**facts['standing'])}")
     for event in facts.get("watch", {}).get("rollbacks", ()):
@@ -142,7 +144,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: inspect(parse(arguments)), "error")
+    return exit_status(lambda: inspect(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def _text(ids: list[int], tokenizer: Tokenizer | None) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: inspect(parse(arguments)), "inspect_data")
+    return exit_status(lambda: inspect(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     # a plan is made of millions of small objects without cycles, and looking for these took most of its time
     gc.disable()
     try:
-        return exit_status(lambda: plan(parse(arguments)), "\nerror")
+        return exit_status(lambda: plan(parse(arguments)))
     finally:
         gc.enable()
 

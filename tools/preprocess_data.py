@@ -214,7 +214,7 @@ def _check_filled(options: argparse.Namespace, writers: list[ResumableWriter]) -
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: preprocess(parse(arguments)), "preprocess_data")
+    return exit_status(lambda: preprocess(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: run(parse(arguments)), "report")
+    return exit_status(lambda: run(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _counted(documents: Iterator[str], progress: Progress) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: train(parse(arguments)), "train_tokenizer")
+    return exit_status(lambda: train(parse(arguments)))
 
 
 if __name__ == "__main__":

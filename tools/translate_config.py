@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: run(parse(arguments)), "translate_config")
+    return exit_status(lambda: run(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def _join(skipped: Mapping[str, int]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return exit_status(lambda: validate(parse(arguments)), "\nerror")
+    return exit_status(lambda: validate(parse(arguments)))
 
 
 if __name__ == "__main__":

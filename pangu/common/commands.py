@@ -33,13 +33,13 @@ def is_installed_command() -> bool:
     return sys.argv[0].startswith("pangu ") or Path(sys.argv[0]).resolve().parent == package
 
 
-def named_as_typed(says: str) -> str:
-    """Return `pangu COMMAND` in place of a file's name at the start of a message, if this process was started so."""
-    return sys.argv[0] if sys.argv[0].startswith("pangu ") and says.isidentifier() and says != "error" else says
-
-
 def as_typed(text: str) -> str:
     """Return a text with `pangu COMMAND` in place of files of a checkout, if this process was started that way."""
     if not is_installed_command():
         return text
     return _FILE.sub(lambda file: f"pangu {'launch ' + file[1] if file[1] else ''}{_COMMANDS[file[2]]}", text)
+
+
+def print_error(text: str) -> None:
+    """Print the message that a command ends with, in the form of argparse's own: `pangu plan: error: ...`."""
+    print(as_typed(f"{Path(sys.argv[0]).name}: error: {text}"), file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 MOST_SHOWN = 200
@@ -63,6 +63,7 @@ class Problem:
 
 def shown(value: object, depth: int = 20) -> str:
     """Return a value of a user or of a foreign file as YAML, truncated, with control characters escaped."""
+    value = vars(value) if is_dataclass(value) else value
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, (list, tuple, Mapping)) and not depth:

@@ -6,13 +6,12 @@ import errno
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pangu.common.commands import as_typed, named_as_typed
+from pangu.common.commands import as_typed, print_error
 from pangu.common.console import guard_console, output_failure
 from pangu.common.errors import FIRST_SPEAKS_SECONDS, DeviceError, LocalError, LostError, UserError, printable, writing
 
@@ -31,12 +30,11 @@ _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.
 """Errors of a user's path that cannot even be looked up. All other system errors are faults of the program."""
 
 
-def exit_status(action: Callable[[], object], says: str, is_first: Callable[[], bool] = lambda: True) -> int:
+def exit_status(action: Callable[[], object], is_first: Callable[[], bool] = lambda: True) -> int:
     """Run a command's action and return its exit status.
 
     Args:
         action: The command's work; it may end with SystemExit.
-        says: Start of the error message; that of a command of `pangu` starts with what the user typed.
         is_first: Returns whether this is the first process, which reports errors that all share.
             It is asked once there is one: a rank may change.
 
@@ -47,13 +45,12 @@ def exit_status(action: Callable[[], object], says: str, is_first: Callable[[], 
     """
     guard_console()
     try:
-        status = _status_of(action, says, is_first)
-        return status or _status_of(_require_output, says, is_first)
+        return _status_of(action, is_first) or _status_of(_require_output, is_first)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _status_of(action: Callable[[], object], says: str, is_first: Callable[[], bool]) -> int:
+def _status_of(action: Callable[[], object], is_first: Callable[[], bool]) -> int:
     try:
         action()
     except (UserError, OSError) as error:
@@ -63,7 +60,7 @@ def _status_of(action: Callable[[], object], says: str, is_first: Callable[[], b
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(FIRST_SPEAKS_SECONDS)
         text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else as_typed(str(error)))
-        print(f"{named_as_typed(says)}: {text}", file=sys.stderr, flush=True)
+        print_error(text)
         tell_launcher(text)
         if isinstance(error, DeviceError):
             return DEVICE_ERROR

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
 from typing import Any, Literal, NamedTuple
 
 from pangu.common.errors import Problem, shown
@@ -95,7 +94,7 @@ def unmet(config: object, dependencies: Sequence[Dependency]) -> list[Problem]:
 
 
 def _problem(one: Dependency, value: Any, other: Any) -> Problem:
-    needed, found = shown(one.operand), shown(vars(other) if is_dataclass(other) else other)
+    needed, found = shown(one.operand), shown(other)
     ways = {"=": f"set {one.other}={needed}", ">": f"a larger {one.other}", "!=": f"set {one.other}"}
     fix = f"use {shown(one.unused)}, or {f'set {one.fix}' if one.fix else ways[one.relation]}"
     rule = f"needs {one.other} {one.relation} {needed}, got {found}{one.reason and f': {one.reason}'}"

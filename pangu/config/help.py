@@ -65,15 +65,11 @@ def show_help(words: Sequence[str], configs: Path) -> bool:
         def refuse() -> None:
             raise UserError(START)
 
-        sys.exit(exit_status(refuse, "error"))
+        sys.exit(exit_status(refuse))
     if not {"--help", "-h"} & set(words):
         return False
     names = [word.partition("=")[0] for word in words if not word.startswith(("-", "+"))]
-
-    def tell() -> None:
-        print("\n\n".join(map(explain, names)) if names else overview(configs))
-
-    if status := exit_status(tell, "error"):
+    if status := exit_status(lambda: print("\n\n".join(map(explain, names)) if names else overview(configs))):
         sys.exit(status)
     return True
 

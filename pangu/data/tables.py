@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pangu.common.errors import UserError
+from pangu.common.errors import UserError, shown
 from pangu.common.files import parse_json
 from pangu.data.finding import DATASET, MDS, WEBDATASET, is_dataset, is_url, open_url
 
@@ -231,5 +231,5 @@ def _library(module: str, package: str, source: str) -> Any:
 
 def _require(source: object, key: str, names: Iterable[str]) -> None:
     if key not in names:
-        rule = f"a record has no text under {key!r}; its keys are {sorted(names)}"
+        rule = f"a record has no text under {key!r}; its keys are {shown(sorted(names))}"
         raise UserError(f"{source}: {rule}; set --text-key or data.text_key")

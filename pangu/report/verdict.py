@@ -50,11 +50,11 @@ def _validation(first: Run, second: Run) -> Iterator[str]:
 
 
 def _better(what: str, first: Run, second: Run, values: Sequence[float], tokens: float) -> str:
-    low, high = sorted(values)
+    low, high = (f"{value:.4f}" for value in sorted(values))
     if low == high:
-        return f"{what}: equal, {low:.4f} after {compact(tokens)} tokens."
-    name = (first if values[0] == low else second).name
-    return f"{what}: {name} is better, {low:.4f} against {high:.4f} after {compact(tokens)} tokens."
+        return f"{what}: equal, {low} after {compact(tokens)} tokens."
+    name = (first if values[0] < values[1] else second).name
+    return f"{what}: {name} is better, {low} against {high} after {compact(tokens)} tokens."
 
 
 def _speed(first: Run, second: Run) -> Iterator[str]:

@@ -142,4 +142,4 @@ class PanguLM(TemplateLM):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(cli_evaluate, "lm_eval", is_first_process))
+    sys.exit(exit_status(cli_evaluate, is_first_process))

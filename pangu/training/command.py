@@ -156,7 +156,7 @@ def _with_new_names(composed: DictConfig, overrides: Sequence[str]) -> dict[str,
 
 
 def _end(action: Callable[[], None]) -> None:
-    status = exit_status(action, "\nerror", is_first_process)
+    status = exit_status(action, is_first_process)
     if status == INTERRUPTED:
         if sys.stdout is not None:
             sys.stdout.flush()

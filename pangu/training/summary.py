@@ -130,9 +130,8 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
         what = "answers" if isinstance(config.data, InstructionsData) else "continues a text"
         commands.append((shlex.join([*_program("generate"), output, "--prompt", prompts[0]]), what))
     if config.checkpoint.init_from and config.checkpoint.every:
-        paths = ("--input", output, "--output", f"{output}_huggingface")
-        export = [*_program("convert"), "--from", "pangu", "--to", "huggingface", *paths]
-        commands.append((shlex.join(export), "exports for Hugging Face"))
+        # the core does not know which models and tokenizers each format has
+        commands.append((shlex.join([*_program("convert"), "--help"]), "exports for Hugging Face and other programs"))
     if config.cluster is not None and config.profile and not config.batch.stages:
         corrected = shlex.join([*_program("calibrate"), "--from", output, "--output", "corrected.yaml"])
         commands.append((corrected, "corrects the figures of the cluster by this run"))

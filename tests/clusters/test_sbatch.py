@@ -96,7 +96,7 @@ def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
     with job(tmp_path, ARRAY_TASK_ID=len(lines) + 1) as shell:
         _, said = shell.communicate(timeout=300)
         assert shell.returncode == 2
-    assert said == f"error: {repository() / LAYOUTS} has no line {len(lines) + 1} (--array)\n"
+    assert said == f"pretrain.sbatch: error: {repository() / LAYOUTS} has no line {len(lines) + 1} (--array)\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bash of other systems may be too old")

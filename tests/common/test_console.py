@@ -13,7 +13,10 @@ from pangu.common.exit_status import READER_GONE, USER_ERROR
 from tests.end_to_end.commands import SMALL, call_and_exit, metrics
 from tests.spawn import repository, run_ranks
 
-FULL = "error: cannot write standard output: the disk is full: free some space or choose a folder on another disk\n"
+FULL = (
+    "pretrain.py: error: cannot write standard output: the disk is full: free some space or choose a folder on "
+    "another disk\n"
+)
 
 
 @pytest.mark.parametrize(

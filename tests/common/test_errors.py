@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,20 +20,22 @@ LONG = "a" * 300
 """Longer than a file system's names."""
 
 
-def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools/tool.py"])
+
     def wrong() -> None:
         raise UserError("no \x1b[31mred")
 
     def lost() -> None:
         raise LostError("rank 1 is gone")
 
-    assert exit_status(lambda: None, "tool") == 0
-    assert exit_status(lost, "tool", is_first=lambda: False) == RETRYABLE == 143
-    assert capsys.readouterr().err == "tool: rank 1 is gone\n"
-    assert exit_status(wrong, "tool") == 2
-    assert capsys.readouterr().err == "tool: no \\x1b[31mred\n"
+    assert exit_status(lambda: None) == 0
+    assert exit_status(lost, is_first=lambda: False) == RETRYABLE == 143
+    assert capsys.readouterr().err == "tool.py: error: rank 1 is gone\n"
+    assert exit_status(wrong) == 2
+    assert capsys.readouterr().err == "tool.py: error: no \\x1b[31mred\n"
     with pytest.raises(OSError, match="a fault of the program"):
-        exit_status(lambda: (_ for _ in ()).throw(OSError("a fault of the program")), "tool")
+        exit_status(lambda: (_ for _ in ()).throw(OSError("a fault of the program")))
 
 
 def test_torchruns_report_ends_with_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,7 @@ def test_torchruns_report_ends_with_the_message(tmp_path: Path, monkeypatch: pyt
 
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    assert exit_status(wrong, "tool") == 2
+    assert exit_status(wrong) == 2
     report = str(ChildFailedError("pretrain.py", {0: ProcessFailure(0, 1, 2, str(path))}))
     assert "traceback : model.heads = 7: must divide\n" in report
 

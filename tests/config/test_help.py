@@ -62,7 +62,7 @@ def test_a_key_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         show_help(["--help", "model.wandow=3"], repository() / "configs")
     said = capsys.readouterr().err
-    assert said == "error: model.wandow: unknown group or key; did you mean model.window?\n"
+    assert said.endswith(": error: model.wandow: unknown group or key; did you mean model.window?\n")
     with pytest.raises(UserError, match=r"xyz: unknown group or key; use one of model, parallel, "):
         explain("xyz")
 
@@ -72,7 +72,7 @@ def test_without_words_a_command_says_how_to_start(capsys: pytest.CaptureFixture
         show_help([], repository() / "configs")
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("error: no configuration given. To start:\n")
+    assert ": error: no configuration given. To start:\n" in said.err
     assert "  python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart\n" in said.err
 
 

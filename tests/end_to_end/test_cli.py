@@ -23,6 +23,21 @@ from tests.spawn import repository
 from tools.inspect_data import main as inspect_data
 
 PRETRAIN = ["-m", "pangu.pretrain"]
+FAILING = (
+    *(
+        "train x",
+        "plan x",
+        "data none",
+        "inspect none",
+        "report none",
+        "calibrate --output none",
+        "launch --spares=x x",
+    ),
+    *("generate none --prompt a", "evaluate none --task afqmc --data none", "translate --from megatron none", "tran x"),
+    *("prepare --input none --output none --tokenizer bytes", "tokenizer --input none --output none --vocab-size 99"),
+    "convert --from pangu --to huggingface --input none --output none",
+)
+"""Command lines that are refused after their options were read; the command `tran` does not exist."""
 HELP = str(pangu.__doc__).partition("\n")[0]
 
 
@@ -114,17 +129,26 @@ def test_usage_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out.startswith("usage: pangu inspect ")
 
 
-def test_a_message_starts_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("line", FAILING)
+def test_a_message_starts_as_those_of_argparse(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["pangu", "data", str(tmp_path / "none")])
+    assert {"tran", *PROGRAMS} == {line.partition(" ")[0] for line in FAILING}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pangu", *line.split()])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert capsys.readouterr().err.startswith("pangu data: ")
+    command = line.partition(" ")[0] if "tran" not in line.split() else ""
+    assert capsys.readouterr().err.startswith(f"pangu {command}".strip() + ": error: ")
+
+
+def test_the_message_of_a_file_starts_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/inspect_data.py"])
     assert inspect_data([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("inspect_data: ")
+    assert capsys.readouterr().err.startswith("inspect_data.py: error: ")
 
 
 @pytest.mark.parametrize(("words", "answer"), [(["--version", "x"], __version__), (["--help", "train"], HELP)])
@@ -155,5 +179,7 @@ def test_another_package_named_pangu_is_named(tmp_path: Path, words: list[str]) 
     line = [sys.executable, "-P", *words]
     done = subprocess.run(line, cwd=repository(), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}/pangu.py is another package named pangu: uninstall it ")
+    assert done.stderr.startswith(
+        f"{Path(words[0]).name}: error: {tmp_path}/pangu.py is another package named pangu: uninstall it "
+    )
     assert done.stderr.count("\n") == 1

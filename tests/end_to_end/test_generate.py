@@ -103,7 +103,7 @@ def test_one_prompt_is_streamed_to_a_terminal(folder: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--prompt", "a", "--top-p", "2"], "generate: top_p = 2.0: must be above 0 and at most 1"),
+        (["--prompt", "a", "--top-p", "2"], " error: top_p = 2.0: must be above 0 and at most 1"),
         (["--prompt", "a", "--tensor", "2"], "needs 2 processes, got 1; start it with torchrun"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read"),
         (["--prompt", "word " * 40], "more than model.sequence = 32; shorten it"),
@@ -123,9 +123,9 @@ def test_bad_prompts_and_folders_are_named(folder: Path, tmp_path: Path, capsys:
     assert main([str(folder), "--prompts", str(prompts)]) == 2
     assert f"{prompts}, line 2: must be a JSON object like" in capsys.readouterr().err
     assert main([str(tmp_path), "--prompt", "a"]) == 2
-    assert f"generate: {tmp_path}: neither a run folder" in capsys.readouterr().err
+    assert f" error: {tmp_path}: neither a run folder" in capsys.readouterr().err
     assert main(["Qwen/Qwen3-0.6B", "--prompt", "a"]) == 2
-    assert "generate: Qwen/Qwen3-0.6B: does not exist, and nothing is downloaded; " in capsys.readouterr().err
+    assert " error: Qwen/Qwen3-0.6B: does not exist, and nothing is downloaded; " in capsys.readouterr().err
 
 
 def test_only_the_first_of_several_processes_speaks(folder: Path) -> None:

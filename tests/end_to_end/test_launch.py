@@ -132,7 +132,7 @@ def test_an_address_that_cannot_be_is_one_message() -> None:
     line = [sys.executable, "scripts/launch.py", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:99999"]
     done = subprocess.run([*line, "pretrain.py"], cwd=repository(), capture_output=True, text=True, check=False)
     assert done.returncode == USER_ERROR
-    assert done.stderr.startswith("error: torchrun cannot start: The port number of the rendezvous endpoint")
+    assert done.stderr.startswith("launch.py: error: torchrun cannot start: The port number of the rendezvous endpoint")
     assert done.stderr.count("\n") == 1
 
 
@@ -142,7 +142,9 @@ def test_a_port_in_use_is_one_message_with_the_options_that_take_another() -> No
         line = [sys.executable, "scripts/launch.py", f"--master-port={port}", "pretrain.py"]
         done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
     assert done.returncode == USER_ERROR
-    said = rf"error: port {port} of \S+ is in use: set another one with --master-port or --rdzv-endpoint.*\n"
+    said = (
+        rf"launch\.py: error: port {port} of \S+ is in use: set another one with --master-port or --rdzv-endpoint.*\n"
+    )
     assert re.fullmatch(said, done.stderr), done.stderr
 
 

@@ -81,16 +81,16 @@ def test_texts_of_a_run_neither_break_a_card_nor_tell_secrets(tmp_path: Path) ->
     ("options", "usage"),
     [
         (["--to", "pangu"], "`pangu generate export --prompt TEXT`"),
-        (["--to", "mindspore"], '`mindspore.load_checkpoint("export")`'),
+        (["--to", "mindspore"], '`mindspore.load_checkpoint("export.ckpt")`'),
         (["--to", "megatron", "--tensor", "2"], "Megatron 1.1 loads it with `--load export --model-parallel-size 2 "),
     ],
 )
 def test_every_format_has_a_card(tmp_path: Path, options: list[str], usage: str) -> None:
     train(tmp_path / "run", 2, "model.positions=learned")
-    output = tmp_path / "export"
+    output = tmp_path / f"export{'.ckpt' * ('mindspore' in options)}"
     words = ["--from", "pangu", "--input", str(tmp_path / "run"), "--output", str(output), "--license", "mit"]
     assert main([*words, *options]) == 0
-    text = (output / "README.md" if output.is_dir() else tmp_path / "export.md").read_text()
+    text = (output / "README.md" if output.is_dir() else tmp_path / "export.ckpt.md").read_text()
     assert usage in text
     assert "| optimizer steps | 2 |\n" in text
     assert "kind: synthetic" in text

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pangu.interop.formats.convert import convert as convert_tensors
+from pangu.interop.formats.fields import load_table
+from pangu.interop.formats.stored import inexpressible
+from tests.configs import config
 from tests.interop.test_formats import HEADS, HEADS_GIVEN, Attack, convert, logical, weights
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_shapes
@@ -217,7 +221,7 @@ def test_models_that_a_format_cannot_express(tmp_path: Path, capsys: pytest.Capt
     assert "model.final_norm = after_query: cannot be expressed in Megatron's PanGu-α port" in said
     sparse = "model.sparse={kind:strided,block:4,local_blocks:1,stride:2}"
     said = refusal(capsys, "huggingface", tmp_path / "in", sparse, to="megatron")
-    assert "the files have None" in said
+    assert "the files have null" in said
     assert "model.sparse = " in said
     said = refusal(capsys, "huggingface", tmp_path / "in", "--tensor", "3", to="megatron")
     assert "tensor-parallel size 3: must divide the 8 (key) heads" in said
@@ -229,6 +233,15 @@ def test_models_that_a_format_cannot_express(tmp_path: Path, capsys: pytest.Capt
     ):
         (tmp_path / "in" / "config.json").write_text(json.dumps({**config, **changed}))
         assert words in refusal(capsys, "huggingface", tmp_path / "in")
+
+
+@pytest.mark.parametrize("preset", ["pangu_350m", "qwen3_8b", "deepseek_v3_671b"])
+def test_refusals_write_values_as_yaml(preset: str) -> None:
+    model = config(f"+config={preset}").model
+    kinds = [name for name, entry in load_table("model_types").items() if "means" in entry]
+    refusals = [str(problem) for kind in kinds for problem in inexpressible(model, kind)]
+    assert any("; [false] can" in said for said in refusals)
+    assert not [said for said in refusals if re.search(r"\b(True|False|None)\b|'[a-z_]+'", said)]
 
 
 def test_files_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,8 +261,15 @@ def test_files_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "is not a MindSpore checkpoint" in refusal(capsys, "mindspore", folder)
     output = tmp_path / "made"
     output.mkdir()
-    assert main(["--from", "pangu", "--to", "pangu", "--input", str(folder), "--output", str(output)]) == 2
+    words = ["--from", "pangu", "--input", str(folder), "--output"]
+    assert main([*words, str(output), "--to", "pangu"]) == 2
     assert "exists already" in capsys.readouterr().err
+    card = tmp_path / "made.ckpt.md"
+    card.touch()
+    assert main([*words, str(tmp_path / "made.ckpt"), "--to", "mindspore"]) == 2
+    assert f"{card} exists already" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "other"), "--to", "mindspore"]) == 2
+    assert f"must end in .ckpt for MindSpore, e.g. {tmp_path}/other.ckpt\n" in capsys.readouterr().err
 
 
 def anonymous() -> int:
@@ -308,7 +328,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     ways += [("pangu", target, "to_pangu") for target in ("huggingface", "megatron", "mindspore")]
     commands = []
     for source, target, start in ways:
-        words = ["--from", source, "--to", target, "--input", tmp_path / start, "--output", tmp_path / f"to_{target}"]
+        output = tmp_path / f"to_{target}{'.ckpt' * (target == 'mindspore')}"
+        words = ["--from", source, "--to", target, "--input", tmp_path / start, "--output", output]
         commands.append([*map(str, words), "model.heads=4"])
     done = run_ranks(1, tell_growth, commands)
     assert done.returncode == 0, done.stderr

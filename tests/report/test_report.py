@@ -148,6 +148,8 @@ def test_the_verdict_on_two_runs(runs: list[Path], tmp_path: Path) -> None:
     ):
         other = replace(one, name="other", records=[{**line, "loss": factor * line["loss"]} for line in one.records])
         assert said in compare(one, other)[0]
+    records = [{**line, "validation_loss": line.get("validation_loss", math.nan) + 1e-6} for line in one.records]
+    assert compare(one, replace(one, records=records))[1] == "Validation loss: equal, 4.0010 after 40.0k tokens."
     fast = replace(one, name="fast", records=[{**line, "tokens_per_s": 3e4} for line in one.records])
     assert compare(one, fast)[2] == "Speed: fast is 2.43 times as fast, 30.0k against 12.3k tokens/s."
     assert not compare(one, replace(one, records=[]))[:-1]

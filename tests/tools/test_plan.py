@@ -106,7 +106,7 @@ sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "p
         ("+model.layres=3", "unknown key; did you mean model.layers?"),
         ("model.layres=3", "unknown key; did you mean model.layers?"),
         ("+config=nowhere", "config = nowhere: unknown option; use one of deepseek_v3_671b, gpt2_124m,"),
-        ("model.heads=[", "error: model.heads=[: "),
+        ("model.heads=[", "plan.py: error: model.heads=[: "),
         ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
         ("dry_run=[]", "dry_run = []: must be true, false or all"),
         ("~memory", "memory = (missing): is required: a group of keys"),

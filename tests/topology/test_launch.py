@@ -165,11 +165,9 @@ def test_the_message_comes_at_once(
         monkeypatch.setenv(name, value)
     monkeypatch.delattr("pangu.common.exit_status.FIRST_SPEAKS_SECONDS")
     words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=1")
-    assert exit_status(lambda: run(composed(*words, "train.device=cpu")), "error", is_first_process) == status
+    assert exit_status(lambda: run(composed(*words, "train.device=cpu")), is_first_process) == status
     said = capsys.readouterr().err
-    assert said.startswith(
-        "error: RANK = x" if variables["RANK"] == "x" else "error: MASTER_ADDR = '', MASTER_PORT = ''"
-    )
+    assert (": error: RANK = x" if variables["RANK"] == "x" else ": error: MASTER_ADDR = '', MASTER_PORT = ''") in said
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def test_words_without_a_value_and_values_without_brackets_are_told_with_what_wo
 def test_options_of_other_programs_are_told_with_our_keys(words: str, expected: list[str]) -> None:
     done = called("pretrain", *words.split())
     assert done.returncode == 2
-    assert done.stderr.startswith("\nerror: unknown option: set values as KEY=VALUE")
-    assert [line.strip() for line in done.stderr.splitlines()[2:]] == expected
+    assert done.stderr.startswith("pretrain.py: error: unknown option: set values as KEY=VALUE")
+    assert [line.strip() for line in done.stderr.splitlines()[1:]] == expected
 
 
 def test_a_sweeper_that_chooses_needs_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

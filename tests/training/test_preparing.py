@@ -83,9 +83,9 @@ def test_a_preparation_that_hangs_ends_the_run(tmp_path: Path, rank: int, worker
     code = f"if number == 4 and RANK == '{rank}': {code}"
     done = run_changed(folder, 2, code, f"parallel.timeout_s={limit_s}", f"data.workers={workers}")
     assert done.statuses[0] == 2, done.stderr
-    assert done.stderr.count("\nerror: ") == 1
+    assert done.stderr.count(" error: ") == 1
     assert (
-        f"\nerror: rank {rank}: preparing data=instructions made no progress for more than {limit_s:g} s "
+        f": error: rank {rank}: preparing data=instructions made no progress for more than {limit_s:g} s "
         "(parallel.timeout_s); check the disk and the network there, or raise parallel.timeout_s\n"
     ) in done.stderr
     stacks = (folder / "run" / "stacks" / f"rank-{rank}.txt").read_text()

@@ -90,7 +90,7 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     # the same defaults on both sides
     files = _with(model, known)
     problems = [
-        Problem(f"model.{key}", attrgetter(key)(given), f"the files have {_plain(files)[key]}")
+        Problem(f"model.{key}", attrgetter(key)(given), f"the files have {shown(_plain(files)[key])}")
         for key in _SHAPING
         if key in known and key not in from_files and _plain(given)[key] != _plain(files)[key]
     ]

@@ -116,7 +116,7 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for twin, name in kind.twins.items():
         value = next(keys[key] for key, field_ in kind.keys.items() if field_ == name)
         if config.get(twin, value) != value:
-            raise wrong_field(path, twin, config[twin], f"must be {name} = {value}")
+            raise wrong_field(path, twin, config[twin], f"must be {name} = {shown(value)}")
     for name, derive in _DERIVE.items():
         if name in kind.derived.split():
             derive(config, keys, path)

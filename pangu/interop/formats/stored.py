@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pangu.common.errors import Problem
+from pangu.common.errors import Problem, shown
 from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
@@ -321,7 +321,7 @@ def inexpressible(model: ModelConfig, kind: str, **choices: Sequence[Any]) -> li
             needs[key] = [keys[key] for keys in meanings.values() if key in keys]
     label = entry.get("label", f"transformers' {kind}")
     problems = [
-        Problem(f"model.{key}", value, f"cannot be expressed in {label}", f"{values} can")
+        Problem(f"model.{key}", value, f"cannot be expressed in {label}", f"{shown(values)} can")
         for key, values in needs.items()
         if (value := attrgetter(key)(model)) not in (values or [value])
     ]
