@@ -1,11 +1,13 @@
-"""Requirements of expert parallelism on a model and its layout."""
+"""Requirements of expert parallelism on a model and its layout, and the loads that there can be."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from pangu.common.errors import Problem
+from pangu.config.model import ModelConfig, RouterConfig
 from pangu.config.nearest import any_of, divisors_near
 from pangu.config.schema import RunConfig
 
@@ -56,3 +58,22 @@ def holds_groups(ranks: int, expert: int) -> bool:
 def least_data(expert: int, expert_tensor: int | None, tensor: int, context: int) -> int:
     """Return the smallest data-parallel size with which `expert` ranks can hold all experts together."""
     return expert // math.gcd(expert, same_sequences(expert_tensor, tensor, context))
+
+
+def most_of_rank(router: RouterConfig, experts: int, count: int, ranks: int) -> int:
+    """Return how many of a token's `count` experts can be on one of the `ranks` that hold all experts in equal shares.
+
+    Example: of 8 experts in 4 groups, which each give a token one, on 2 ranks: 2.
+    """
+    held, size = experts // ranks, experts // router.groups
+    limit = count // router.groups if router.selection == "each_group" else count
+    groups = router.groups if router.groups_per_token is None else router.groups_per_token
+    of_ranks = (Counter(expert // size for expert in range(first, first + held)) for first in range(0, experts, held))
+    most = (sorted((min(limit, number) for number in held.values()), reverse=True) for held in of_ranks)
+    return min(count, max(sum(numbers[:groups]) for numbers in most))
+
+
+def fullest_load(model: ModelConfig, imbalance: float, ranks: int) -> float:
+    """Return the rows that the fullest of `ranks` gets, over the mean: `imbalance`, or as many as there can be."""
+    possible = ranks * most_of_rank(model.router, model.experts or 1, model.num_chosen, ranks) / model.num_chosen
+    return min(imbalance, model.expert_capacity or math.inf, possible)

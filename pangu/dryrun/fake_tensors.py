@@ -16,11 +16,11 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import Function
 
+from pangu.config.expert_layout import fullest_load
 from pangu.config.schema import RunConfig
 from pangu.dryrun.operators import tensors_in
 from pangu.layers import attention_blocks, gpu_kernels
 from pangu.layers.kernels import QKV
-from pangu.layers.routing import most_of_rank
 from pangu.zero import flat_parameter
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -196,9 +196,8 @@ def flex(
 def row_counts(config: RunConfig, counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
     """Return the rows that the fullest rank of experts sends to each rank and gets from it, still with a host sync."""
     counts.cpu()
-    model, ranks = config.model, counts.shape[1]
-    possible = ranks * most_of_rank(model.router, model.experts or 1, model.num_chosen, ranks) / model.num_chosen
-    fullest = min(config.parallel.expert_imbalance, model.expert_capacity or math.inf, possible)
+    ranks = counts.shape[1]
+    fullest = fullest_load(config.model, config.parallel.expert_imbalance, ranks)
     sent = [[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)]
     return [sent, [[math.ceil(fullest * rows) for rows in of_rank] for of_rank in sent]]
 

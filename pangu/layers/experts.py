@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from pangu.collectives.conjugate import conjugate
 from pangu.collectives.regions import enter, leave
+from pangu.config.expert_layout import most_of_rank
 from pangu.config.model import ModelConfig
 from pangu.layers.builder import Builder
 from pangu.layers.expert_balance import Attach
@@ -31,7 +32,6 @@ from pangu.layers.routing import (
     choose,
     chosen_by,
     expert_weights,
-    most_of_rank,
     room_of,
     scores_of,
     unpermute,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -51,19 +50,6 @@ def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Ten
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     return weights * router.scale
-
-
-def most_of_rank(router: RouterConfig, experts: int, count: int, ranks: int) -> int:
-    """Return how many of a token's `count` experts can be on one of the `ranks` that hold all experts in equal shares.
-
-    Example: of 8 experts in 4 groups, which each give a token one, on 2 ranks: 2.
-    """
-    held, size = experts // ranks, experts // router.groups
-    limit = count // router.groups if router.selection == "each_group" else count
-    groups = router.groups if router.groups_per_token is None else router.groups_per_token
-    of_ranks = (Counter(expert // size for expert in range(first, first + held)) for first in range(0, experts, held))
-    most = (sorted((min(limit, number) for number in held.values()), reverse=True) for held in of_ranks)
-    return min(count, max(sum(numbers[:groups]) for numbers in most))
 
 
 def room_of(factor: float, length: int | Tensor, count: int, experts: int) -> int | Tensor:

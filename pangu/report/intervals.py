@@ -12,6 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from pangu.config.expert_layout import fullest_load
 from pangu.planning.program import Plan
 from pangu.planning.search import Space
 
@@ -60,9 +61,9 @@ def expectation(space: Space, plan: Plan) -> Expectation:
     """Return the interval of a layout's step time."""
     precision = space.config.precision.compute if space.config.precision.matmul == "compute" else "fp8"
     kind, assumed = (space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1), ""
-    if space.config.model.experts is not None:
-        load = f"{space.config.parallel.expert_imbalance:g} times the mean (parallel.expert_imbalance)"
-        assumed = f"; of devices that divide experts, the fullest gets {load}"
+    if plan.expert > 1 and not space.config.parallel.fixed_exchange:
+        load = fullest_load(space.config.model, space.config.parallel.expert_imbalance, plan.expert)
+        assumed = f"; the fullest device that shares experts gets {load:.3g} times the mean (parallel.expert_imbalance)"
     return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind), assumed)
 
 

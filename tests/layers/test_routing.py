@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pangu.config.expert_layout import most_of_rank
 from pangu.config.model import RouterConfig
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.layers.experts import Router, Routes
 from pangu.layers.grouped_matmul import grouped_matmul
-from pangu.layers.routing import Dispatch, balance_loss, choose, chosen_by, most_of_rank, room_of, within_room
+from pangu.layers.routing import Dispatch, balance_loss, choose, chosen_by, room_of, within_room
 from tests.models.helpers import make, variant
 from tests.models.test_variants import choice
 

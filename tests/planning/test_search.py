@@ -166,6 +166,26 @@ def test_a_search_leaves_out_numbers_that_a_registered_schedule_refuses(
     assert not splits_backward("even")
 
 
+@pytest.mark.parametrize(
+    ("words", "load"),
+    [
+        ((), "1"),
+        (("parallel.expert_imbalance=1.25",), "1.25"),
+        (("parallel.expert_imbalance=1e9",), "4"),  # both experts of every token are on one of four ranks
+        (("parallel.expert_imbalance=1e9", "model.expert_capacity=1.5"), "1.5"),
+        (("parallel.expert_imbalance=1e9", "parallel.fixed_exchange=true"), None),
+    ],
+)
+def test_a_plan_names_the_load_that_it_assumes(words: tuple[str, ...], load: str | None) -> None:
+    where = space(8, *SMALL, "model.experts=8", "model.experts_per_token=2", *words)
+    for plan in enumerate_plans(where, Counter()):
+        said = expectation(where, plan).assumed
+        if plan.expert == 4 and load is not None:
+            assert f"the fullest device that shares experts gets {load} times the mean" in said
+        if plan.expert == 1 or load is None:
+            assert not said
+
+
 def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
     """Divisors of the experts and of the ranks, with experts that tensor ranks cut and with whole ones."""
     where = space(8, *SMALL, "model.experts=12")
@@ -177,7 +197,6 @@ def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
     }
     assert {one[2:] for one in shared if one[:2] == (1, 2)} == {(1, 0), (2, 0), (4, 0)}
     assert {one[2:] for one in shared if one[:2] == (8, 1)} == {(1, 0), (1, 1), (2, 1), (4, 1)}
-    assert "of devices that divide experts, the fullest gets 1 times the mean" in expectation(where, plans[0]).words
     given = where._replace(fixed={"expert": 2, "expert_tensor": None, "zero_group": 4})
     assert {(plan.expert, plan.expert_tensor) for plan in enumerate_plans(given, Counter())} == {(2, 0)}
     refused = Counter[str]()
