@@ -58,8 +58,6 @@ from tests.schedule.test_draw import texts
 from tests.spawn import repository
 
 README, DOCS = PAGES[0], {page.stem: page for page in PAGES[1:]}
-ABRIDGED = {"pangu-200b", "planner-accuracy"}
-"""Pages that are shorter in Chinese; the commands that they show stand in the English ones."""
 ENGLISH_ONLY = {"reference"}
 WITH_PROSE = [page for page in PAGES if page.stem not in ENGLISH_ONLY]
 PREPARING = ("tools/train_tokenizer.py", "tools/preprocess_data.py")
@@ -72,8 +70,6 @@ EACH = list(dict.fromkeys(tuple(words) for page in PAGES for words in commands(p
 def test_both_languages_show_the_same_commands(page: Path) -> None:
     """So those of both are carried out."""
     english, other = ([" ".join(each) for each in commands(one)] + shell_lines(one) for one in (page, chinese(page)))
-    if page.stem in ABRIDGED:
-        other += [line for line in english if line not in other]
     assert sorted(other) == sorted(english)
 
 
