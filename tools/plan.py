@@ -67,9 +67,13 @@ MOST_TOKENS = 1e20
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=as_typed(str(__doc__)),
+        epilog=as_typed(_EXAMPLE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help=as_typed("as for pretrain.py, e.g. +config=pangu_13b")
+    )
     parser.add_argument("--sharding", action="store_true", help="how each weight is split, and which collectives run")
     parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
     parser.add_argument("--modules", action="store_true", help="work and memory of each kind of module")

@@ -37,7 +37,7 @@ _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; what is not ours is the other program's."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
+        description=as_typed(str(__doc__)),
         epilog=as_typed(_EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     translation = translate(options.source, options.words)
     if not options.keep_going and (message := refusal(translation)):
         raise UserError(message)
-    print(describe(translation, check(translation, _CONFIGS)))
+    print(as_typed(describe(translation, check(translation, _CONFIGS))))
 
 
 def main(arguments: list[str] | None = None) -> int:

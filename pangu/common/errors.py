@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
+from pangu.common.commands import as_typed
+
 MOST_SHOWN = 200
 """Longest value in a message, in characters."""
 MOST_DIGITS = 4300
@@ -30,8 +32,8 @@ class PrintableFormatter(logging.Formatter):
     """Log formatter that escapes control characters, since log messages quote names and values from files."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the formatted record with control characters escaped."""
-        return printable(super().format(record))
+        """Return the formatted record with commands as typed, and control characters escaped."""
+        return printable(as_typed(super().format(record)))
 
 
 class UserError(Exception):

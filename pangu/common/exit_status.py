@@ -35,8 +35,7 @@ def exit_status(action: Callable[[], object], is_first: Callable[[], bool] = lam
 
     Args:
         action: The command's work; it may end with SystemExit.
-        is_first: Returns whether this is the first process, which reports errors that all share.
-            It is asked once there is one: a rank may change.
+        is_first: Returns whether this is the first process, which reports shared errors; asked late: ranks may change.
 
     Returns:
         0 on success; 2, with one message on standard error, for errors that the user can fix; DEVICE_ERROR, also with a

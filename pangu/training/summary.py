@@ -129,8 +129,7 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     if prompts and config.checkpoint.every:
         what = "answers" if isinstance(config.data, InstructionsData) else "continues a text"
         commands.append((shlex.join([*_program("generate"), output, "--prompt", prompts[0]]), what))
-    if config.checkpoint.init_from and config.checkpoint.every:
-        # the core does not know which models and tokenizers each format has
+    if config.checkpoint.init_from and config.checkpoint.every:  # the core does not know which models a format has
         commands.append((shlex.join([*_program("convert"), "--help"]), "exports for Hugging Face and other programs"))
     if config.cluster is not None and config.profile and not config.batch.stages:
         corrected = shlex.join([*_program("calibrate"), "--from", output, "--output", "corrected.yaml"])

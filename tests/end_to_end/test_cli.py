@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pangu
 from pangu import __version__
 from pangu.cli import FLAGS, PROGRAMS, complete, file_of, launched, main
 from pangu.common.commands import FILES, as_typed
+from pangu.common.errors import PrintableFormatter
 from pangu.config.build import build
 from pangu.config.help import START
 from pangu.config.schema import RunConfig
@@ -121,12 +124,33 @@ def test_torchruns_options_without_a_value_are_known() -> None:
     assert {name for action in actions if action.nargs == 0 for name in action.option_strings} <= FLAGS
 
 
-def test_usage_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["pangu", "inspect", "--help"])
+@pytest.mark.parametrize("command", [command for command in PROGRAMS if command not in ("train", "launch")])
+def test_help_names_commands_instead_of_files(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pangu", command, "--help"])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(SystemExit, match="0"):
         main()
-    assert capsys.readouterr().out.startswith("usage: pangu inspect ")
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: pangu {command} ")
+    assert not re.search(r"pretrain\.py|(tools|scripts)/\w+\.py", said)
+
+
+def test_translations_and_logs_name_commands_instead_of_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257"
+    batch = "--micro-batch-size 4 --global-batch-size 64 --lr 6e-4 --train-iters 1000 --split 99,1,0"
+    monkeypatch.setattr(sys, "argv", ["pangu", "translate", *f"--from megatron {sizes} {batch}".split()])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert (
+        "--split 99,1,0: held-out text is in separate files; use --holdout of pangu prepare" in capsys.readouterr().out
+    )
+    record = logging.LogRecord("pangu", logging.INFO, "", 0, "without scripts/launch.py --spares", (), None)
+    assert PrintableFormatter("%(message)s").format(record) == "without pangu launch --spares"
 
 
 @pytest.mark.parametrize("line", FAILING)
