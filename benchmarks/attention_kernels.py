@@ -38,11 +38,10 @@ def uses_small_tiles(capability: int) -> bool:
 
 
 @contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Launches are compiled for GPUs of `capability` and go to the list instead."""
+def pretending(capability: int) -> Iterator[None]:
+    """Make Triton see a GPU of `capability`, on which nothing runs."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
 
     target = GPUTarget("cuda", capability, 32)
     nowhere = SimpleNamespace(
@@ -50,6 +49,15 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
         get_current_device=lambda: capability,  # Triton keeps what it compiled by number of a device
         get_current_stream=lambda device: 0,
     )
+    with patch.object(driver, "_active", nowhere):
+        yield
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Launches are compiled for GPUs of `capability` and go to the list instead."""
+    from triton.runtime.jit import JITFunction
+
     run, made = JITFunction.run, []
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
@@ -57,7 +65,7 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
 
     with (
         patch.object(JITFunction, "run", compile_only),
-        patch.object(driver, "_active", nowhere),
+        pretending(capability),
         patch.object(dropping_attention, "has_small_tiles", lambda device: uses_small_tiles(capability)),
         patch.object(dropping_attention, "has_whole_rows", lambda device: capability // 10 in (10, 11)),
     ):

@@ -9,8 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import values
+from tests.end_to_end.commands import command
 
 FILE = Path(__file__).with_name("budgets.json")
 SHAPE = (
@@ -64,3 +67,19 @@ def test_nothing_costs_more_than_it_did(process: SharedWorker) -> None:
     advice = f"; in {FILE.name} write the new number, and under `reasons` why a count had to grow"
     assert not problems, "; ".join(problems) + advice
     assert set(budgets["counts"]) == set(LAYOUTS)
+
+
+def excess(printed: str) -> dict[str, dict[str, int]]:
+    """Generated kernels above their bounds, or below by more than the one by which versions of torch differ."""
+    found = {row.pop("layer"): row for row in map(json.loads, printed.splitlines())}
+    bounds = json.loads(FILE.read_text(encoding="utf-8"))["compiled"]
+    assert found.keys() == bounds.keys()
+    over = {name: {key: found[name][key] - bound for key, bound in bounds[name].items()} for name in bounds}
+    return {name: by_pass for name, by_pass in over.items() if not all(-1 <= n <= 0 for n in by_pass.values())}
+
+
+def test_inductor_generates_no_more_kernels_for_a_layer_than_it_did() -> None:
+    pytest.importorskip("triton")
+    done = command("-m", "benchmarks.inductor_kernels")
+    assert done.returncode == 0, done.stderr
+    assert not excess(done.stdout), f"see {FILE.name}"

@@ -1,4 +1,4 @@
-"""The dry run counts the same in every build of torch.
+"""The dry run counts the same in every build of torch, and Inductor generates no more kernels.
 
 PANGU_TORCH_BUILDS names scripts, separated by colons, each of which activates an environment with another build for the
 Python of this process: torch's CUDA build without a GPU, with one, another version. `.ci/run` makes one.
@@ -22,6 +22,8 @@ from pangu.dryrun.roles import Job
 from pangu.dryrun.worker import ENVIRONMENT
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
+from tests.dryrun.test_budgets import excess
+from tests.spawn import repository
 
 BUILDS = [script for script in os.environ.get("PANGU_TORCH_BUILDS", "").split(os.pathsep) if script]
 GROUPED_QUERIES = (
@@ -73,3 +75,15 @@ def test_a_dry_run_counts_the_same_in_every_build_of_torch(script: str, process:
         if different := differences(process.report(*jobs[layout][:2]), told):
             found[layout] = different
     assert not found
+
+
+@pytest.mark.parametrize("script", BUILDS)
+def test_inductor_generates_no_more_kernels_in_any_build_of_torch(script: str) -> None:
+    code = (
+        "import runpy, sys; sys.path.append(sys.argv.pop()); "
+        "runpy.run_module('benchmarks.inductor_kernels', run_name='__main__')"
+    )
+    shell = f". {shlex.quote(script)} && exec {shlex.join(['python', '-c', code, sysconfig.get_path('purelib')])}"
+    done = subprocess.run(["bash", "-c", shell], cwd=repository(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not excess(done.stdout)
