@@ -23,7 +23,7 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Sequences per step. Gradient accumulation = global_size / (micro_size x data-parallel size)."""
+    """Sequences per step. Gradient accumulation = global_size / (micro_size x data-parallel size), rounded up."""
 
     global_size: Length
     """Sequences per optimizer step, over all replicas."""
@@ -33,3 +33,7 @@ class BatchConfig:
     stages: tuple[BatchStage, ...] = ()
     """Stages of growing batches and sequences, e.g. [{until: 100, global_size: 16, sequence: 512}]. After the last one,
     `global_size` and `model.sequence` hold. A step's tokens are a multiple of `model.sequence`."""
+
+    def accumulation(self, replicas: int) -> int:
+        """Return the number of micro-batches per replica and step."""
+        return -(-self.global_size // (self.micro_size * replicas))

@@ -31,20 +31,20 @@ def asks_for_layout(values: Mapping[str, Any]) -> bool:
     return isinstance(parallel, Mapping) and parallel.get("auto") is True
 
 
-def layout_problems(config: RunConfig, world: int) -> list[Problem]:
-    """Return all problems of a layout on a number of processes."""
+def layout_problems(config: RunConfig, world: int, uneven: bool = False) -> list[Problem]:
+    """Return all problems of a layout on a number of processes; if `uneven`, not all replicas need as many samples."""
     rules = (_tensor, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = unmet(config, dependencies.LAYOUT) + [problem for rule in rules for problem in findings(rule, config)]
     problems += findings(_devices, config, world)
-    problems = problems or findings(_batch, config, world) + findings(_experts, config, world)
-    return problems or findings(_stages, config, world)
+    problems = problems or findings(_batch, config, world, uneven) + findings(_experts, config, world)
+    return problems or findings(_stages, config, world, uneven)
 
 
-def _stages(config: RunConfig, world: int) -> Iterator[Problem]:
+def _stages(config: RunConfig, world: int, uneven: bool) -> Iterator[Problem]:
     for number in range(len(config.batch.stages)):
         of_stage = in_stage(config, number)
         of_stage = replace(of_stage, batch=replace(of_stage.batch, stages=()))
-        for one in layout_problems(of_stage, world):
+        for one in layout_problems(of_stage, world, uneven):
             yield replace(one, key=f"batch.stages[{number}]: {one.key}")
 
 
@@ -184,7 +184,7 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(keys, values, rule, f"start {number} processes")
 
 
-def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
+def _batch(config: RunConfig, world: int, uneven: bool) -> Iterator[Problem]:
     batch, group, data = config.batch, config.parallel.zero_group, data_size(config, world)
     replicas = data * config.parallel.context
     if group is not None and replicas % group:
@@ -192,14 +192,14 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
         shared = f" x parallel.context = {replicas}" if replicas > data else ""
         yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}{shared}", near)
     unit = batch.micro_size * data
-    if batch.global_size % unit:
+    if batch.global_size % (batch.micro_size if uneven else unit) or batch.global_size < unit:
         rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
         fix = any_of(multiples_near(unit, batch.global_size))
         if batch.global_size % data == 0:
             micro = divisors_near(batch.global_size // data, batch.micro_size)
             fix += f"; or set batch.micro_size to {either(micro)}"
         yield Problem("batch.global_size", batch.global_size, rule, fix)
-    chunks, accumulation = config.parallel.pipeline * config.parallel.virtual_stages, batch.global_size // unit
+    chunks, accumulation = config.parallel.pipeline * config.parallel.virtual_stages, batch.accumulation(data)
     if accumulation * chunks > MOST_FORWARDS:
         through = f" through {chunks} chunks of layers" if chunks > 1 else ""
         rule = f"makes {accumulation:,} micro-batches{through} in a step, more than {MOST_FORWARDS // chunks:,}"

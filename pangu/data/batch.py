@@ -54,6 +54,11 @@ class Batch:
         cut: dict[str, Any] = {name: part.cut(tensor, -1) for name, tensor in tensors.items()}
         return replace(self, **cut, part=part)
 
+    def uncounted(self) -> Batch:
+        """Return the batch with all tokens masked out of the loss, its gradients and the loads of experts."""
+        padding = torch.ones_like(self.tokens, dtype=torch.bool)
+        return replace(self, weights=torch.zeros_like(self.weights), padding=padding)
+
     def to(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]] | None = None) -> Batch:
         """Copy the batch to a device without a host sync; copies are queued in the context that `beside` returns."""
         if self.tokens.device.type == device.type:

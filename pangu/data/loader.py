@@ -39,9 +39,10 @@ def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, si
     """Return the global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step.
 
     The `global_size` samples after the `consumed` ones go to the ranks in turn, by micro-batches, so neither `size` nor
-    `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide `global_size`.
+    `micro_size` changes the sequence of global batches. The last ranks may get one micro-batch less than the first.
+    Raises ValueError if `micro_size` does not divide `global_size`, or a rank would get none.
     """
-    if global_size % (micro_size * size):
+    if global_size % micro_size or global_size < micro_size * size:
         raise ValueError(
             f"a global batch of {global_size} cannot be divided among {size} ranks in micro-batches of {micro_size}"
         )
@@ -115,10 +116,14 @@ class Loader:
         self._ahead = ((consumed, stage), self._thread.submit(self._load, consumed, stage))
 
     def _load(self, consumed: int, stage: LoaderStage) -> _Loaded:
+        micro_size, _, size = self._sizes
         batches = [
             batch_of([self._sequence(index, stage.parts) for index in indices], indices, self._packing)
             for indices in step_samples(consumed * stage.parts, stage.global_size, *self._sizes)
         ]
+        if len(batches) * micro_size * size < stage.global_size:
+            # all ranks meet in the same collectives; a repeated batch changes no maximum, as of fp8 or attention logits
+            batches.append(batches[-1].uncounted())
         moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]
         padding = self._padding(consumed, stage.global_size, batches[0].tokens.shape[1])
         return _Loaded(moved, self._copies.record(), self._stream.position, padding)

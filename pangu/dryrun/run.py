@@ -269,10 +269,9 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
 def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
     """Return the micro-batches of one replica's step, all zeros."""
     rows, length = config.batch.micro_size, config.model.sequence + 1
-    count = config.batch.global_size // (rows * layout.data)
     return [
         make_batch(np.zeros((rows, length), np.int64), range(i * rows, (i + 1) * rows), config.data.packing)
-        for i in range(count)
+        for i in range(config.batch.accumulation(layout.data))
     ]
 
 

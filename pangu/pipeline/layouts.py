@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.build import UnusableError, read
 from pangu.config.checks import find_problems
-from pangu.config.layout_checks import data_size, layout_problems
+from pangu.config.layout_checks import asks_for_layout, data_size, layout_problems
 from pangu.config.schema import ParallelConfig, RunConfig
 from pangu.config.stages import in_stage
 from pangu.pipeline.stages import Stages, plan_stages
@@ -25,12 +25,13 @@ class Chosen(NamedTuple):
     stages: Stages
 
 
-def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
+def choose_layout(values: Mapping[str, Any], world: int, uneven: bool = False) -> Chosen:
     """Build and check a configuration, and choose the layout for `world` processes.
 
     Args:
         values: Composed configuration as plain dictionaries.
         world: Number of processes.
+        uneven: Allow a batch that gives some replicas more micro-batches than others, unless the planner chooses.
 
     Raises:
         ConfigError: With all problems of the configuration, or with those of each of `parallel.layouts`.
@@ -42,7 +43,7 @@ def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
         candidates = {}
     refused: list[Problem] = []
     for prefix, candidate in candidates.items():
-        wrong_here = layout_problems(candidate, world)
+        wrong_here = layout_problems(candidate, world, uneven and not asks_for_layout(values))
         chosen = None if wrong_here else _plan(candidate, world, wrong_here)
         if chosen is not None:
             if problems:

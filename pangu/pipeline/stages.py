@@ -84,7 +84,7 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     """Split the model into chunks of equal time, or as in `parallel.layers`, and make the schedule."""
     # Raises ConfigError, which names the keys, if the schedule does not allow these numbers or the layers do not fit.
     parallel, chunks = config.parallel, layout.pipeline * layout.virtual_stages
-    micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
+    micro_batches = config.batch.accumulation(layout.data)
     problems = []
     try:
         numbers = layout.pipeline, layout.virtual_stages, micro_batches

@@ -106,7 +106,7 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
         **{name: getattr(parallel, name) for name in CONTEXT},
         recompute=config.memory.recompute or "none",
         micro_size=batch.micro_size,
-        micro_batches=batch.global_size // (batch.micro_size * layout.data),
+        micro_batches=batch.accumulation(layout.data),
         schedule=parallel.schedule,
         layers=layer_counts(config.model, stages.parts),
         offload=config.memory.offload,

@@ -83,8 +83,7 @@ class Forecast:
             if (sequence := one.model.sequence) not in spaces:
                 own = replace(one, batch=replace(one.batch, stages=()))
                 spaces[sequence] = space_of(own, cluster, {"expert": layout.expert}, note_progress)
-            micro_batches = one.batch.global_size // (one.batch.micro_size * layout.data)
-            shorter = plan._replace(micro_batches=micro_batches)
+            shorter = plan._replace(micro_batches=one.batch.accumulation(layout.data))
             earlier.append(step_time(spaces[sequence].program.describe(shorter), shorter, cluster).total)
         return cls(
             cluster=cluster.name,

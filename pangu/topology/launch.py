@@ -30,6 +30,8 @@ class Launch:
     local_world: int = 1
     attempt: int = 0
     """Number of restarts by the launcher (`--max-restarts`); 0 if every start uses a new store."""
+    epoch: int = 0
+    """Number of losses of ranks since the start that other processes have outlived (`topology.member`)."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -43,6 +45,7 @@ class Launch:
             "local_rank": "LOCAL_RANK",
             "local_world": "LOCAL_WORLD_SIZE",
             "attempt": "TORCHELASTIC_RESTART_COUNT",
+            "epoch": "PANGU_EPOCH",
         }
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             del names["attempt"]  # agents that joined at different times disagree on it

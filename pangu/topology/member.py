@@ -80,7 +80,7 @@ class Member:
         local_rank = ranks[rank][1]
         local_world = max(int(self._environment["LOCAL_WORLD_SIZE"]), local_rank + 1)
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
-        numbers |= {"MASTER_PORT": record["port"]}
+        numbers |= {"MASTER_PORT": record["port"], "PANGU_EPOCH": self._epoch}
         self._environment.update({name: str(value) for name, value in numbers.items()})
         send_news(self._store, "joined", self._number, self._epoch)
         return self._epoch

@@ -22,7 +22,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     all_tokens = num_samples(config, config.train.steps) * model.sequence
     if model.experts is not None:
         parameters += f", {num_parameters(model, active=True):,} of them active for a token"
-    accumulation = batch.global_size // (batch.micro_size * layout.data)
+    at_most = "at most " * (batch.global_size % (batch.micro_size * layout.data) > 0)
     shape = f"{quantity(model.layers, 'layer')}{' (query layer included)' if model.kind == 'pangu' else ''}"
     if model.mtp_layers:
         shape += f" and {model.mtp_layers} of multi-token prediction"
@@ -45,7 +45,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         (
             "step",
             f"{quantity(batch.global_size, 'sequence')} = {tokens:,} tokens; each replica computes "
-            f"{quantity(accumulation, 'micro-batch')} of {batch.micro_size}",
+            f"{at_most}{quantity(batch.accumulation(layout.data), 'micro-batch')} of {batch.micro_size}",
         ),
         (
             "run",

@@ -101,7 +101,7 @@ def run(
     began = time.perf_counter()
     launch = Launch.from_environment()
     _set_up_logging(launch.rank == 0)
-    config, layout, stages = choose_layout(values, launch.world)
+    config, layout, stages = choose_layout(values, launch.world, uneven=launch.epoch > 0)
     if config.evaluate.every and read_benchmarks is None:
         raise UserError("evaluate.every: start with pretrain.py, pass `read_benchmarks`, or set evaluate.every=0")
     _log_plan(config, layout, stages)

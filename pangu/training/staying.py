@@ -57,7 +57,7 @@ def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:
 
     def fits(world: int) -> bool:
         try:
-            choose_layout(values, world)
+            choose_layout(values, world, uneven=True)
         except UserError:
             return False
         return True

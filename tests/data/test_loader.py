@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,13 +39,25 @@ class Recorded(Stream):
         return np.full(5, index)
 
 
-@given(step=st.integers(0, 1000), micro=st.integers(1, 4), ranks=st.integers(1, 5), accumulation=st.integers(1, 4))
-def test_ranks_share_the_global_batch(step: int, micro: int, ranks: int, accumulation: int) -> None:
-    size = micro * ranks * accumulation
+@given(step=st.integers(0, 1000), micro=st.integers(1, 4), ranks=st.integers(1, 5), more=st.integers(0, 12))
+def test_ranks_share_the_global_batch(step: int, micro: int, ranks: int, more: int) -> None:
+    size, accumulation = micro * (ranks + more), -(-(ranks + more) // ranks)
     dealt = [step_samples(step * size, size, micro, rank, ranks) for rank in range(ranks)]
-    assert all(len(micro_batches) == accumulation for micro_batches in dealt)
-    in_turn = [index for a in range(accumulation) for rank in range(ranks) for index in dealt[rank][a]]
-    assert in_turn == list(range(step * size, (step + 1) * size))
+    assert all(accumulation - 1 <= len(micro_batches) <= accumulation for micro_batches in dealt)
+    rounds = zip_longest(*dealt, fillvalue=range(0))
+    assert [index for one in rounds for part in one for index in part] == list(range(step * size, (step + 1) * size))
+
+
+def test_a_rank_with_fewer_micro_batches_repeats_one_that_does_not_count() -> None:
+    stream = Recorded()
+    with Loader(stream, PACKING, 8, 1, rank=2, size=3) as loader:
+        *counted, repeated = loader.micro_batches(0)
+    assert [batch.samples for batch in counted] == [(2,), (5,)]
+    assert repeated.samples == (5,)
+    assert repeated.tokens.equal(counted[-1].tokens)
+    assert not repeated.weights.any()
+    assert all(batch.weights.any() for batch in counted)
+    assert not stream.read[7], "it is of another rank"
 
 
 def test_formula() -> None:
@@ -53,8 +66,9 @@ def test_formula() -> None:
 
 
 def test_what_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="12 cannot be divided among 5 ranks in micro-batches of 2"):
-        step_samples(0, 12, 2, 0, 5)
+    for micro, ranks in ((5, 2), (2, 7)):
+        with pytest.raises(ValueError, match=f"12 cannot be divided among {ranks} ranks in micro-batches of {micro}"):
+            step_samples(0, 12, micro, 0, ranks)
 
 
 def test_batches_hold_their_samples() -> None:

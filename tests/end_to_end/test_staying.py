@@ -41,6 +41,7 @@ MORE_LAYOUTS = LAYOUTS | {
     "zero 2 with LAMB": (2, ("parallel.zero=2", "optimizer=lamb")),
     "zero 1 with Muon": (2, ("parallel.zero=1", "optimizer=muon")),
     "data 4": (4, ("parallel.zero=3",)),
+    "data 4 in fp64": (4, ("parallel.zero=2", "precision=fp64", "precision.fp32_matmul=auto")),
     "context 2 x data 2": (4, ("parallel.context=2", "parallel.zero=2")),
     "tensor 2 x pipeline 2": (4, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true")),
 }
@@ -256,6 +257,22 @@ def test_a_spare_takes_the_rank_of_a_killed_process(
     check(
         tmp_path_factory.mktemp("broken") / "of", layout, [(point, dies, DIES_AFTER)], whole(tmp_path_factory, layout)
     )
+
+
+@pytest.mark.parametrize("dies", [3, pytest.param(0, marks=pytest.mark.long)])
+def test_without_a_spare_the_samples_are_dealt_to_the_replicas_that_remain(
+    dies: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """4 samples on 3 replicas, in fp64: sums are added in another order."""
+    layout, folder = "data 4 in fp64", tmp_path_factory.mktemp("dealt") / "of"
+    expected = whole(tmp_path_factory, layout)
+    said = launched(prepare(folder, [("at the norm", dies, DIES_AFTER)]), 4, 0, words(folder / "run", layout))
+    before, after = epochs(folder, 4, 3)
+    assert sorted(process for _, process, _ in after) == sorted(process for rank, process, _ in before if rank != dies)
+    assert [int((folder / "killed-0").read_text()) - step for _, _, step in after] in ([0] * 3, [1] * 3)
+    assert "each replica computes at most 2 micro-batches of 1" in said
+    for ours, theirs in zip(figures(folder / "run"), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 def test_sigterm_while_a_spare_is_to_take_a_rank_saves_and_stops_the_run(

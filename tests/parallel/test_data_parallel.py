@@ -11,7 +11,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from tests.configs import tiny
-from tests.parallel.harness import OVERRIDES, compare, train_layout
+from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
 from tests.threads import Ranks
 
 # (processes, sequences in a micro-batch): all see 8 sequences a step, in 1 to 8 micro-batches
@@ -33,6 +33,44 @@ def test_every_split_of_the_batch_gives_the_same_run_in_float64(ranks: Ranks, op
     assert len(LAYOUTS) == 6
     for world, micro_size in LAYOUTS[1:]:
         compare(ranks.run(world, train, micro_size, 5, *overrides)[0], one, 1e-13)
+
+
+EXPERTS = ("model.experts=6", "model.expert_ffn=12", "model.router.z_loss=0.01", "data.packing.pad=null")
+UNEVEN = {
+    "zero 0": (Layout(data=3), (), ()),
+    "zero 1, LAMB": (Layout(data=3, zero=1), ("optimizer=lamb",), ("memory.recompute=full",)),
+    "zero 2 in groups": (Layout(data=6, zero=2, zero_group=3), ("batch.global_size=10",), ()),
+    "zero 3": (Layout(data=3, zero=3), (), ()),
+    "tensor": (Layout(tensor=2, data=3, sequence=True, zero=2), ("optimizer=muon", "optimizer.qk_clip=0.1"), ()),
+    "pipeline": (Layout(pipeline=2, data=3, zero=2), ("model.mtp_layers=1",), ("parallel.schedule=zb_h1",)),
+    "interleaved": (
+        Layout(pipeline=2, virtual_stages=2, data=3, zero=3),
+        ("model.layers=4",),
+        ("parallel.schedule=interleaved",),
+    ),
+    "context": (Layout(context=2, data=3, zero=1), ("precision.matmul=fp8",), ()),
+    "experts": (Layout(data=3, expert=3, zero=3), (*EXPERTS, "model.expert_capacity=0.8"), ()),
+    "experts, fixed": (
+        Layout(data=3, expert=3, zero=1),
+        (*EXPERTS, "model.expert_capacity=0.8", "model.router.balance=bias"),
+        ("parallel.fixed_exchange=true",),
+    ),
+    "experts of a global balance": (
+        Layout(tensor=2, data=3, expert=6, expert_tensor=1),
+        (*EXPERTS, "model.router.balance=global", "model.kind=gpt"),
+        (),
+    ),
+}
+"""Layout, what one process is told too, and what only the layout is told: 8 sequences for 3 replicas."""
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_replicas_with_fewer_samples_than_others_give_the_same_run_in_float64(ranks: Ranks, name: str) -> None:
+    """2 steps, 1e-12 as everywhere: the third replica has one micro-batch less than the others."""
+    layout, model, own = UNEVEN[name]
+    model = (*OVERRIDES, "precision=fp64", "batch.micro_size=1", "model.hidden=24", "model.layers=3", *model)
+    one = one_process(2, *model)
+    compare(ranks.run(layout.world, train_layout, layout, 2, *model, *own)[0], one, 1e-12)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

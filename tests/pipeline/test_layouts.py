@@ -9,6 +9,7 @@ import pytest
 from pangu.common.errors import ConfigError
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import Layout
+from pangu.training.describe import describe
 from tests.configs import tiny
 
 ALLOWED = (
@@ -44,6 +45,20 @@ def test_without_a_list_the_keys_are_the_layout() -> None:
 def test_a_schedule_that_does_not_go_with_the_stages_is_passed_over() -> None:
     keys = ("parallel.layouts=[{pipeline:2,virtual_stages:2},{pipeline:2}]", "model.layers=4")
     assert choose_layout(asdict(tiny(*keys)), 2).layout == Layout(pipeline=2)
+
+
+def test_a_run_that_has_lost_ranks_takes_replicas_that_do_not_divide_the_batch_but_each_gets_a_micro_batch() -> None:
+    values = asdict(tiny("batch.global_size=8", "batch.micro_size=2", "batch.stages=[{until:2,global_size:6}]"))
+    with pytest.raises(ConfigError, match="must be a multiple of batch"):
+        choose_layout(values, 3)
+    chosen = choose_layout(values, 3, uneven=True)
+    assert (chosen.layout, chosen.stages.schedule.micro_batches) == (Layout(data=3), 2)
+    assert "each replica computes at most 2 micro-batches of 2" in describe(chosen.config, chosen.layout, None)
+    with pytest.raises(ConfigError, match=r"batch.stages\[0\]: batch.global_size = 6: must be a multiple"):
+        choose_layout(values, 4, uneven=True)
+    values["parallel"]["auto"] = True
+    with pytest.raises(ConfigError, match="must be a multiple"):
+        choose_layout(values, 3, uneven=True)
 
 
 def test_what_is_wrong_with_each_is_told_at_once() -> None:
