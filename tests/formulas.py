@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -34,8 +34,6 @@ WORKS = {"embedding": embedding_work, "layer": layer_work, "head": head_work}
 class FormulaTraces:
     """Traces of Megatron-LM of 2021 by the formulas of its papers, in place of `pangu.dryrun.traces.Traces`."""
 
-    note_progress: Callable[[], None] = lambda: None
-    """Never called: formulas need no dry runs."""
     _traces: dict[tuple[Setup, bool, bool, bool], Trace] = field(default_factory=dict)
     _gradients: dict[Any, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 

@@ -152,7 +152,8 @@ def find(options: argparse.Namespace) -> Outcome:
     """Search. Raises UserError, if there is nothing to search on, or nothing fits."""
     values = planned(options.overrides)
     require_cluster(_CONFIGS / "cluster", values, "--search")
-    return find_layouts(values, given_keys(options.overrides), options.top or TOP, options.tokens)
+    outcome = find_layouts(values, given_keys(options.overrides), options.top or TOP)
+    return outcome._replace(tokens=options.tokens)
 
 
 def require_writable(path: Path) -> None:

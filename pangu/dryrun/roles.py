@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import product
 from multiprocessing import Pipe, get_context
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -50,38 +50,42 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
     Raises:
         DryRunError: if a rank cannot be carried out.
     """
-    with kept_workers() as pool:
+    with kept_workers() as workers:
         # spawned processes would import the command of this one, and torch with it
-        with patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
-            reports = pool.map(worker.answer, *zip(*jobs, strict=True))
+        with patch.multiple(sys.modules["__main__"], create=True, __spec__=None, __file__=None):
+            reports = workers.pool.map(worker.answer, *zip(*jobs, strict=True))
         for _, rank, _ in jobs:
             try:
                 report = next(reports)
             except BrokenProcessPool:
-                report = {"error": pool.last_words()}
+                report = {"error": workers.last_words()}
             if "error" in report:
                 raise DryRunError(f"the dry run of rank {rank} failed: {report['error']}; only parallel=auto needs one")
             yield report
 
 
-class Workers(ProcessPoolExecutor):
+class Workers(ExitStack):
     """Processes in which torch finds the fake device, as many as there are cores and jobs."""
 
-    def __init__(self) -> None:
-        """Create the pool; its processes start with the first jobs."""
-        self._output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
-        self._alive, self._own = Pipe(duplex=False)
-        super().__init__(available_cores(), get_context("spawn"), worker.start, (self._alive, self._output.name))
+    def __init__(self, note_progress: Callable[[], None]) -> None:
+        """Start nothing before the first job; `run_with_progress` calls `note_progress` after each."""
+        super().__init__()
+        self.note_progress = note_progress
+
+    @cached_property
+    def pool(self) -> ProcessPoolExecutor:
+        """Pool of the processes; they end as soon as the other end of their connection is closed."""
+        self._output = self.enter_context(tempfile.NamedTemporaryFile("r", errors="replace"))  # noqa: SIM115
+        alive, own = Pipe(duplex=False)
+        pool = ProcessPoolExecutor(available_cores(), get_context("spawn"), worker.start, (alive, self._output.name))
+        self.callback(pool.shutdown, cancel_futures=True)
+        self.callback(own.close)  # first: nobody waits for running jobs
+        return pool
 
     def last_words(self) -> str:
         """Return the last line that a process has written, or that there is none."""
         said = [line.strip() for line in self._output if line.strip()]
         return said[-1] if said else "its process was killed, perhaps as the machine has too little memory"
-
-    def end(self) -> None:
-        """End all processes, without waiting for their jobs."""
-        self._own.close()
-        self.shutdown(cancel_futures=True)
 
 
 _workers: Workers | None = None
@@ -89,21 +93,20 @@ _workers: Workers | None = None
 
 
 @contextmanager
-def kept_workers() -> Iterator[Workers]:
-    """Let all jobs within the block share processes, since each takes seconds to start."""
+def kept_workers(note_progress: Callable[[], None] = lambda: None) -> Iterator[Workers]:
+    """Let all jobs within the block share processes, since each takes seconds to start, and report progress."""
     global _workers
     if _workers is not None:
         yield _workers
         return
-    workers = _workers = Workers()
     try:
-        yield workers
+        with Workers(note_progress) as _workers:
+            yield _workers
     finally:
         _workers = None
-        workers.end()
 
 
-def run_with_progress(jobs: Sequence[Job], note_progress: Callable[[], None]) -> Iterator[dict[str, Any]]:
+def run_with_progress(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
     """Yield the reports of `run_jobs`, and show its progress.
 
     Raises:
@@ -111,33 +114,28 @@ def run_with_progress(jobs: Sequence[Job], note_progress: Callable[[], None]) ->
     """
     total = len(jobs)
     description = f"{'counting':<12} operations of the layers, in {quantity(total, 'dry run')}"
-    with ProgressBar(show=True, note_progress=note_progress) as bar:
+    with kept_workers() as workers, ProgressBar(show=True, note_progress=workers.note_progress) as bar:
         if not bar.console.is_terminal:
             bar.console.print(description)
-        task, said = bar.add_task(description, total=total), time.monotonic()
-        for count, report in enumerate(run_jobs(jobs), 1):
+        said = time.monotonic()
+        for count, report in enumerate(bar.track(run_jobs(jobs), total, description=description), 1):
             if report["device"] is not None:
                 raise DryRunError(f"the dry run is unavailable: {report['device']}")
             bar.note_progress()
-            bar.advance(task)
             if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
                 said = time.monotonic()
                 bar.console.print(f"{'counting':<12} {count} of {quantity(total, 'dry run')} done")
             yield report
 
 
-def measured_gib(
-    jobs: Sequence[tuple[Mapping[str, Any], int]],
-    memory: DeviceMemoryConfig,
-    note_progress: Callable[[], None] = lambda: None,
-) -> list[float]:
+def measured_gib(jobs: Sequence[tuple[Mapping[str, Any], int]], memory: DeviceMemoryConfig) -> list[float]:
     """Return the GiB a device needs per (configuration, rank), dry-run and cached; raise DryRunError on failure."""
     files = [cache_folder() / f"peak-{identify([values, rank])}.pickle" for values, rank in jobs]
     known = {file: read_cached(file) for file in files}
     missing = {file: job for file, job in zip(files, jobs, strict=True) if known[file] is None}
     if missing:
         described: list[Job] = [({**values, "dry_run": True}, rank, {}) for values, rank in missing.values()]
-        for file, report in zip(missing, run_with_progress(described, note_progress), strict=True):
+        for file, report in zip(missing, run_with_progress(described), strict=True):
             known[file] = {"peak": report["peak"], "groups": report["groups"]}
             write_cached(file, known[file])
     return [known[file]["peak"] / 2**30 + memory.overhead_gib(known[file]["groups"]) for file in files]

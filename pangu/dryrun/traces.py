@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -78,8 +78,6 @@ class Way(NamedTuple):
 class Traces:
     """Traces of runs, measured on first use."""
 
-    note_progress: Callable[[], None] = lambda: None
-    """Callback after each dry run."""
     _known: dict[Way, Trace] = field(default_factory=dict)
 
     def measure(self, requests: Collection[TraceRequest]) -> list[Trace]:
@@ -92,7 +90,7 @@ class Traces:
         if self._missing(ways) and self._missing(ways, read=True):
             with one_process(cache_folder()):
                 missing = self._missing(ways, read=True)  # another process may have measured meanwhile
-                for way, trace in _carry_out(missing, self.note_progress) if missing else ():
+                for way, trace in _carry_out(missing) if missing else ():
                     self._add(way, trace)
                     write_cached(way.file, self._known[way])
         return [self._known[way] for way, _ in ways]
@@ -229,11 +227,9 @@ def _values_of(config: RunConfig) -> str:
     return json.dumps(values | {group: {**values[group], **change} for group, change in changes.items()})
 
 
-def _carry_out(
-    missing: Sequence[tuple[Way, TraceRequest]], note_progress: Callable[[], None]
-) -> Iterator[tuple[Way, Trace]]:
+def _carry_out(missing: Sequence[tuple[Way, TraceRequest]]) -> Iterator[tuple[Way, Trace]]:
     """Measure all that is missing, which may take a minute, and yield the traces; raise DryRunError on failure."""
     jobs = list(jobs_of(missing))
     described = [(json.loads(ways[0].values), 0, options) for ways, options in jobs]
-    for (ways, _), report in zip(jobs, run_with_progress(described, note_progress), strict=True):
+    for (ways, _), report in zip(jobs, run_with_progress(described), strict=True):
         yield from zip(ways, report["traces"], strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,25 +28,17 @@ class Outcome(NamedTuple):
 
     space: Space
     result: SearchResult
-    tokens: float | None
-    """Training tokens of the whole run."""
+    tokens: float | None = None
+    """Training tokens of the whole run, for the estimates of days and energy."""
 
 
-def find_layouts(
-    values: Mapping[str, Any],
-    given: Set[str],
-    top: int,
-    tokens: float | None = None,
-    note_progress: Callable[[], None] = lambda: None,
-) -> Outcome:
+def find_layouts(values: Mapping[str, Any], given: Set[str], top: int) -> Outcome:
     """Return the `top` fastest layouts of a configuration on its `cluster`.
 
     Args:
         values: the composed configuration.
         given: keys whose values the search keeps.
         top: number of layouts to return.
-        tokens: training tokens of the whole run, for the estimates of days and energy.
-        note_progress: called after each dry run.
 
     Raises:
         ConfigError: if the configuration is invalid or fixes a key the search cannot keep; UserError if no layout fits.
@@ -62,7 +54,7 @@ def find_layouts(
         raise ConfigError([Problem(*one, rule, fix) for one in lost.items()])
     assert config.cluster is not None
     fixed = {field: attrgetter(key)(config) for field, key in KEYS.items() if key in given}
-    space = space_of(config, cluster_in(config.cluster), fixed, note_progress)
+    space = space_of(config, cluster_in(config.cluster), fixed)
     result = search(space, top)
     if not result.best:
         kept = "".join(f" and {KEYS[field]}={shown(value)}" for field, value in fixed.items())
@@ -75,7 +67,7 @@ def find_layouts(
             f"{refusals(result.refused) or 'the degrees do not multiply to the number of devices'}; "
             f"{least}use more devices, a larger batch or fewer fixed keys"
         )
-    return Outcome(space, result, tokens)
+    return Outcome(space, result)
 
 
 def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:

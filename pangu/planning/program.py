@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -148,11 +148,6 @@ class StepLedger:
     extra_micro_batches: int
     """Number of further micro-batches."""
 
-    @property
-    def peak_stage(self) -> int:
-        """Stage with the highest peak memory."""
-        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
-
 
 class StagePart(NamedTuple):
     """Modules that some stages hold."""
@@ -167,18 +162,12 @@ class StagePart(NamedTuple):
 class Program:
     """Step of a configuration's model and batch, for any layout."""
 
-    def __init__(
-        self, config: RunConfig, note_progress: Callable[[], None] = lambda: None, sketch_size: int = 0
-    ) -> None:
+    def __init__(self, config: RunConfig, sketch_size: int = 0) -> None:
         """Begin with nothing measured.
 
-        Args:
-            config: configuration with the model and batch.
-            note_progress: called after each dry run.
-            sketch_size: sequences of the micro-batches that `sketch` measures; 0: those of each layout.
+        `sketch_size`: sequences of the micro-batches that `sketch` measures; 0: those of each layout.
         """
-        self.config, self.note_progress, self._traces = config, note_progress, Traces(note_progress)
-        self._sketch_size = sketch_size
+        self.config, self._traces, self._sketch_size = config, Traces(), sketch_size
         self._known: dict[Any, Trace] = {}
         self._cuts: dict[Any, tuple[StagePart, ...]] = {}
         self._kinds: dict[Any, tuple[tuple[Chunk, ...], tuple[Chunk, ...]]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush, nsmallest
@@ -103,16 +103,10 @@ class Space(NamedTuple):
         return (self.fixed[field],) if field in self.fixed else options
 
 
-def space_of(
-    config: RunConfig,
-    cluster: ClusterConfig,
-    fixed: Mapping[str, Any],
-    note_progress: Callable[[], None] = lambda: None,
-) -> Space:
+def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]) -> Space:
     """Return the search space of a configuration's model and batch on a cluster.
 
-    Calls `note_progress` after each dry run. Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls,
-    or if its devices do not fill its nodes.
+    Raises ConfigError if fp8 is requested but the cluster has no fp8 matmuls, or if its devices do not fill its nodes.
     """
     if config.precision.matmul != "compute" and cluster.matmul.tflops_fp8 is None:
         rule = f"{cluster.name} has no fp8 matmuls (cluster.matmul.tflops_fp8 = null)"
@@ -128,7 +122,7 @@ def space_of(
     # where shapes and sizes were timed, larger ones may be less efficient
     timed = cluster.matmul.measured or cluster.inside.measured or cluster.between.measured
     sketch_size = 0 if timed else fixed.get("micro_size", max(_micro_sizes(config)))
-    return Space(Program(config, note_progress, sketch_size), cluster, config, fixed)
+    return Space(Program(config, sketch_size), cluster, config, fixed)
 
 
 @kept_workers()
@@ -202,8 +196,9 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
     for one, ledger in zip(tried, ledgers, strict=True):
         values = asdict(configured(space.config, one.plan))
         values["parallel"] |= {"auto": False, "layouts": ()}
-        jobs.append((values, one.plan.layout.rank(Coordinates(ledger.peak_stage, 0, 0))))
-    measured = measured_gib(jobs, space.cluster.memory, space.program.note_progress)
+        largest = max(range(len(ledger.stages)), key=lambda stage: ledger.stages[stage].peak)
+        jobs.append((values, one.plan.layout.rank(Coordinates(largest, 0, 0))))
+    measured = measured_gib(jobs, space.cluster.memory)
     for one, ledger, needed in zip(tried, ledgers, measured, strict=True):
         yield one._replace(memory=tuple(memory_of(ledger, space.cluster)), measured=needed)
 

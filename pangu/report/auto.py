@@ -10,6 +10,7 @@ from typing import Any
 from pangu.common.errors import ConfigError
 from pangu.config.checks import find_problems
 from pangu.config.schema import RunConfig
+from pangu.dryrun.roles import kept_workers
 from pangu.metrics.text import quantity
 from pangu.planning.clusters import require_cluster
 from pangu.planning.find import find_layouts, overrides_of
@@ -40,7 +41,8 @@ def choose_automatically(
         note_progress: called after each dry run.
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
-    outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES, note_progress=note_progress)
+    with kept_workers(note_progress):
+        outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES)
     best, room = outcome.result.best[0], outcome.space.cluster.memory.gib
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",

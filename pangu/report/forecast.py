@@ -13,7 +13,7 @@ from pangu.common.errors import UserError
 from pangu.config.cluster import cluster_in
 from pangu.config.schema import RunConfig
 from pangu.config.stages import in_stage
-from pangu.dryrun.roles import DryRunError, measured_gib
+from pangu.dryrun.roles import DryRunError, kept_workers, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time, terms_of
@@ -64,15 +64,13 @@ class Forecast:
     _profiled: Sequence[Mapping[str, float]] = ()
 
     @classmethod
-    def of(
-        cls, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
-    ) -> Forecast:
-        """Return the forecast of a configuration on its `cluster`; `note_progress` is called after each dry run.
+    def of(cls, config: RunConfig, layout: Layout, stages: Stages) -> Forecast:
+        """Return the forecast of a configuration on its `cluster`.
 
         Raises ConfigError if the cluster is invalid, DryRunError if the model's modules cannot be measured.
         """
         assert config.cluster is not None
-        space = space_of(config, cluster_in(config.cluster), {"expert": layout.expert}, note_progress)
+        space = space_of(config, cluster_in(config.cluster), {"expert": layout.expert})
         cluster, plan = space.cluster, plan_of(config, layout, stages)
         ledger = space.program.describe(plan)
         stage, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda one: one[1].total)
@@ -82,7 +80,7 @@ class Forecast:
             one = in_stage(config, number)
             if (sequence := one.model.sequence) not in spaces:
                 own = replace(one, batch=replace(one.batch, stages=()))
-                spaces[sequence] = space_of(own, cluster, {"expert": layout.expert}, note_progress)
+                spaces[sequence] = space_of(own, cluster, {"expert": layout.expert})
             shorter = plan._replace(micro_batches=one.batch.accumulation(layout.data))
             earlier.append(step_time(spaces[sequence].program.describe(shorter), shorter, cluster).total)
         return cls(
@@ -130,9 +128,7 @@ class Forecast:
         listed = ", ".join(f"{seconds:.3g}" for seconds in times)
         return f"{'expected':<12} step times of the stages {listed} s, all steps {total:.3g} s"
 
-    def require_room(
-        self, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
-    ) -> None:
+    def require_room(self, config: RunConfig, layout: Layout, stages: Stages) -> None:
         """Confirm in a dry run a layout predicted to exceed device memory; warn if the dry run does not confirm it.
 
         Raises UserError, naming layouts of as many devices that fit, if the stage with the highest peak does not.
@@ -146,14 +142,14 @@ class Forecast:
         expected = f"memory: about {needed:.3g} GiB expected, and {self.cluster} has {self.room_gib:g} GiB"
         try:
             job = {**asdict(config), "parallel": parallel}, layout.rank(Coordinates(self.stage, 0, 0))
-            (needed,) = measured_gib([job], cluster.memory, note_progress)
+            (needed,) = measured_gib([job], cluster.memory)
         except DryRunError as error:
             log.warning("%s; this run may run out of memory, which no dry run could check (%s)", expected, error)
             return
         if needed <= self.room_gib:
             log.warning("%s; a dry run of the stage with the highest peak needs %.3g GiB, which fits", expected, needed)
             return
-        plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}, note_progress), top=3).best
+        plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}), top=3).best
         fix = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.peak_gib:.3g} GiB)" for one in best)
         raise UserError(
             f"memory: the device with the highest peak needs {needed:.3g} GiB, and {self.cluster} has "
@@ -228,15 +224,19 @@ def measured_parts(ranks: Sequence[Mapping[str, float]], layout: Layout, median_
 def forecast_run(
     config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None]
 ) -> Forecast | None:
-    """Return the forecast of a run, or None if no dry run is possible here; raise UserError if memory is too small."""
-    try:
-        forecast = Forecast.of(config, layout, stages, note_progress)
-    except DryRunError as error:
-        log.info("%-12s no forecast: %s", "expected", error)
-        return None
-    log.info(forecast.lines())
-    if forecast.stages_s:
-        log.info(forecast.stages_line(config))
-    if not config.dry_run:
-        forecast.require_room(config, layout, stages, note_progress)
-    return forecast
+    """Return the forecast of a run, or None if no dry run is possible here; raise UserError if memory is too small.
+
+    Calls `note_progress` after each dry run.
+    """
+    with kept_workers(note_progress):
+        try:
+            forecast = Forecast.of(config, layout, stages)
+        except DryRunError as error:
+            log.info("%-12s no forecast: %s", "expected", error)
+            return None
+        log.info(forecast.lines())
+        if forecast.stages_s:
+            log.info(forecast.stages_line(config))
+        if not config.dry_run:
+            forecast.require_room(config, layout, stages)
+        return forecast

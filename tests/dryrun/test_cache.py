@@ -71,7 +71,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TraceRe
     """Requests that would be measured in dry runs, in an empty folder; each measures one byte more."""
     requests: list[TraceRequest] = []
 
-    def carry_out(missing: Sequence[tuple[Way, TraceRequest]], _: object) -> Iterator[tuple[Way, Trace]]:
+    def carry_out(missing: Sequence[tuple[Way, TraceRequest]]) -> Iterator[tuple[Way, Trace]]:
         for way, request in missing:
             requests.append(request)
             yield way, measured(request, len(requests))
@@ -180,7 +180,9 @@ def test_measuring_shows_its_progress(
         REQUEST._replace(config=config("+config=quickstart", f"parallel.tensor={tensor}")) for tensor in (1, 2, 4)
     ]
     noted: list[int] = []
-    Traces(note_progress=lambda: noted.append(1)).measure(requests)
+    monkeypatch.setattr(roles, "_workers", None)
+    with roles.kept_workers(lambda: noted.append(1)):
+        Traces().measure(requests)
     said = capsys.readouterr().err
     assert said.startswith("counting     operations of the layers, in 3 dry runs\n")
     assert ("counting     2 of 3 dry runs done" in said) is (seconds == 0)
