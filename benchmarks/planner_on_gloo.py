@@ -35,10 +35,10 @@ from benchmarks.trainer import composed, micro_batches
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.planning.clusters import load_cluster
-from pangu.planning.cost import TERMS
 from pangu.planning.find import overrides_of
-from pangu.planning.program import Plan
-from pangu.planning.search import Space, enumerate_plans, smaller, space_of, time_of, with_layout
+from pangu.planning.program import Plan, configured
+from pangu.planning.search import Space, enumerate_plans, smaller, space_of, time_of
+from pangu.report.forecast import TERMS
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import choose
@@ -118,7 +118,7 @@ def rows_of(processes: int, config: RunConfig, arguments: argparse.Namespace) ->
     plans = drawn(space, arguments.layouts // len(arguments.processes), Random(arguments.seed))
     space.program.prepare(plans)
     expected = [time_of(space, plan) for plan in plans]
-    configs = [with_layout(space, plan) for plan in plans]
+    configs = [configured(space.config, plan) for plan in plans]
     rounds = [fresh(processes, steps_of, configs, arguments.steps)[0] for _ in range(arguments.rounds)]
     rows = []
     for number, (plan, time_) in enumerate(zip(plans, expected, strict=True)):

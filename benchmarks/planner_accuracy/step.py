@@ -94,7 +94,7 @@ def _reductions(parameters: float, setup: Setup) -> tuple[tuple[Collective, ...]
     """Return the collectives of gradients and of parameters between replicas, except those of ZeRO-3 in the layers."""
     _, system, plan, _ = setup
     # The size of Megatron-Core's DistributedDataParallelConfig.
-    buckets = max(1.0, parameters / max(40e6, 1e6 * plan.replicas)) if system.bucketed else 1.0
+    buckets = max(1.0, parameters / max(40e6, 1e6 * plan.layout.replicas)) if system.bucketed else 1.0
     sent, hidden = parameters * system.gradient_bytes / buckets, 1.0 if setup.reduces_each else 1 - 1 / buckets
     if plan.zero == 0:
         return (Collective("all_reduce", "replicas", sent, buckets, hidden),), ()

@@ -62,17 +62,13 @@ class Weights(NamedTuple):
     """Seconds of copies between device and host per step."""
 
 
-LeastByKind = dict[str, tuple[Least, Least]]
-"""Mapping from the kind of a module to its bounds: with one backward pass, and with dgrad and wgrad separate."""
-
-
 class LayoutBounds:
     """Lower bounds of the step time and peak memory of layouts."""
 
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
         """Create the bounds of a program's layouts on a cluster."""
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
-        self._kinds: dict[int, tuple[Trace, LeastByKind]] = {}
+        self._kinds: dict[tuple[int, bool], tuple[Trace, dict[str, Least]]] = {}
         self._chunks: dict[Any, list[Least]] = {}
         self._lines: dict[Any, list[tuple[int, float, float, float]]] = {}
         self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
@@ -129,20 +125,20 @@ class LayoutBounds:
         if key not in self._chunks:
             # larger micro-batches are at least as efficient: one of a share of their size takes at least that share
             traces, share = ([known], 1.0) if known else self._program.sketched(plan)
-            least, *offloaded = (self._by_kind(plan, trace) for trace in traces)
+            least, *offloaded = (self._by_kind(plan, trace, apart) for trace in traces)
             for other in offloaded:
                 least = {f"{kind} resident": one for kind, one in least.items()} | other
             chunks = [(START, *kinds, END) for kinds in self._program.kinds(plan, part)]
-            modules = ((_find(least, kind)[apart] for kind in chunk) for chunk in chunks)
+            modules = ((_find(least, kind) for kind in chunk) for chunk in chunks)
             found = (Least(*(share * sum(one) for one in zip(*chunk, strict=True))) for chunk in modules)
             # most of what an offloaded layer saves is on the host, and each layer frees its predecessor
             self._chunks[key] = [one._replace(saved=0.0) for one in found] if offload else list(found)
         return self._chunks[key]
 
-    def _by_kind(self, plan: Plan, trace: Trace) -> LeastByKind:
+    def _by_kind(self, plan: Plan, trace: Trace, apart: bool) -> dict[str, Least]:
         """Return the lower bounds of each kind of module: the minimum over its spans with all neighboring modules."""
-        if id(trace) in self._kinds:
-            return self._kinds[id(trace)][1]
+        if (id(trace), apart) in self._kinds:
+            return self._kinds[id(trace), apart][1]
         groups = groups_of(plan.layout, self._cluster.node)  # all plans of a trace share these groups
         found: dict[str, dict[str, float]] = {}
         for name, span in trace.spans.items():
@@ -158,10 +154,12 @@ class LayoutBounds:
         least = {}
         for kind, of_kind in found.items():
             forward, whole, back, weight, saved = (of_kind.get(name, 0.0) for name in ("F", "B", "I", "W", "saved"))
-            # if backward was measured in one part, its total is known, but not the input gradient's share
-            apart = (back, weight) if "I" in of_kind or "W" in of_kind else (0.0, whole)
-            least[kind] = Least(forward, whole, 0.0, saved), Least(forward, *apart, saved)
-        self._kinds[id(trace)] = trace, least
+            if not apart:
+                back, weight = whole, 0.0
+            elif of_kind.keys().isdisjoint("IW"):  # measured in one part: the input gradient's share is not known
+                weight = whole
+            least[kind] = Least(forward, back, weight, saved)
+        self._kinds[id(trace), apart] = trace, least
         return least
 
     def gib(self, plan: Plan) -> float:
@@ -243,11 +241,10 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
     return numels
 
 
-def _find(least: LeastByKind, kind: str) -> tuple[Least, Least]:
+def _find(least: dict[str, Least], kind: str) -> Least:
     """Return the bounds of a kind of module, or of a kind that takes no more."""
     plain = kind.replace(" follows", "").replace(" second", "")
     if kind in least or plain in least:
         return least.get(kind) or least[plain]
     plain = plain.replace(" recomputed", "").replace(" unreached", "")
-    whole, apart = least.get(plain) or least.get(f"{plain} unreached") or (Least(), Least())
-    return whole._replace(saved=0.0), apart._replace(saved=0.0)
+    return (least.get(plain) or least.get(f"{plain} unreached") or Least())._replace(saved=0.0)

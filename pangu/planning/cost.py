@@ -31,7 +31,6 @@ REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
 """Rows and columns of the tiles that matmuls are cut into."""
-TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update", "host")
 
 
 class Phase(NamedTuple):
@@ -192,18 +191,15 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     # the device is idle until the kernel after a host sync is launched
     compute = started(device, launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
     everything = sum(hidden.values())
-    added = overlap_seconds(computing + compute, everything, cluster) / everything if everything else 0.0
+    beside = computing + compute
+    exposed = max(0.0, everything - beside) + (cluster.overlap - 1) * min(beside, everything)  # overlap slows down both
+    added = exposed / everything if everything else 0.0
     return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
 
 
 def started(device: float, host: float, cluster: ClusterConfig) -> float:
     """Return the seconds of kernels that compute for `device` seconds and take the host `host` seconds to launch."""
     return max(device, host) if cluster.queued else device + host
-
-
-def overlap_seconds(compute: float, hidden: float, cluster: ClusterConfig) -> float:
-    """Return the time added by communication that overlaps compute: its exposed part, and the slowdown of both."""
-    return max(0.0, hidden - compute) + (cluster.overlap - 1) * min(compute, hidden)
 
 
 def phases_of(
@@ -325,8 +321,3 @@ def _after(
     device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = stage.update.launches * cluster.launch_us * 1e-6
     return waited, started(device, host, cluster)
-
-
-def terms_of(*times: StepTime) -> tuple[str, ...]:
-    """Return the names of the time terms; those of experts and of the host only if one of the times has any."""
-    return tuple(term for term in TERMS if term not in ("expert", "host") or any(getattr(one, term) for one in times))

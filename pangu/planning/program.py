@@ -71,47 +71,9 @@ class Plan(NamedTuple):
         return _layout(*_degrees(self))
 
     @property
-    def recomputes(self) -> bool:
-        """True if activations are recomputed."""
-        return self.recompute != "none"
-
-    @property
-    def replicas(self) -> int:
-        """Ranks with the same weights and different tokens."""
-        return self.data * self.context
-
-    @property
     def axes(self) -> int:
         """Number of axes with more than one rank, each of which has at least one communicating group."""
         return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
-
-
-def configured(config: RunConfig, plan: Plan) -> RunConfig:
-    """Return a configuration with the layout of a plan, for one step of its micro-batches."""
-    keys = {name: getattr(plan, name) for name in (*LAYOUT, *CONTEXT, "schedule")}
-    keys |= {"zero_group": plan.zero_group or None, "expert_tensor": plan.expert_tensor or None}
-    parallel = replace(config.parallel, **keys, overlap_chunks=plan.chunks, layers=plan.layers or None)
-    batch = replace(
-        config.batch, micro_size=plan.micro_size, global_size=plan.micro_batches * plan.micro_size * plan.data
-    )
-    memory = replace(config.memory, recompute=plan.recompute, offload=plan.offload)
-    return replace(config, parallel=parallel, batch=batch, memory=memory, dry_run=False)
-
-
-def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
-    """Return the layout of a configuration as the cost model's plan."""
-    parallel, batch = config.parallel, config.batch
-    return Plan(
-        **{name: getattr(layout, name) for name in LAYOUT},
-        **{name: getattr(parallel, name) for name in CONTEXT},
-        recompute=config.memory.recompute or "none",
-        micro_size=batch.micro_size,
-        micro_batches=batch.accumulation(layout.data),
-        schedule=parallel.schedule,
-        layers=layer_counts(config.model, stages.parts),
-        offload=config.memory.offload,
-        chunks=parallel.overlap_chunks,
-    )
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "schedule", "data", "context", *CONTEXT, "expert")
@@ -127,13 +89,34 @@ KEYS = {
 
 def key_values(plan: Plan) -> dict[str, Any]:
     """Return the configuration keys that a layout sets, with their values."""
-    values = {
-        **plan._asdict(),
-        "zero_group": plan.zero_group or None,
-        "expert_tensor": plan.expert_tensor or None,
-        "offload": list(plan.offload),
-    }
+    of_all = {name: getattr(plan, name) or None for name in ("zero_group", "expert_tensor")}
+    values = plan._asdict() | of_all | {"offload": list(plan.offload)}
     return {key: values[field] for field, key in KEYS.items()}
+
+
+def grouped(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the values that a layout sets in each configuration group."""
+    groups: dict[str, dict[str, Any]] = {"parallel": {}, "batch": {}, "memory": {}}
+    for key, value in key_values(plan).items():
+        group, _, name = key.partition(".")
+        groups[group][name] = value
+    return groups
+
+
+def configured(config: RunConfig, plan: Plan) -> RunConfig:
+    """Return a configuration with the layout of a plan."""
+    groups = grouped(plan)
+    groups["parallel"]["layers"], groups["memory"]["offload"] = plan.layers or None, plan.offload
+    changes = {name: replace(getattr(config, name), **group) for name, group in groups.items()}
+    return replace(config, **changes, dry_run=False)
+
+
+def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
+    """Return the layout of a configuration as the cost model's plan."""
+    fields = {field: attrgetter(key)(config) for field, key in KEYS.items()}
+    fields |= {name: getattr(layout, name) for name in LAYOUT} | {"recompute": config.memory.recompute or "none"}
+    micro_batches = config.batch.accumulation(layout.data)
+    return Plan(**fields, micro_batches=micro_batches, layers=layer_counts(config.model, stages.parts))
 
 
 @dataclass(frozen=True)

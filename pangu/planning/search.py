@@ -219,13 +219,14 @@ def _refined(space: Space, best: Sequence[Candidate], changes: Sequence[dict[str
 
 def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield variants of a layout that does not fit with less on the device, never faster, each reached only once."""
-    if "recompute" not in space.fixed and not plan.recomputes and plan.offload == space.fixed.get("offload", ()):
+    if "recompute" not in space.fixed and plan.recompute == "none" and plan.offload == space.fixed.get("offload", ()):
         most = max(plan.layers)
         yield from (plan._replace(recompute=recompute) for recompute in ("selective", "full"))
         yield from (plan._replace(recompute=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
     if "offload" not in space.fixed:
         for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
-            if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # one of the two is enough
+            # activations that are recomputed need not wait on the host
+            if _can_wait(part, plan) and (part != "activations" or plan.recompute == "none"):
                 yield plan._replace(offload=(*plan.offload, part))
 
 
@@ -291,22 +292,15 @@ def _degrees(space: Space) -> Iterator[Plan]:
                 plan = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST, **given)
                 for value in space.options("expert_tensor", (0, 1) if experts > 1 and tensor > 1 else (0,)):
                     of_each = value or 0
-                    ranks = plan.replicas * (tensor // (of_each or tensor))
+                    ranks = data * context * (tensor // (of_each or tensor))
                     for expert in space.options("expert", _divisors(math.gcd(experts, ranks))):
                         yield plan._replace(expert=expert, expert_tensor=of_each)
 
 
 def problem_of(space: Space, plan: Plan) -> str:
     """Return the reason why the configuration's own checks reject a layout, or an empty string."""
-    problems = layout_problems(with_layout(space, plan), space.cluster.devices)
+    problems = layout_problems(configured(space.config, plan), space.cluster.devices)
     return f"{problems[0].key}: {problems[0].rule}" if problems else ""
-
-
-def with_layout(space: Space, plan: Plan) -> RunConfig:
-    """Return the configuration with a layout, its global batch unchanged, and the layers divided evenly."""
-    config = configured(space.config, plan)
-    batch = replace(space.config.batch, micro_size=plan.micro_size)
-    return replace(config, dry_run=False, batch=batch, parallel=replace(config.parallel, layers=None))
 
 
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
@@ -330,13 +324,14 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield a layout with each way to shard model states."""
     layout = plan.layout
-    shared = max(layout.replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
+    replicas = layout.replicas
+    shared = max(replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
     node, offload = max(1, space.cluster.node // plan.tensor), space.fixed.get("offload", ())
-    on_node = node if 1 < node < plan.replicas and plan.replicas % node == 0 else 0
+    on_node = node if 1 < node < replicas and replicas % node == 0 else 0
     group = space.fixed.get("zero_group", on_node) or 0  # null means all replicas
     recompute: Any = space.fixed.get("recompute") or "none"
     for zero, of_zero in worth_trying(shared, [group] if group else [], space.fixed.get("zero"), offload):
-        if "zero_group" in space.fixed and (of_zero != group or plan.replicas % (group or 1)):
+        if "zero_group" in space.fixed and (of_zero != group or replicas % (group or 1)):
             continue
         saving = plan._replace(zero=zero, zero_group=of_zero, offload=offload, recompute=recompute)
         whole = of_zero * (plan.tensor // (plan.expert_tensor or plan.tensor))

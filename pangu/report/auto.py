@@ -14,7 +14,7 @@ from pangu.dryrun.roles import kept_workers
 from pangu.metrics.text import quantity
 from pangu.planning.clusters import require_cluster
 from pangu.planning.find import find_layouts, overrides_of
-from pangu.planning.program import Plan, key_values
+from pangu.planning.program import Plan, grouped
 from pangu.report.search_tables import ties
 from pangu.topology.launch import Launch
 
@@ -60,10 +60,7 @@ def choose_automatically(
 
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the configuration with the layout of a plan."""
-    chosen = {group: dict(values[group]) for group in CHOSEN_GROUPS}
-    for key, value in key_values(plan).items():
-        group, _, name = key.partition(".")
-        chosen[group][name] = value
+    chosen = {name: {**values[name], **group} for name, group in grouped(plan).items()}
     chosen["parallel"] |= {"layers": None, "layouts": []}
     return {**values, **chosen}
 

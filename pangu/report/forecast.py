@@ -16,7 +16,7 @@ from pangu.config.stages import in_stage
 from pangu.dryrun.roles import DryRunError, kept_workers, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
-from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time, terms_of
+from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.find import overrides_of
 from pangu.planning.program import plan_of
 from pangu.planning.search import search, space_of
@@ -25,6 +25,8 @@ from pangu.topology.layout import Coordinates, Layout
 
 log = logging.getLogger("pangu")
 
+TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update", "host")
+"""Terms of a step time, in the order of tables."""
 COMPARED_AFTER = 20
 """Number of steps after which the measurements are compared with the forecast."""
 WARM_UP = 5
@@ -219,6 +221,11 @@ def measured_parts(ranks: Sequence[Mapping[str, float]], layout: Layout, median_
     if len(ranks) != layout.world or not 0 < scale < inf or min(most.values()) < 0:
         raise ValueError(f"a step of {taken} s, profiled as {total} s, on {len(ranks)} of {layout.world} ranks")
     return {part: seconds * scale for part, seconds in most.items()}
+
+
+def terms_of(*times: StepTime) -> tuple[str, ...]:
+    """Return the names of the time terms; those of experts and of the host only if one of the times has any."""
+    return tuple(term for term in TERMS if term not in ("expert", "host") or any(getattr(one, term) for one in times))
 
 
 def forecast_run(

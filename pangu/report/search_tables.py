@@ -11,10 +11,11 @@ from pangu.config.context import context_kind
 from pangu.metrics.text import duration
 from pangu.models.size import training_flops_per_token
 from pangu.planning import search
-from pangu.planning.cost import TERMS, StageMemory, durations_of, memory_of, phases_of, terms_of
+from pangu.planning.cost import StageMemory, durations_of, memory_of, phases_of
 from pangu.planning.find import Outcome, overrides_of
-from pangu.planning.program import CONTEXT, Plan
+from pangu.planning.program import CONTEXT, Plan, configured
 from pangu.planning.search import Candidate, Space
+from pangu.report.forecast import TERMS, terms_of
 from pangu.report.goodput import expected_goodput
 from pangu.report.intervals import expectation
 from pangu.report.page import fill_template
@@ -223,7 +224,7 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"ZeRO {zero}", {"zero": zero, "zero_group": 0}
     yield f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}
     if plan.context > 1:
-        now = context_kind(search.with_layout(space, plan)), plan.context_ulysses
+        now = context_kind(configured(space.config, plan)), plan.context_ulysses
         others = [dict[str, Any](zip(CONTEXT, kind, strict=True)) for kind in search.KINDS if kind != now]
         yield from ((f"context{_kind(plan._replace(**kind))}", kind) for kind in others)
     if space.config.model.experts is not None:

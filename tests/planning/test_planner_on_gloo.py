@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.planner_on_gloo import configuration, drawn, rank_correlation
 from pangu.planning.clusters import load_cluster
-from pangu.planning.search import problem_of, space_of, with_layout
+from pangu.planning.program import configured
+from pangu.planning.search import problem_of, space_of
 from tests.spawn import repository
 
 
@@ -23,7 +24,7 @@ def test_layouts_are_drawn_by_a_seed_from_every_combination_of_degrees() -> None
     assert len({plan.recompute for plan in plans}) > 2
     for plan in plans:
         assert problem_of(space, plan) == ""
-        assert with_layout(space, plan).parallel.data == plan.data
+        assert configured(space.config, plan).parallel.data == plan.data
 
 
 def test_ranks_are_compared() -> None:

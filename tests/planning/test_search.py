@@ -22,7 +22,7 @@ from pangu.planning.bounds import LayoutBounds
 from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import StepTime, memory_of, step_time
 from pangu.planning.find import refusals
-from pangu.planning.program import KEYS, Plan, StepLedger, key_values
+from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values
 from pangu.planning.search import (
     LONG,
     Candidate,
@@ -33,7 +33,6 @@ from pangu.planning.search import (
     smaller,
     space_of,
     time_of,
-    with_layout,
 )
 from pangu.report.intervals import expectation
 from pangu.report.search_tables import KEPT
@@ -250,7 +249,7 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
     found = search(where)
     assert len(found.best) == 10
     for one in found.best:
-        assert not layout_problems(with_layout(where, one.plan), 64)
+        assert not layout_problems(configured(where.config, one.plan), 64)
         assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
         assert one.peak_gib <= 79.2
         assert sum(one.plan.layers) == where.config.model.layers
