@@ -35,12 +35,11 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.planning.clusters import require_cluster, warn_of_format
 from pangu.planning.find import Outcome, find_layouts, overrides_of, refusals
-from pangu.planning.program import Program, plan_of
 from pangu.report.auto import prepare_choice
 from pangu.report.dry_run import WIDTH, print_dry_run
 from pangu.report.forecast import Forecast
 from pangu.report.search_tables import explain, page, rows, run_words, search_data, sentences
-from pangu.report.sharding import print_sharding
+from pangu.report.sharding import module_spans, print_sharding
 from pangu.report.stages import view_stages
 from pangu.schedule.advice import advise
 from pangu.topology.launch import Launch
@@ -225,7 +224,7 @@ def plan(options: argparse.Namespace) -> None:
         warn_of_format(cluster_in(config.cluster), config.precision)
     if options.modules:
         require_kernels(config)
-        spans = dict(Program(config).spans(plan_of(config, layout, stages)))
+        spans = dict(module_spans(config, layout, stages))
         print(json.dumps([{**as_data(key), **as_data(span)} for key, span in spans.items()], indent=1))
         return
     if options.json:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
 import pickle
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pangu.common.files import write_atomically
-
-log = logging.getLogger("pangu")
-PATIENCE_SECONDS = 120.0
-"""Longest wait in seconds for another process that is measuring."""
 
 
 def cache_folder() -> Path:
@@ -55,8 +47,9 @@ def identify(inputs: Any) -> str:
 def read_cached(file: Path) -> Any:
     """Return the result in a file, or None if it is missing or damaged, or if someone else may have written it."""
     with suppress(OSError):
-        digest, _, content = file.read_bytes().partition(b"\n")
-        if digest == _digest(content) and is_usable(file.parent):
+        data = file.read_bytes()
+        digest, content = data[:32], data[32:]
+        if digest == hashlib.sha256(content).digest() and is_usable(file.parent):
             return pickle.loads(content)
     return None
 
@@ -65,25 +58,7 @@ def write_cached(file: Path, found: Any) -> None:
     """Write a result, if the file is writable."""
     with suppress(OSError):
         content = pickle.dumps(found)
-        write_atomically(file, b"%s\n%s" % (_digest(content), content), sync=False)
-
-
-@contextmanager
-def one_process(folder: Path) -> Iterator[None]:
-    """Let one process at a time measure; stop waiting after `PATIENCE_SECONDS`, as that process may be suspended."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            lock = stack.enter_context((folder / "modules.lock").open("w"))
-            deadline, is_waiting = time.monotonic() + PATIENCE_SECONDS, False
-            while time.monotonic() < deadline:
-                with suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if not is_waiting:
-                    log.warning("%-12s waiting for another process that measures modules (%s)", "measuring", lock.name)
-                is_waiting = True
-                time.sleep(0.1)
-        yield
+        write_atomically(file, hashlib.sha256(content).digest() + content, sync=False)
 
 
 @cache
@@ -91,7 +66,3 @@ def _program() -> Any:
     files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
     content = b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
     return hashlib.sha256(version("torch").encode() + content)
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()

@@ -23,7 +23,7 @@ from pangu.dryrun.audit import Audit, work_of
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.run import audited, carry_out, dry_run, micro_batches, on_fake_tensors
-from pangu.dryrun.traces import TraceRequest
+from pangu.dryrun.traces import PickedLayers, TraceRequest
 from pangu.models.language_model import ModuleHooks
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
@@ -230,23 +230,11 @@ def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options
     return {**report, "device": fake if isinstance(fake, str) else None}
 
 
-class _Picked(tuple[int, ...]):
-    """Layers of a chunk that starts before them: the first `memory.recompute` from `start` on are recomputed."""
-
-    start: int
-
-
-def _part(chunk: Mapping[str, Any]) -> ModelPart:
-    layers = _Picked(chunk["layers"])
-    layers.start = chunk["start"]
-    return ModelPart(cast(range, layers), chunk["first"], chunk["last"])
-
-
 def measure(
     chosen: Chosen,
     device: torch.device,
     fake: FakeDevice | None,
-    chunks: Sequence[Mapping[str, Any]],
+    chunks: Sequence[ModelPart],
     sizes: Sequence[int],
     splits: Sequence[bool],
 ) -> list[Trace]:
@@ -256,22 +244,16 @@ def measure(
         chosen: a run without a pipeline; chunks are carried out as if there was a second stage.
         device: device that the tensors are placed on.
         fake: fake device that tells its streams apart.
-        chunks: their `layers` (as large as the real chunk's, without those between equal ones), the layer where the
-            real chunk would `start` if it began so late, and whether each is the `first` and the `last` of the model.
+        chunks: as real ones, without the layers between equal ones.
         sizes: sequences per micro-batch.
         splits: whether weight gradients are computed separately; both values to measure both ways.
     """
     config, layout = chosen.config, replace(chosen.layout, pipeline=2)
     config = replace(config, faults=replace(config.faults, verify_weights=False))  # `StageProgram` counts that
-    measured = [_part(chunk) for chunk in chunks]
-    layers = sorted({layer for part in measured for layer in part.layers})
-    first, last = (any(getattr(part, end) for part in measured) for end in ("first", "last"))
-    together = _part({"layers": layers, "start": -1, "first": first, "last": last})
-    # the first chunk creates what equal layers share; in fp8, each layer keeps its own weights from then on
-    alike = {config.model.kind_of_layer(one) if one < config.model.layers else one: one for one in layers}
-    warmed = layers if config.precision.matmul == "fp8" else sorted(alike.values())
-    warm_up = _part({"layers": warmed, "start": -1, "first": first, "last": last})
-    parts = {2 * place + 1: part for place, part in enumerate([warm_up, *measured])}
+    layers = sorted({layer for part in chunks for layer in part.layers})
+    first, last = (any(getattr(part, end) for part in chunks) for end in ("first", "last"))
+    together = ModelPart(cast(range, PickedLayers(layers)), first, last)
+    parts = {2 * place + 1: part for place, part in enumerate([together, *chunks])}
     schedule = _schedule(parts, splits)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
     own, replies = schedule.actions
@@ -286,9 +268,7 @@ def measure(
         trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(trainer.mesh, schedule.channels))
         table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
         kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
-        if (config.optimizer, device) not in _UPDATES:
-            _UPDATES[config.optimizer, device] = _measure_update(audit, config.optimizer, device)
-        update = _UPDATES[config.optimizer, device]
+        update = _measure_update(audit, config.optimizer, device)
         recorder = SpanRecorder(audit, trainer, kinds)
         for size in sizes:
             batch = replace(config.batch, micro_size=size, global_size=size * schedule.micro_batches * layout.data)
@@ -360,10 +340,6 @@ def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str], split: 
         return SpanKey(backward(split), modules[0], action.kind.value, modules[-1])
     order = [START, *(kinds if action.kind is Kind.FORWARD else reversed([*kinds])), END]
     return keys_of(action.kind.value, list(kinds.values()))[order.index(boundary.module)]
-
-
-_UPDATES: dict[tuple[OptimizerConfig, torch.device], UpdateTrace] = {}
-"""Updates that this process has measured: they depend on nothing but the optimizer."""
 
 
 def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device) -> UpdateTrace:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pangu.config.expert_layout import least_data
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
+from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.dryrun.roles import run_with_progress
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.schedule.spans import SpanKey, Trace, keys_of, module_kinds
@@ -87,25 +87,22 @@ class Traces:
             DryRunError: if the dry run is unavailable here, or the model cannot be carried out in it.
         """
         ways = [(Way.of(request), request) for request in requests]
-        if self._missing(ways) and self._missing(ways, read=True):
-            with one_process(cache_folder()):
-                missing = self._missing(ways, read=True)  # another process may have measured meanwhile
-                for way, trace in _carry_out(missing) if missing else ():
+        if self._missing(ways):
+            for way in dict(ways):
+                if (trace := read_cached(way.file)) is not None:
                     self._add(way, trace)
-                    write_cached(way.file, self._known[way])
+        if missing := self._missing(ways):
+            for way, trace in _carry_out(missing):
+                self._add(way, trace)
+                write_cached(way.file, self._known[way])
         return [self._known[way] for way, _ in ways]
 
     def _add(self, way: Way, trace: Trace) -> None:
         known = self._known.get(way)
         self._known[way] = known.joined(trace) if known else trace
 
-    def _missing(
-        self, ways: Collection[tuple[Way, TraceRequest]], read: bool = False
-    ) -> list[tuple[Way, TraceRequest]]:
-        """Return requests for the chunks that have not been measured, and only for these; `read` the cache before."""
-        for way in dict(ways) if read else ():
-            if (trace := read_cached(way.file)) is not None:
-                self._add(way, trace)
+    def _missing(self, ways: Collection[tuple[Way, TraceRequest]]) -> list[tuple[Way, TraceRequest]]:
+        """Return requests for the chunks that have not been measured, and only for these."""
         missing = []
         for way, request in ways:
             known = self._known[way].spans.keys() if way in self._known else set[SpanKey]()
@@ -143,7 +140,8 @@ def _covering(keys: Mapping[Chunk, set[SpanKey]]) -> list[Chunk]:
     return picked
 
 
-def shortened(chunk: Sequence[str]) -> Chunk:
+@lru_cache(maxsize=10_000)
+def shortened(chunk: Chunk) -> Chunk:
     """Return the shortest chunk that still has every pair of neighbors around a module: of equal layers, three stay."""
     kept = list(chunk)
 
@@ -168,8 +166,14 @@ def _with_pairs(chunk: Chunk) -> Chunk:
     return tuple(kind for place, kind in enumerate(chunk) if chunk[max(0, place - 2) : place] != (kind, kind))
 
 
-def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
-    """Yield chunks of the model's first layers of each kind, in the form that `measure.measure` takes."""
+class PickedLayers(tuple[int, ...]):
+    """Layers of a chunk that starts before them: the first `memory.recompute` from `start` on are recomputed."""
+
+    start: int = -1
+
+
+def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[ModelPart]:
+    """Yield chunks of the model's first layers of each kind."""
     kinds = module_kinds(config, whole_table(config.model, config.train.frozen), ModelPart.whole(config.model))
     contents = [_content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
     for chunk in chunks:
@@ -180,7 +184,9 @@ def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[dict[str, 
                 layers.append(contents.index(_content(kind), layers[-1] + 1 if layers else 0))
                 start = layers[-1] + 1 - _RECOMPUTED if "recomputed" in kind.split() else start
         first, last = (any(kind.startswith(name) for kind in chunk) for name in ("embedding", "head"))
-        yield {"layers": layers, "start": start, "first": first, "last": last}
+        picked = PickedLayers(layers)
+        picked.start = start
+        yield ModelPart(cast(range, picked), first, last)
 
 
 @lru_cache(maxsize=100)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
 from pangu.schedule.orders import SIMPLEST, NumbersError, reduces_each, splits_backward
 from pangu.schedule.schedule import Schedule, chunk_stages, make_schedule
-from pangu.schedule.spans import Span, SpanKey, Trace, keys_of, module_kinds
+from pangu.schedule.spans import Trace, module_kinds
 from pangu.schedule.stage_ledger import StageLedger, StageProgram, message_bytes, stage_actions
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import IN_FLIGHT
@@ -153,7 +153,7 @@ class Program:
         self.config, self._traces, self._sketch_size = config, Traces(), sketch_size
         self._known: dict[Any, Trace] = {}
         self._cuts: dict[Any, tuple[StagePart, ...]] = {}
-        self._kinds: dict[Any, tuple[tuple[Chunk, ...], tuple[Chunk, ...]]] = {}
+        self._kinds: dict[Any, tuple[Chunk, ...]] = {}
         self._stages: dict[Any, StageProgram] = {}
 
     def prepare(self, plans: Iterable[Plan]) -> None:
@@ -184,7 +184,8 @@ class Program:
         With offloaded activations, a second trace has them.
         """
         sketches = self._sketches(plan)
-        traces = [self.trace(sketch, self.cut(sketch)[0]) for sketch in sketches]
+        self.prepare(sketches)
+        traces = [self._known[self._key(sketch, self.cut(sketch)[0])] for sketch in sketches]
         return traces, plan.micro_size / sketches[0].micro_size
 
     def _sketches(self, plan: Plan) -> list[Plan]:
@@ -223,24 +224,13 @@ class Program:
         """Return the measured trace of a stage's modules, or None if some have not been measured."""
         return self._known.get(self._key(plan, part))
 
-    def trace(self, plan: Plan, part: StagePart) -> Trace:
-        """Return the trace of a stage's modules, measuring it if needed; raise DryRunError like `prepare`."""
-        if self.known(plan, part) is None:
-            self.prepare([plan])
-        return self._known[self._key(plan, part)]
-
     def kinds(self, plan: Plan, part: StagePart) -> tuple[Chunk, ...]:
         """Return the kinds of the modules of each chunk, in the order of the forward pass."""
-        return self._both_kinds(plan, part)[0]
-
-    def _both_kinds(self, plan: Plan, part: StagePart) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-        """Return the kinds of the modules of each chunk, and of the shortest chunks that have the same spans."""
         key = part.content, plan.recompute, "activations" in plan.offload
         if key not in self._kinds:
             config = configured(self.config, plan)
             table = whole_table(config.model, config.train.frozen)
-            kinds = tuple(tuple(module_kinds(config, table, one).values()) for one in part.chunks.values())
-            self._kinds[key] = kinds, tuple(map(shortened, kinds))
+            self._kinds[key] = tuple(tuple(module_kinds(config, table, one).values()) for one in part.chunks.values())
         return self._kinds[key]
 
     def module_plan(self, plan: Plan) -> Plan:
@@ -255,23 +245,15 @@ class Program:
         return work._replace(zero=zero, zero_group=_SINGLE.zero_group, data=_SINGLE.data, offload=offload)
 
     def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
-        return self.module_plan(plan), splits_backward(plan.schedule), self._both_kinds(plan, part)[1]
-
-    def spans(self, plan: Plan) -> Iterator[tuple[SpanKey, Span]]:
-        """Yield the spans of all modules for one micro-batch, stage by stage; raise DryRunError like `prepare`."""
-        self.prepare([plan])
-        actions = TraceRequest(self.config, (), (splits_backward(plan.schedule),)).actions
-        parts = {stage: part for part in self.cut(plan) for stage in part.stages}
-        for _, part in sorted(parts.items()):
-            for action, kinds in product(actions, self.kinds(plan, part)):
-                spans = (span for _, span in self.trace(plan, part).of_action(action, kinds))
-                yield from ((key, span) for key, span in zip(keys_of(action, kinds), spans, strict=True) if span)
+        chunks = tuple(map(shortened, self.kinds(plan, part)))
+        return self.module_plan(plan), splits_backward(plan.schedule), chunks
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
         """Return the ledger of a step.
 
         Unless `every` stage is wanted, one that holds as many micro-batches represents others with the same modules.
         """
+        self.prepare([plan])
         config = configured(self.config, plan)
         numbers = plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan)
         schedule, held = _schedule(*numbers, shards_sums(plan.layout)), most_held(*numbers)
@@ -295,9 +277,8 @@ class Program:
                 chunk: dict(zip(parameters.uses[chunk], of_chunk, strict=True))
                 for chunk, of_chunk in zip(part.chunks, self.kinds(plan, part), strict=True)
             }
-            self._stages[key] = StageProgram(
-                config, parameters, kinds, self.trace(plan, part), schedule.splits_backward
-            )
+            trace = self._known[self._key(plan, part)]
+            self._stages[key] = StageProgram(config, parameters, kinds, trace, schedule.splits_backward)
         return self._stages[key]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from operator import add
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pangu.config.schema import RunConfig
+from pangu.dryrun.traces import TraceRequest
 from pangu.metrics.text import size
 from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.pipeline.stages import Stages
 from pangu.planning.program import Program, plan_of
 from pangu.schedule.groups import Group, groups_of
-from pangu.schedule.spans import Axis, Span, SpanKey, module_kinds
+from pangu.schedule.spans import Axis, Span, SpanKey, keys_of, module_kinds
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import Placement, TensorRank
@@ -157,7 +159,7 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
         return
     console.print(Text("\nCommunication per micro-batch of the ranks that share modules", style="bold"))
     numbers = (Column(head, justify="right") for head in ("calls", "buffers", "sent by each rank"))
-    rows = sent_rows(Program(config).spans(plan_of(config, layout, stages)), groups_of(layout, 1))
+    rows = sent_rows(module_spans(config, layout, stages), groups_of(layout, 1))
     console.print(_table(rows, "module", "pass", "ranks", "collective", *numbers))
     console.print(
         "\nThe backward pass includes recomputation. Sent by each rank: (n-1)/n of the buffer over n ranks, twice that "
@@ -171,6 +173,20 @@ def _table(rows: Iterable[Iterable[Any]], *heads: str | Column) -> Table:
     for row in rows:
         table.add_row(*(Text(str(list(cell) if isinstance(cell, tuple) else cell)) for cell in row))
     return table
+
+
+def module_spans(config: RunConfig, layout: Layout, stages: Stages) -> Iterator[tuple[SpanKey, Span]]:
+    """Yield the spans of all modules for one micro-batch, stage by stage; raise DryRunError if a dry run fails."""
+    program, plan, schedule = Program(config), plan_of(config, layout, stages), stages.schedule
+    program.prepare([plan])
+    actions = TraceRequest(config, (), (schedule.splits_backward,)).actions
+    parts = {stage: part for part in program.cut(plan) for stage in part.stages}
+    for _, part in sorted(parts.items()):
+        trace = program.known(plan, part)
+        assert trace is not None
+        for action, kinds in product(actions, program.kinds(plan, part)):
+            spans = (span for _, span in trace.of_action(action, kinds))
+            yield from ((key, span) for key, span in zip(keys_of(action, kinds), spans, strict=True) if span)
 
 
 def sent_rows(spans: Iterable[tuple[SpanKey, Span]], groups: Mapping[Axis, Group]) -> Iterator[tuple[str, ...]]:

@@ -22,6 +22,8 @@ SMALL = (
     "metrics.wandb=off",
     "parallel.bucket_mib=0.01",
 )
+SEGMENT = 2**21
+"""Bytes of the smallest piece of memory that torch's allocator gets from the device, which stops the host."""
 LAYOUTS = (
     "batch.global_size=2",
     "parallel.data=2",

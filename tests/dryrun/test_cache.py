@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -107,39 +104,6 @@ def test_chunks_that_are_new_are_measured_and_join_the_others(carried_out: list[
     assert len(carried_out) == 3  # a layer between two others
     known.measure([REQUEST._replace(chunks=(("embedding", *["layer"] * 5, "head"),))])
     assert len(carried_out) == 3
-
-
-def test_a_process_that_measures_is_waited_for_but_not_for_ever(
-    carried_out: list[TraceRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What was measured before is read without waiting."""
-    monkeypatch.setattr(cache, "PATIENCE_SECONDS", 0.3)
-    with (tmp_path / "modules.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        began = time.monotonic()
-        Traces().measure([REQUEST])
-        assert time.monotonic() - began >= 0.3
-        monkeypatch.setattr(traces, "one_process", None)
-        Traces().measure([REQUEST])
-    assert carried_out == [REQUEST]
-
-
-def test_what_another_process_measures_meanwhile_is_read(
-    carried_out: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two first searches of a model at once: whoever has waited carries out nothing."""
-
-    @contextmanager
-    def waiting(folder: Path) -> Iterator[None]:
-        with monkeypatch.context() as other:
-            other.setattr(traces, "one_process", cache.one_process)
-            Traces().measure([REQUEST])
-        monkeypatch.setattr(traces, "_carry_out", None)
-        yield
-
-    monkeypatch.setattr(traces, "one_process", waiting)
-    Traces().measure([REQUEST])
-    assert carried_out == [REQUEST]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pangu.training.determinism import REPLACED
 from pangu.zero.states import plan_states
 from tests.configs import composed
 from tests.dryrun.conftest import SharedWorker
-from tests.dryrun.layouts import LAYOUTS, values
+from tests.dryrun.layouts import LAYOUTS, SEGMENT, values
 from tests.spawn import repository
 
 BATCHES = 2
@@ -32,6 +32,8 @@ def test_no_layout_has_a_race_or_mixes_devices(process: SharedWorker, batch: int
         for rank in {0, world - 1} if layout_of.pipeline > 1 else {world - 1}:
             report = process.report(chosen, rank, steps=2, whole=True)
             assert report["device"] is None
+            # more memory than in the first step stops the host
+            assert report["peak"] <= process.report(chosen, rank, whole=True)["peak"] + SEGMENT
             assert report["peak"] == sum(report["peak_bytes"].values()) > 0
             # what adds up in any order, train.deterministic replaces; a device would refuse all else
             assert report["any_order"].keys() <= REPLACED, (layout, report["any_order"])

@@ -68,6 +68,6 @@ def test_all_layouts_are_made_of_what_was_measured() -> None:
 
 
 def test_long_chunks_are_shortened_to_all_their_neighbours() -> None:
-    assert shortened(["embedding", *["layer"] * 40, "head"]) == ("embedding", "layer", "layer", "layer", "head")
-    assert shortened(["dense", *["moe", "dense"] * 20]) == ("dense", "moe", "dense", "moe", "dense")
-    assert shortened(["a", "b", "c"]) == ("a", "b", "c")
+    assert shortened(("embedding", *["layer"] * 40, "head")) == ("embedding", "layer", "layer", "layer", "head")
+    assert shortened(("dense", *["moe", "dense"] * 20)) == ("dense", "moe", "dense", "moe", "dense")
+    assert shortened(("a", "b", "c")) == ("a", "b", "c")
