@@ -24,19 +24,19 @@ import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.errors import writing
 from pangu.common.exit_status import exit_status
-from pangu.config.cluster import cluster_in
+from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.layout_checks import asks_for_layout
+from pangu.config.optimizer import PrecisionConfig
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import DryRunError, dry_run_roles, require_kernels
+from pangu.dryrun.roles import DryRunError
 from pangu.metrics.text import size
 from pangu.models.groups import check_groups
 from pangu.models.parameters import count_frozen
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.clusters import require_cluster, warn_of_format
 from pangu.planning.find import Outcome, find_layouts, overrides_of, refusals
-from pangu.report.auto import prepare_choice
-from pangu.report.dry_run import WIDTH, print_dry_run
+from pangu.report.auto import prepare_choice, require_cluster
+from pangu.report.dry_run import WIDTH, dry_run_roles, print_dry_run, require_kernels
 from pangu.report.forecast import Forecast
 from pangu.report.search_tables import explain, page, rows, run_words, search_data, sentences
 from pangu.report.sharding import module_spans, print_sharding
@@ -58,6 +58,7 @@ _EXAMPLE = """example:
 The overrides are those of pretrain.py; where parallel.data is left out, one replica is planned for. A search keeps to
 the keys of a layout that are given on the command line, e.g. parallel.tensor=8, and tries all values of the others.
 """
+log = logging.getLogger("plan")
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TOP = 10
 MOST_TOKENS = 1e20
@@ -122,6 +123,13 @@ def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
         return values
     _, choose = prepare_choice(_CONFIGS / "cluster", values, given_keys(overrides), Launch())
     return choose()[0]
+
+
+def warn_of_format(cluster: ClusterConfig, precision: PrecisionConfig) -> None:
+    """Warn if the matmuls are in bf16 and the cluster's devices have none."""
+    if precision.compute == "bf16" and not cluster.matmul.bf16:
+        rule = "has no bf16 (cluster.matmul.bf16 = false): these are its figures in fp16; set precision=fp16"
+        log.warning("precision.compute = bf16: %s %s", cluster.name, rule)
 
 
 def expected(config: RunConfig, layout: Layout, stages: Stages) -> str:

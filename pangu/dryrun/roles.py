@@ -1,4 +1,4 @@
-"""Dry runs of ranks in processes of their own, as many at a time as there are cores, and of all roles of a run."""
+"""Dry runs of ranks in processes of their own, as many at a time as there are cores."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from itertools import product
 from multiprocessing import Pipe, get_context
 from typing import Any
 from unittest.mock import patch
 
 from pangu.common.cores import available_cores
-from pangu.common.errors import ConfigError, Problem, UserError
-from pangu.config.cluster import DeviceMemoryConfig, cluster_in
-from pangu.config.schema import RunConfig
+from pangu.common.errors import UserError
+from pangu.config.cluster import DeviceMemoryConfig
 from pangu.dryrun import worker
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.metrics.progress import ProgressBar
 from pangu.metrics.text import quantity
-from pangu.pipeline.layouts import choose_layout
-from pangu.topology.layout import Coordinates, Layout
 
 REPORT_SECONDS = 30.0
 """Seconds between progress lines of dry runs where no progress bar can be drawn: in the log of a batch job."""
@@ -34,14 +30,6 @@ Job = tuple[Mapping[str, Any], int, Mapping[str, Any]]
 
 class DryRunError(UserError):
     """Error of a rank that cannot be carried out without its device."""
-
-
-def role_ranks(layout: Layout, every: bool) -> list[int]:
-    """Return one rank per stage; with `every`, both ends of the tensor, context and data-parallel ranks of each."""
-    sizes = (layout.data, layout.tensor, layout.context)
-    ends = [{0, size - 1} if every else {0} for size in sizes]
-    places = [Coordinates(stage, *place) for stage in range(layout.pipeline) for place in product(*ends)]
-    return sorted({layout.rank(place) for place in places})
 
 
 def run_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
@@ -139,44 +127,3 @@ def measured_gib(jobs: Sequence[tuple[Mapping[str, Any], int]], memory: DeviceMe
             known[file] = {"peak": report["peak"], "groups": report["groups"]}
             write_cached(file, known[file])
     return [known[file]["peak"] / 2**30 + memory.overhead_gib(known[file]["groups"]) for file in files]
-
-
-def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out the roles of a run, one per stage (`dry_run=all`: each distinct one).
-
-    Args:
-        values: the composed configuration as plain dictionaries.
-
-    Returns:
-        The `run.RankReport` of the device with the highest peak, its `fits` and `room_bytes` on the configuration's
-        cluster (None without one), `seconds`, `compile` (not covered by a dry run), and `roles`: the same for each.
-
-    Raises:
-        UserError: if the configuration is invalid.
-    """
-    began = time.perf_counter()
-    config, layout, _ = choose_layout(values, 1)
-    require_kernels(config)
-    roles = list(run_jobs([(values, rank, {}) for rank in role_ranks(layout, config.dry_run == "all")]))
-    for role in roles:
-        role |= _fit(config, role)
-    peak = max(roles, key=lambda role: role["needed_bytes"])
-    return {**peak, "seconds": time.perf_counter() - began, "compile": config.compile, "roles": roles}
-
-
-def require_kernels(config: RunConfig) -> None:
-    """Raise ConfigError if the configuration requests a kernel that no dry run can carry out."""
-    if config.model.attention == "flash_attn":
-        rule = "a dry run cannot run a kernel of an external package"
-        fix = "set model.attention=auto, which needs the same memory where both are fused"
-        raise ConfigError([Problem("model.attention", config.model.attention, rule, fix)])
-
-
-def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the memory that the device needs including non-tensor memory, and the room that remains."""
-    if config.cluster is None:
-        return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
-    cluster = cluster_in(config.cluster)
-    needed = role["peak"] + round(cluster.memory.overhead_gib(role["groups"]) * 2**30)
-    room = round(cluster.memory.gib * 2**30) - needed
-    return {"cluster": cluster.name, "needed_bytes": needed, "fits": room >= 0, "room_bytes": room}

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from pangu.common.errors import UserError
 from pangu.common.files import refuse_expanding
 from pangu.config.cluster import ClusterConfig, cluster_in
-from pangu.config.optimizer import PrecisionConfig
-
-log = logging.getLogger(__name__)
-
-
-def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
-    """Return the cluster of a configuration; raise UserError if it has none, naming `what` needs it."""
-    if values.get("cluster") is None:
-        raise UserError(
-            f"{what} needs the description of a cluster: set cluster=NAME, where NAME is one of "
-            f"{', '.join(cluster_names(folder))}, or measure this machine with "
-            f"tools/calibrate.py --output {folder}/mine.yaml and set cluster=mine"
-        )
-    return cluster_in(values["cluster"])
-
-
-def warn_of_format(cluster: ClusterConfig, precision: PrecisionConfig) -> None:
-    """Warn if the matmuls are in bf16 and the cluster's devices have none."""
-    if precision.compute == "bf16" and not cluster.matmul.bf16:
-        rule = "has no bf16 (cluster.matmul.bf16 = false): these are its figures in fp16; set precision=fp16"
-        log.warning("precision.compute = bf16: %s %s", cluster.name, rule)
 
 
 def load_cluster(path: Path) -> ClusterConfig:

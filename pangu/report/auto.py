@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pangu.common.errors import ConfigError
+from pangu.common.errors import ConfigError, UserError
 from pangu.config.checks import find_problems
+from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import kept_workers
 from pangu.metrics.text import quantity
-from pangu.planning.clusters import require_cluster
+from pangu.planning.clusters import cluster_names
 from pangu.planning.find import find_layouts, overrides_of
 from pangu.planning.program import Plan, grouped
 from pangu.report.search_tables import ties
@@ -63,6 +64,17 @@ def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     chosen = {name: {**values[name], **group} for name, group in grouped(plan).items()}
     chosen["parallel"] |= {"layers": None, "layouts": []}
     return {**values, **chosen}
+
+
+def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
+    """Return the cluster of a configuration; raise UserError if it has none, naming `what` needs it."""
+    if values.get("cluster") is None:
+        raise UserError(
+            f"{what} needs the description of a cluster: set cluster=NAME, where NAME is one of "
+            f"{', '.join(cluster_names(folder))}, or measure this machine with "
+            f"tools/calibrate.py --output {folder}/mine.yaml and set cluster=mine"
+        )
+    return cluster_in(values["cluster"])
 
 
 def prepare_choice(

@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pangu.dryrun.roles import dry_run_roles
+from pangu.common.errors import ConfigError, Problem
+from pangu.config.cluster import cluster_in
+from pangu.config.schema import RunConfig
+from pangu.dryrun.roles import run_jobs
 from pangu.metrics.text import quantity, size
 from pangu.pipeline.layouts import choose_layout
-from pangu.topology.layout import Layout
+from pangu.topology.layout import Coordinates, Layout
 
 WIDTH = 200
 """Width in columns of tables where the output is not a terminal."""
+
+
+def role_ranks(layout: Layout, every: bool) -> list[int]:
+    """Return one rank per stage; with `every`, both ends of the tensor, context and data-parallel ranks of each."""
+    sizes = (layout.data, layout.tensor, layout.context)
+    ends = [{0, size - 1} if every else {0} for size in sizes]
+    places = [Coordinates(stage, *place) for stage in range(layout.pipeline) for place in product(*ends)]
+    return sorted({layout.rank(place) for place in places})
+
+
+def dry_run_roles(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out the roles of a run, one per stage (`dry_run=all`: each distinct one).
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+
+    Returns:
+        The `run.RankReport` of the device with the highest peak, its `fits` and `room_bytes` on the configuration's
+        cluster (None without one), `seconds`, `compile` (not covered by a dry run), and `roles`: the same for each.
+
+    Raises:
+        UserError: if the configuration is invalid.
+    """
+    began = time.perf_counter()
+    config, layout, _ = choose_layout(values, 1)
+    require_kernels(config)
+    roles = list(run_jobs([(values, rank, {}) for rank in role_ranks(layout, config.dry_run == "all")]))
+    for role in roles:
+        role |= _fit(config, role)
+    peak = max(roles, key=lambda role: role["needed_bytes"])
+    return {**peak, "seconds": time.perf_counter() - began, "compile": config.compile, "roles": roles}
+
+
+def require_kernels(config: RunConfig) -> None:
+    """Raise ConfigError if the configuration requests a kernel that no dry run can carry out."""
+    if config.model.attention == "flash_attn":
+        rule = "a dry run cannot run a kernel of an external package"
+        fix = "set model.attention=auto, which needs the same memory where both are fused"
+        raise ConfigError([Problem("model.attention", config.model.attention, rule, fix)])
+
+
+def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the memory that the device needs including non-tensor memory, and the room that remains."""
+    if config.cluster is None:
+        return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
+    cluster = cluster_in(config.cluster)
+    needed = role["peak"] + round(cluster.memory.overhead_gib(role["groups"]) * 2**30)
+    room = round(cluster.memory.gib * 2**30) - needed
+    return {"cluster": cluster.name, "needed_bytes": needed, "fits": room >= 0, "room_bytes": room}
 
 
 def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], every: bool) -> None:

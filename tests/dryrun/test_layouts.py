@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from pangu.dryrun.roles import role_ranks
 from pangu.pipeline.layouts import choose_layout
+from pangu.report.dry_run import role_ranks
 from pangu.topology.layout import Coordinates
 from pangu.training.determinism import REPLACED
 from pangu.zero.states import plan_states

@@ -11,8 +11,8 @@ import pytest
 
 from pangu.common.errors import UserError
 from pangu.dryrun import roles
-from pangu.dryrun.roles import _fit, role_ranks, run_jobs
-from pangu.report.dry_run import _fits
+from pangu.dryrun.roles import run_jobs
+from pangu.report.dry_run import _fit, _fits, role_ranks
 from pangu.topology.layout import Layout
 from tests.configs import config
 from tests.dryrun.conftest import SharedWorker

@@ -191,7 +191,7 @@ def test_a_plan_without_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_in_bf16_for_devices_without_it_warns(caplog: pytest.LogCaptureFixture) -> None:
     for precision in ("bf16", "fp16"):
         assert called("tools/plan", *SMALL, "cluster=ascend910", f"precision={precision}").returncode == 0
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "pangu.planning.clusters"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "plan"]
     assert warning.startswith("precision.compute = bf16: ascend910 has no bf16")
     assert warning.endswith("set precision=fp16")
 
