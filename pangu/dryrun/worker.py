@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
@@ -24,19 +23,13 @@ def start(parent: Connection, output: str) -> None:
         output: file for what libraries write to standard output and error.
     """
     global _fake
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    Thread(target=lambda: parent.poll(None) and os._exit(0), daemon=True).start()
     os.environ.update(ENVIRONMENT)
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), 2)
     os.dup2(2, 1)
     _fake = load_device()
     if isinstance(_fake, str):
         pretend_devices(0)
-
-
-def _end_with(parent: Connection) -> None:
-    with suppress(EOFError, OSError):
-        parent.recv()
-    os._exit(0)
 
 
 def answer(values: Mapping[str, Any], rank: int, options: Mapping[str, Any]) -> dict[str, Any]:
