@@ -128,10 +128,7 @@ def summary(predictions: Sequence[accuracy.Prediction], by_kind: bool = False) -
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the report as a table in Markdown."""
-    lines = [
-        "| source | rows | mean | median | worst | memory | tau | pick | out of memory |",
-        "| --- |" + " ---: |" * 8,
-    ]
+    lines = ["| source | rows | mean | median | worst | memory | tau | pick | out of memory |", "|---|" + "---:|" * 8]
     for name, group in {**report["sources"], **report["devices"], **report["kinds"], "all": report["all"]}.items():
         cells = ["" if group[key] is None else format(group[key], ".2f" if key == "tau" else ".1%") for key in _FIGURES]
         told, failed = group["out_of_memory_told"], group["out_of_memory_rows"]

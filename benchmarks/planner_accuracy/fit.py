@@ -1,7 +1,7 @@
 """Fits the figures of a cluster to measured step times: few figures for all rows, drawn to what is known of the device.
 
-Levenberg-Marquardt on the logarithms, so that a figure stays positive and its prior is a factor; large residuals count
-linearly (Huber 1964), since tables hold mistakes.
+Least squares of logarithms, so that a figure stays positive and its prior is a factor; large residuals count linearly
+(Huber 1964), since tables hold mistakes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from pangu.config.cluster import ClusterConfig
 
@@ -58,19 +59,4 @@ def fit(errors: Callable[[Factors], Sequence[float]], freedom: Mapping[str, floa
         huber = np.sign(rows) * np.sqrt(np.where(abs(rows) < 2, rows**2, 4 * abs(rows) - 4))
         return np.concatenate([huber, x])
 
-    x, damping = np.zeros(len(width)), 1.0
-    now = residuals(x)
-    for _ in range(40):
-        jacobian = np.stack([(residuals(x + step) - now) / 1e-3 for step in 1e-3 * np.eye(len(x))], axis=1)
-        gain = 0.0
-        while gain <= 0 and damping < 1e6:
-            curvature = jacobian.T @ jacobian + damping * np.eye(len(x))
-            tried = np.clip(x - np.linalg.solve(curvature, jacobian.T @ now), -4, 4)
-            then = residuals(tried)
-            gain = float(now @ now - then @ then)
-            damping *= 4
-        if gain > 0:
-            x, now, damping = tried, then, damping / 16
-        if gain < 1e-4 * float(now @ now):
-            break
-    return factors(x)
+    return factors(least_squares(residuals, np.zeros(len(width)), diff_step=1e-3, ftol=1e-4).x)

@@ -25,6 +25,15 @@ from pangu.planning.program import Plan
 
 SINCE_2022, SINCE_2023 = "2205", "2301"
 """Months of the papers from which on Megatron-LM is that of Korthikanti et al. 2022, and Megatron-Core."""
+PROGRAMS = {
+    "megatron-bridge": published.BRIDGE,
+    "nemo": published.NEMO,
+    "dgxc": published.NEMO,
+    "before megascale": published.MEGATRON_2023,
+    "megascale": published.MEGASCALE,
+    "llama 3": published.LLAMA_3,
+}
+"""Programs of Megatron's kind since 2023, by a word of a row's source or note."""
 FORMAT_RATES = {"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}
 """Peak of a format over that of the 16-bit ones: NVIDIA's data sheets."""
 NOMINAL = {"A100": 25.0, "H100": 50.0, "H200": 50.0, "V100": 12.5}
@@ -227,8 +236,9 @@ def _recompute(values: _Values, model: ModelConfig, devices: int) -> Literal["no
 
 
 def _flops(values: _Values, model: ModelConfig) -> float:
-    """Return the model FLOPs of a step: full attention, no recompute."""
-    return training_flops_per_token(model) * (values.count("global_batch") * model.sequence)
+    """Return the model FLOPs of a step: no recompute, full attention unless its causal half is said to be counted."""
+    counted = replace(model, sequence=model.sequence // (2 if "causal half" in values["note"] else 1))
+    return training_flops_per_token(counted) * (values.count("global_batch") * model.sequence)
 
 
 def _format(told: str) -> str:
@@ -250,8 +260,7 @@ def _system(values: _Values, model: ModelConfig, plan: Plan) -> System:
     month = next(iter(re.findall(r"arxiv:(\d{4})", text)), "")
     is_older = family_of(values["gpu"])[0] in ("A100", "V100", "ASCEND910")
     if not is_older or (month >= SINCE_2023 and not is_named and "zero bubble" not in text):
-        recipes = {"megatron-bridge": published.BRIDGE, "nemo": published.NEMO, "dgxc": published.NEMO}
-        return next((system for name, system in recipes.items() if name in text), published.MEGATRON_CORE)
+        return next((system for name, system in PROGRAMS.items() if name in text), published.MEGATRON_CORE)
     if model.is_gated:
         return published.MEGATRON_UNFUSED
     if zero == 1 or "deepspeed" in text:
@@ -271,7 +280,7 @@ def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool) -> tuple
     needs_ends = system.name == "megatron-core" and layers % stages != 0 and (layers + 2) % stages == 0
     counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
     virtuals = _virtuals(values, system, plan, layers + 2 * needs_ends)
-    _refuse(stages * min(virtuals) > layers, "there are more chunks than layers")
+    _refuse(stages * min(virtuals) > layers + 2 * needs_ends, "there are more chunks than layers")
     sizes = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
     setups = []
     for size, virtual_stages in product(sizes, virtuals):

@@ -52,6 +52,8 @@ class System(NamedTuple):
     """Whether weight gradients of the head are computed while a pipeline drains, as many as there is time for."""
     fused_loss: bool = False
     """Whether the loss is one kernel that keeps logits in 16 bits."""
+    hidden_context: float = 0.9
+    """Share of the gathering of keys and values that overlaps with attention."""
 
 
 class Setup(NamedTuple):
@@ -92,6 +94,12 @@ clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, 
 MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, True, 1.0)
 """Megatron-Core since 2023: flash attention, communication overlapped with computation. A wgrad matmul has to read the
 sum that it adds to."""
+MEGATRON_2023 = MEGATRON_CORE._replace(hidden_tensor=0.0, hidden_backward=1.0, bucketed=False, hidden_messages=0.0)
+"""Megatron-LM as MegaScale began with it: replicas and stages overlap nothing (Jiang et al. 2024, table 3)."""
+MEGASCALE = MEGATRON_CORE._replace(hidden_tensor=1.0, hidden_backward=1.0)
+"""MegaScale, whose matmuls hide messages between tensor-parallel ranks (Jiang et al. 2024, section 3.2)."""
+LLAMA_3 = MEGATRON_CORE._replace(hidden_tensor=0.0, hidden_backward=0.0, hidden_context=0.0)
+"""Llama 3's program, which gathers keys and values before attention (Grattafiori et al. 2024, section 3.3.2)."""
 NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
 """Megatron-Core as NeMo's recipes set it up: `grad_reduce_in_fp32=False`, `defer_embedding_wgrad_compute=True`."""
 BRIDGE = NEMO._replace(fused_loss=True)
@@ -235,5 +243,5 @@ def _communication(setup: Setup) -> tuple[Collective, ...]:
         collectives = gather, Collective("reduce_scatter", "tensor", full, 2, hidden)
     if plan.context > 1:
         keys = 2 * full * plan.context * model.kv_size / model.hidden / plan.tensor
-        collectives += (Collective("all_gather", "context", keys, 1, 0.9),)
+        collectives += (Collective("all_gather", "context", keys, 1, system.hidden_context),)
     return collectives

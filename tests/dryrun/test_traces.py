@@ -57,7 +57,7 @@ def test_layouts_are_made_of_what_was_measured() -> None:
 def test_covering_cases_are_made_of_what_was_measured() -> None:
     """In fp8 it depends on the schedule which micro-batch casts a weight: whole plans are compared (test_plans)."""
     plain = (case for case in all_cases() if case["matmul"] == "compute")
-    cases = [chosen_of(case)[0] for case in islice(plain, 12)]
+    cases = [chosen_of(case)[0] for case in islice(plain, 4)]
     assert differences(cases) == [[]] * len(cases)
 
 

@@ -50,7 +50,15 @@ def test_unseen_sources_are_predicted_by_the_shipped_coefficients(
 
 @pytest.mark.parametrize(
     ("paper", "rows", "mean", "worst"),
-    [("table 1", 6, 0.04, 0.08), ("table 2", 6, 0.04, 0.06), ("Korthikanti", 8, 0.04, 0.08), ("MT-NLG", 2, 0.11, 0.12)],
+    [
+        ("table 1", 6, 0.04, 0.08),
+        ("table 2", 6, 0.04, 0.06),
+        ("Korthikanti", 8, 0.04, 0.08),
+        ("MT-NLG", 2, 0.11, 0.12),
+        ("before MegaScale", 8, 0.08, 0.12),
+        (": MegaScale", 8, 0.06, 0.1),
+        ("Llama 3", 3, 0.1, 0.12),
+    ],
 )
 def test_papers_that_nothing_was_fitted_to(
     paper: str, rows: int, mean: float, worst: float, capsys: pytest.CaptureFixture[str]

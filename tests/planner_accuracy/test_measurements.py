@@ -14,8 +14,11 @@ from benchmarks.planner_accuracy.published import (
     DECODER,
     DEEPSPEED,
     DEEPSPEED_BF16,
+    LLAMA_3,
+    MEGASCALE,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_2023,
     MEGATRON_CORE,
     MEGATRON_UNFUSED,
     NEMO,
@@ -63,6 +66,9 @@ def row(folder: Path, **values: str) -> Row:
         ({"gpu": "H100-80G", "source": "dgxc"}, NEMO),
         ({"gpu": "H100-80G", "source": "NVIDIA-NeMo/Megatron-Bridge"}, BRIDGE),
         ({"gpu": "A100-80G", "zero": "2", "source": "arXiv:2402.15627"}, MEGATRON_CORE),
+        ({"gpu": "A100-80G", "zero": "2", "source": "arXiv:2402.15627: MegaScale"}, MEGASCALE),
+        ({"gpu": "A100-80G", "zero": "2", "source": "arXiv:2402.15627: before MegaScale"}, MEGATRON_2023),
+        ({"gpu": "H100-80G", "source": "Llama 3"}, LLAMA_3),
     ],
 )
 def test_programs_are_told_by_what_a_row_says(values: dict[str, str], system: System, tmp_path: Path) -> None:
@@ -94,6 +100,14 @@ def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, 
     assert told.setups[0].plan.recompute == "none"
 
 
+def test_a_printed_rate_may_count_the_causal_half_of_attention(tmp_path: Path) -> None:
+    known = {"seq": "8192", "recompute": "none", "tflops_per_gpu": "100"}
+    model = row(tmp_path, **known).setups[0].model
+    half = training_flops_per_token(replace(model, sequence=4096)) / training_flops_per_token(model)
+    found = row(tmp_path, **known, note="causal half").seconds
+    assert found == pytest.approx(half * row(tmp_path, **known).seconds)
+
+
 @pytest.mark.parametrize(
     ("values", "chunks"),
     [
@@ -104,6 +118,7 @@ def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, 
         ({"gpu": "H100-80G", "pp": "8"}, {1, 2, 3, 6}),
         ({"gpu": "H100-80G", "pp": "8", "vpp": "3"}, {3}),
         ({"gpu": "H100-80G", "pp": "8", "layers": "62"}, {1, 2, 4, 8}),  # 64 with embedding and head
+        ({"gpu": "H100-80G", "pp": "8", "layers": "62", "vpp": "8"}, {8}),
     ],
 )
 def test_chunks_that_are_not_told(values: dict[str, str], chunks: set[int], tmp_path: Path) -> None:
