@@ -83,7 +83,10 @@ class CompiledBlocks:
         self._projects = not shares_keys(config)
         """True if a graph makes queries, keys and values."""
         notes = qk_clip_of(config.optimizer) is not None
-        self._attends = self._projects and config.parallel.context == 1 and not notes and kernel != "flash_attn"
+        in_blocks = config.parallel.context > 1 or (
+            config.model.attention_sinks and kernel not in ("reference", "flex")
+        )
+        self._attends = self._projects and not (in_blocks or notes or kernel == "flash_attn")
         """True if the same graph contains attention."""
         for block in model.layers.values():
             assert isinstance(block, Block)

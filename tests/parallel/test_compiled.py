@@ -180,6 +180,15 @@ def test_the_compiler_keeps_no_more_for_backward(recompute: str) -> None:
     assert 0 < found < 1.02 * kept_bytes(f"memory.recompute={recompute}")
 
 
+def test_attention_with_sinks_is_recomputed() -> None:
+    """By a fused kernel, whose node torch cannot trace in what it recomputes."""
+    words = ("model.attention_sinks=true", "model.attention=sdpa", "model.kind=gpt", "memory.recompute=full")
+    with patch.object(compiled, "BACKEND", TRACED):
+        found = gradients(*words, "compile=true")
+    for name, gradient in gradients(*words).items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
+
+
 def test_layers_without_gradients_are_not_recomputed() -> None:
     """Below the first that is trained, with dropout in a kernel, which torch refuses to recompute there."""
     words = (*OVERRIDES, "model.attention=sdpa", "model.kind=gpt", "memory.recompute=selective")
