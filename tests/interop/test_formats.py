@@ -91,9 +91,10 @@ def test_through_every_pair_of_formats(first: str, second: str, tmp_path: Path) 
     more = [HEADS_GIVEN, "model.vocab=67"]
     ours = convert(first, "pangu", start, tmp_path / "ours", *more)
     require_equal(logical(ours), expected)
-    theirs = convert("pangu", second, ours, tmp_path / ("theirs.ckpt" if second == "mindspore" else "theirs"))
+    end = ".ckpt" if second == "mindspore" else ""
+    theirs = convert("pangu", second, ours, tmp_path / f"theirs{end}")
     require_equal(logical(convert(second, "pangu", theirs, tmp_path / "back", *more)), expected)
-    direct = convert(first, second, start, tmp_path / "direct", *more)
+    direct = convert(first, second, start, tmp_path / f"direct{end}", *more)
     require_equal(logical(convert(second, "pangu", direct, tmp_path / "again", *more)), expected)
 
 
