@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -124,6 +125,9 @@ class Loader:
         if len(batches) * micro_size * size < stage.global_size:
             # all ranks meet in the same collectives; a repeated batch changes no maximum, as of fp8 or attention logits
             batches.append(batches[-1].uncounted())
+        elif stage.global_size % (micro_size * size) and batches[-1].padding is None:
+            # experts have room for padding on all ranks or on none
+            batches[-1] = replace(batches[-1], padding=torch.zeros_like(batches[-1].tokens, dtype=torch.bool))
         moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]
         padding = self._padding(consumed, stage.global_size, batches[0].tokens.shape[1])
         return _Loaded(moved, self._copies.record(), self._stream.position, padding)

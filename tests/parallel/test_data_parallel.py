@@ -55,6 +55,11 @@ UNEVEN = {
         (*EXPERTS, "model.expert_capacity=0.8", "model.router.balance=bias"),
         ("parallel.fixed_exchange=true",),
     ),
+    "experts, fixed, tokens without padding": (
+        Layout(data=3, expert=3),
+        (*EXPERTS[:3], "model.router.balance=global"),
+        ("parallel.fixed_exchange=true",),
+    ),
     "experts of a global balance": (
         Layout(tensor=2, data=3, expert=6, expert_tensor=1),
         (*EXPERTS, "model.router.balance=global", "model.kind=gpt"),
