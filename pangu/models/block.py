@@ -261,8 +261,8 @@ class Block(nn.Module):
         return output
 
     def _mlp(self, x: Tensor, context: ForwardContext) -> Tensor:
-        norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
-        with context.saved.discarding(norm, x, self.recompute_norm) as normed:
+        norm, again = (self.attention_norm, True) if self.mlp_norm is None else (self.mlp_norm, self.recompute_norm)
+        with context.saved.discarding(norm, x, again) as normed:
             return cast(Tensor, self.mlp(normed, context.routes))
 
 
@@ -314,7 +314,7 @@ class ParallelBlock(Block):
         return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
 
     def feed(self, x: Tensor, below: Tensor, context: ForwardContext) -> Tensor:
-        """Return the layer's output; see `Block`. A norm that both sublayers share is computed again."""
+        """Return the layer's output; see `Block`. A shared norm is computed again, and its output is not kept."""
         return self.mlp_dropout.hidden(self._mlp(below, context), context.keys, x)
 
 

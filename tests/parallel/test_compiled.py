@@ -189,6 +189,16 @@ def test_attention_with_sinks_is_recomputed() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 
 
+@pytest.mark.parametrize("more", ["optimizer=muon optimizer.qk_clip=0.02", "model.experts=4 model.shared_experts=1"])
+def test_a_norm_of_both_sublayers_keeps_its_output_once(more: str) -> None:
+    """Though each of the graphs around what is not traced computes it."""
+    words = ("model.parallel_block=shared_norm", *more.split())
+    with patch.object(compiled, "BACKEND", TRACED):
+        found = kept_bytes("compile=true", *words)
+    assert graphs() == 2
+    assert 0 < found < 1.01 * kept_bytes(*words)
+
+
 def test_layers_without_gradients_are_not_recomputed() -> None:
     """Below the first that is trained, with dropout in a kernel, which torch refuses to recompute there."""
     words = (*OVERRIDES, "model.attention=sdpa", "model.kind=gpt", "memory.recompute=selective")
