@@ -77,9 +77,9 @@ class ColumnParallelLinear(ParallelLinear):
             return self.in_graph(self, x)
         return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
 
-    def projections(self, x: Tensor, ranks_per_key_head: int) -> tuple[Tensor, ...]:
-        """Return the outputs of each projection, of which the last two are keys and values, of whole heads."""
-        outputs = self(x).split_with_sizes(self.widths, -1)
+    def projections(self, output: Tensor, ranks_per_key_head: int) -> tuple[Tensor, ...]:
+        """Return each projection of this layer's output, of which the last two are keys and values, of whole heads."""
+        outputs = output.split_with_sizes(self.widths, -1)
         if ranks_per_key_head == 1:
             return outputs
         return *outputs[:-2], *join_pieces(torch.stack(outputs[-2:]), ranks_per_key_head, self.region)

@@ -142,9 +142,9 @@ class Attention(nn.Module):
         """Return queries, keys and values of x [sequence, batch, hidden]."""
         # `queries`: position vectors [sequence, batch, hidden], for the query layer
         if queries is None:
-            projected = self.qkv.projections(x, self.ranks_per_key_head)
+            projected = self.qkv.projections(self.qkv(x), self.ranks_per_key_head)
         else:
-            projected = (self.query(queries), *self.key_value.projections(x, self.ranks_per_key_head))
+            projected = (self.query(queries), *self.key_value.projections(self.key_value(x), self.ranks_per_key_head))
         query, key, value = map(partial(split_heads, size=self.head_size), projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

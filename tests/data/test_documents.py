@@ -262,7 +262,7 @@ def test_another_key(tmp_path: Path) -> None:
         list(read_documents([str(tmp_path / "a.jsonl")], "text"))
     write(tmp_path / "a.parquet", "content")
     with pytest.raises(
-        UserError, match=(r"a.parquet: a record has no text under 'text'; its keys are \['content', 'id'\]")
+        UserError, match=(r"a.parquet: a record has no text under 'text'; its keys are \[content, id\]")
     ):
         list(read_documents([str(tmp_path / "a.parquet")], "text"))
 

@@ -49,7 +49,8 @@ def test_groups_are_the_same_on_every_layout(ranks: Ranks, optimizer: str, layou
     words = (*MODEL, GROUPS, f"optimizer={optimizer}")
     ours = ranks.run(own.world, moved, own, *words, *more)[0]
     for name, one in moved(0, 1, Layout(), *words).items():
-        torch.testing.assert_close(ours[name], one, rtol=1e-11, atol=1e-12, msg=name)
+        if not name.endswith("key.bias"):  # softmax ignores it: its gradient is rounding, which Adam enlarges
+            torch.testing.assert_close(ours[name], one, rtol=1e-11, atol=1e-12, msg=name)
 
 
 def first_update(*overrides: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -27,8 +27,9 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
     config = tiny(*parallel_keys(layout), "lr_schedule.warmup_steps=1", *experts)
     mesh = Mesh.connect(layout, torch.device("cpu"))
     trainer = Trainer(config, mesh)
-    tokens = np.arange(8 * 17).reshape(8, 17) % 101
-    mine = range(mesh.at.data, 8 - 8 % (2 * layout.data), layout.data)
+    rows = 2 * layout.data * trainer.stages.schedule.micro_batches
+    tokens = np.arange(rows * 17).reshape(rows, 17) % 101
+    mine = range(mesh.at.data, rows, layout.data)
     trainer.train_step(
         [make_batch(tokens[[i, i + layout.data]], [i, i + layout.data], config.data.packing) for i in mine[::2]]
     )
