@@ -397,7 +397,7 @@ def _step(config: RunConfig, device: torch.device) -> Callable[[], object]:
     mesh, rows = Mesh.connect(Layout(), device), config.batch.micro_size
     trainer = Trainer(config, mesh, choices=choose(config, mesh))
     batch = make_batch(_TEXT[:rows], range(rows), config.data.packing)
-    return lambda: trainer.train_step([batch] * (config.batch.global_size // rows))
+    return lambda: trainer.train_step([batch] * config.batch.accumulation(1))
 
 
 def _least_squares(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import stat
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -30,10 +31,11 @@ def cache_folder() -> Path:
 
 
 def is_usable(folder: Path) -> bool:
-    """Return whether a folder is the user's own and writable; create it if it does not exist."""
+    """Return whether a folder is the user's own, and writable, but not by everybody; create it if it does not exist."""
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        return os.access(folder, os.W_OK) and status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH
     return False
 
 

@@ -67,7 +67,7 @@ def load_device() -> FakeDevice | str:
         return "torch is not installed"
     home, cache = Path(torch.submodule_search_locations[0]), cache_folder()
     if not is_usable(cache):  # never load a library that someone else may have written
-        return f"{cache} is not a writable folder that you own; set XDG_CACHE_HOME to another folder"
+        return f"{cache} is not a writable folder that you own alone; set XDG_CACHE_HOME to another folder"
     # the library links against this installation of torch, and several machines may share a home folder
     identity = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
     library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"

@@ -46,7 +46,7 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
             try:
                 report = next(reports)
             except BrokenProcessPool:
-                report = {"error": workers.last_words()}
+                report = {"error": workers.last_line()}
             if "error" in report:
                 raise DryRunError(f"the dry run of rank {rank} failed: {report['error']}; only parallel=auto needs one")
             yield report
@@ -70,7 +70,7 @@ class Workers(ExitStack):
         self.callback(own.close)  # first: nobody waits for running jobs
         return pool
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """Return the last line that a process has written, or that there is none."""
         said = [line.strip() for line in self._output if line.strip()]
         return said[-1] if said else "its process was killed, perhaps as the machine has too little memory"

@@ -82,11 +82,9 @@ class CompiledBlocks:
         """Learned bias of all layers, which the kernel of a micro-batch holds."""
         self._projects = not shares_keys(config)
         """True if a graph makes queries, keys and values."""
-        notes = qk_clip_of(config.optimizer) is not None
-        in_blocks = config.parallel.context > 1 or (
-            config.model.attention_sinks and kernel not in ("reference", "flex")
-        )
-        self._attends = self._projects and not (in_blocks or notes or kernel == "flash_attn")
+        untraced = config.parallel.context > 1 or qk_clip_of(config.optimizer) is not None or kernel == "flash_attn"
+        untraced = untraced or (config.model.attention_sinks and kernel not in ("reference", "flex"))
+        self._attends = self._projects and not untraced
         """True if the same graph contains attention."""
         for block in model.layers.values():
             assert isinstance(block, Block)

@@ -30,7 +30,7 @@ def process() -> Iterator[SharedWorker]:
 
 @pytest.fixture
 def commands_share_it(process: SharedWorker) -> None:
-    """What is called in this process and would start workers takes those of the session instead."""
+    """Functions of this process that would start workers take those of the session instead."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What processes do in the place of ranks in tests of these processes."""
+"""Jobs of processes in tests of these processes, in place of dry runs."""
 
 from __future__ import annotations
 

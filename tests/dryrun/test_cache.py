@@ -45,6 +45,9 @@ def test_a_file_that_someone_else_may_have_written_is_not_read(tmp_path: Path, m
     file = tmp_path / "trace.pickle"
     cache.write_cached(file, "measured")
     assert read_cached(file) == "measured"
+    tmp_path.chmod(0o777)
+    assert read_cached(file) is None
+    tmp_path.chmod(0o755)
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     assert read_cached(file) is None
@@ -53,7 +56,11 @@ def test_a_file_that_someone_else_may_have_written_is_not_read(tmp_path: Path, m
 def test_the_folder_is_the_users_or_a_temporary_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "pangu"
+    folder = tmp_path / ".cache" / "pangu"
+    assert cache_folder() == folder
+    folder.chmod(0o777)
+    assert cache_folder() != folder
+    folder.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     temporary = tmp_path / f"pangu-{os.getuid()}"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
