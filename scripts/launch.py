@@ -272,7 +272,8 @@ def main(arguments: Sequence[str]) -> int:
             rule = "set another one with --master-port or --rdzv-endpoint, the same on all nodes"
             print_error(f"port {port} of {socket.gethostname()} is in use: {rule}")
             return USER_ERROR
-        print(f"\nthe launchers of this run did not meet: {reason}", file=sys.stderr, flush=True)
+        place = config_from_args(parse_args(arguments))[0].rdzv_endpoint
+        print(f"\nthe launchers of this run did not meet at {place}: {reason}", file=sys.stderr, flush=True)
         return RETRYABLE
     except (OSError, ValueError) as error:  # an address, a folder or a program that cannot be
         print_error(f"torchrun cannot start: {error}")

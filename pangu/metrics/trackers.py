@@ -207,10 +207,10 @@ class TrackerWriter:
     def _fail(self, error: BaseException) -> None:
         if self._failed:  # one warning is enough
             return
-        self._failed = True
         reason = (str(error).splitlines() or [""])[0][:200]
         name = self._service.name
         _log.warning("%s is disabled for the rest of this run (%s: %s)", name, type(error).__name__, reason)
+        self._failed = True  # last, as `close` no longer waits for the thread then
 
     def _work(self, run: TrackedRun) -> None:
         try:

@@ -283,6 +283,8 @@ class Saver:
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         """Wait for the last save, unless this process must end at once."""
+        if self._verifier is not None:
+            self._verifier.end()
         if self._save is not None and not isinstance(error, LocalError):
             wait([self._save], SAVE_SECONDS)
         if self.uploader is not None and error is not None and not isinstance(error, LocalError):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread, get_native_id
+from threading import Event, Thread, get_native_id
 from typing import Any
 
 from pangu.checkpoint.files import list_checkpoints
@@ -38,19 +38,26 @@ class Verifier:
         self._folder, self._period_s = folder, 3600 * hours
         self.damaged: dict[str, str] = {}
         """Damaged checkpoints by name, and their damage."""
+        self._ended = Event()
         Thread(target=self._work, name="verify", daemon=True).start()
+
+    def end(self) -> None:
+        """End the thread after the checkpoint that it reads now."""
+        self._ended.set()
 
     def _work(self) -> None:
         with suppress(OSError):  # Linux: of this thread alone
             os.setpriority(os.PRIO_PROCESS, get_native_id(), LOWEST_PRIORITY)
-        while True:
+        while not self._ended.is_set():
             self.look()
-            time.sleep(LOOK_SECONDS)
+            self._ended.wait(LOOK_SECONDS)
 
     def look(self) -> None:
         """Verify the checkpoints that are due, oldest first, and name those that are damaged."""
         times = self._times()
         for path in list_checkpoints(self._folder):
+            if self._ended.is_set():
+                return
             try:
                 last = max(times.get(path.name, 0.0), (path / "index.json").stat().st_mtime)
                 if time.time() - last < self._period_s:

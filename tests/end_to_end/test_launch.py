@@ -149,12 +149,16 @@ def test_a_port_in_use_is_one_message_with_the_options_that_take_another() -> No
 
 
 def test_launchers_that_do_not_meet_say_so() -> None:
-    """Nobody serves port 9."""
-    options = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=9", "--rdzv-conf=timeout=1"]
-    line = [sys.executable, "scripts/launch.py", *options, "pretrain.py"]
-    done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
+    """Nobody else can serve a port that is bound, and this test does not."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=1"]
+        options += [f"--master-addr={place.partition(':')[0]}", f"--master-port={place.partition(':')[2]}"]
+        line = [sys.executable, "scripts/launch.py", *options, "pretrain.py"]
+        done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
     assert done.returncode == RETRYABLE
-    assert re.search(r"^the launchers of this run did not meet: .*\(127.0.0.1, 9\)", done.stderr, re.MULTILINE)
+    assert f"\nthe launchers of this run did not meet at {place}: The client socket has timed out" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -153,7 +153,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "sample.prompts=[x]",
             "metrics.wandb=offline",
             *evaluate,
-            "metrics.prometheus_port=9",
+            "metrics.prometheus_port=19401",
         ),
         (
             "data=indexed",

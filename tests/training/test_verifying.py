@@ -44,6 +44,10 @@ def test_a_run_names_bit_rot_while_it_trains(
     assert "checkpoints/step-00000001: bit rot: tensors-00000-00000.safetensors differs" in capsys.readouterr().err
     assert [line.get("damaged_checkpoints") for line in metrics(tmp_path)][-1] == 1
     assert json.loads((tmp_path / "heartbeat.json").read_text())["damaged_checkpoints"] == 1
+    for thread in threading.enumerate():
+        if thread.name == "verify":
+            thread.join(60)
+            assert not thread.is_alive()  # it would read checkpoints for the rest of this process
 
 
 @pytest.fixture
