@@ -153,8 +153,7 @@ class Copies:
             log.info("%-12s %d files (%s) fetched from other nodes", "memory", len(plan), size(moved))
 
     def take(self, trainer: Trainer, facts: Mapping[str, Any]) -> None:
-        """Copy the state of the run, and start to write it into memory, once the generation before is settled."""
-        self.settle()
+        """Copy the state of the run, and start to write it into memory. The generation before has settled."""
         if self._arena is None:
             self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
         trainer.copied.precede()  # the update waits for the copy of a checkpoint of this step, too

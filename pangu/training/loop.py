@@ -143,6 +143,7 @@ class Loop:
         stage = self.stages.loader_stage_at(trainer.step)
         trainer.loss_limit = self.spikes.limit if self.devices.repeats else None
         with recorder.span("update"):
+            saver.finish_copy()
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
         self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
         self.devices.computed = batches, trainer.config
