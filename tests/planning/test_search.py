@@ -38,6 +38,7 @@ from pangu.report.intervals import expectation
 from pangu.report.search_tables import KEPT
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b, splits_backward
 from tests.configs import config
+from tests.report.narrow import CHROMIUM, check_in_browser, check_style
 from tests.spawn import repository
 from tools import plan as plan_tool
 from tools.plan import main
@@ -303,7 +304,10 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     assert all(one in out for one in words)
     assert re.search(r"goodput 9\d\.\d%\) with checkpoint\.every=\d+$", out, re.MULTILINE)
     written = page.read_text(encoding="utf-8")
-    assert written.count("<svg viewBox") == 4  # charts shrink with the page
+    assert written.count("<svg viewBox") == 4
+    check_style(written)
+    if CHROMIUM is not None:
+        check_in_browser(written, tmp_path)
     assert "http" not in written
     assert written.count('class="limit"') == 2, "the memory of a device is a line in both charts of memory"
     assert re.search(r'class="axis">[\d.]+ s<', written)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import threading
 import urllib.error
@@ -26,11 +25,11 @@ from pangu.report.verdict import compare
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics
 from tests.metrics.conftest import RECORD
+from tests.report.narrow import CHROMIUM, check_in_browser, check_style
 from tests.spawn import repository
 from tools.report import REFRESH_SECONDS, make_server
 
 RECIPE = config("+config=quickstart", "train.steps=40")
-CHROMIUM = shutil.which("chromium")
 
 
 class Page(HTMLParser):
@@ -353,6 +352,15 @@ def test_figures_that_matter_come_first_and_names_stay_while_a_table_scrolls(run
         if name in ("loss", "validation", "tokens/s", "MFU", "goodput"):
             assert f"<span>{name} <b>{text}</b></span>" in block
     assert "flex-wrap:wrap" in pages[0].split("\n.legend{")[1].split("}")[0]
+
+
+def test_charts_are_readable_on_a_phone(runs: list[Path]) -> None:
+    check_style(render(runs))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_a_browser_shows_readable_charts_on_a_phone(runs: list[Path], tmp_path: Path) -> None:
+    check_in_browser(render(runs), tmp_path)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
