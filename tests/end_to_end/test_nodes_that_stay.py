@@ -140,7 +140,7 @@ def test_spares_take_the_ranks_of_a_node(ends: str, tmp_path_factory: pytest.Tem
         time.sleep(1)
         assert contents(folder) == before
         _, after = finish(folder, nodes[0], 4)
-    assert after[0][2] >= 3, "five steps were recorded, and more than two of them are repeated"
+    assert after[0][2] >= 4, "five steps were recorded, and more than one of them is repeated"
     assert "/memory/" in (folder / "said-0").read_text().partition("continuing from")[2].partition("\n")[0]
     assert figures(folder / "run") == expected
 
