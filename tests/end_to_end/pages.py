@@ -29,6 +29,7 @@ NOT_RUN = {
     "complete -o": "tests/end_to_end/test_cli.py completes words",
     "docker build --target": "no test has a daemon; hadolint reads the file",
     "docker build -t": "no test has a daemon; hadolint reads the file",
+    "git clone": "asks a server",
     "hf download": "asks a server",
     "kill -STOP": "tests/end_to_end/test_faults.py stops processes",
     "kubectl apply": "no test has a cluster; tests/clusters/test_kubernetes.py checks the files",
@@ -103,9 +104,9 @@ def _apart(words: list[str]) -> Iterator[list[str]]:
     yield words
 
 
-def run_python_block(page: Path) -> None:
-    """Run the page's first block of Python in the present folder."""
-    _, block = page.read_text(encoding="utf-8").split("```python\n", 1)
+def run_python_block(page: Path, number: int = 1) -> None:
+    """Run a block of Python of the page in the present folder."""
+    block = page.read_text(encoding="utf-8").split("```python\n")[number]
     exec(compile(block.split("```")[0], str(page), "exec"), {})
 
 
@@ -196,11 +197,13 @@ MODEL_OF_FILES = {
     "model=pangu_2_6b": "model.heads=8",
     "runs/qwen3_tuned": "runs/qwen3",
     "runs/tiny_chat": "runs/tiny",
+    "runs/Qwen3-0.6B-chat": "runs/Qwen3-0.6B",
     "data.tokenizer={kind: pangu, path: vocab.model}": "data.tokenizer={kind: pangu, path: my/tokenizer.model}",
 }
 OTHER_RUNS = {
     "2": "1",
     "runs/tiny_chat": "runs/tiny",
+    "runs/Qwen3-0.6B-chat": "runs/tiny",
     "runs/own": "runs/quickstart",
     "runs/gpt2_fineweb": "runs/quickstart",
 }

@@ -9,7 +9,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from tests.end_to_end.commands import SMALL, called, metrics, pretrain
 from tests.end_to_end.pages import Command, chinese, commands, run_python_block
 from tests.spawn import repository
 
-FIRST, MEMORY, CHOICES, GPT2 = (
-    repository() / f"docs/{name}.md" for name in ("first-model", "out-of-memory", "hyperparameters", "gpt2-124m")
+FIRST, MEMORY, CHOICES, GPT2, FINE_TUNING = (
+    repository() / f"docs/{name}.md"
+    for name in ("first-model", "out-of-memory", "hyperparameters", "gpt2-124m", "fine-tuning")
 )
 
 
@@ -203,12 +204,33 @@ def test_losses_of_the_recipes_are_those_of_the_files_of_results(language: Calla
         assert f"| {row['parameters']:,} | {row['held_out_loss']:.3f} | {row['spread']:.3f} |" in text
 
 
-def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(tmp_path: Path) -> None:
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024}
+QWEN3 |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+QWEN3 |= {"intermediate_size": 3072, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000}
+QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True, "attention_bias": False}
+QWEN3 |= {"attention_dropout": 0.0, "initializer_range": 0.02, "use_sliding_window": False, "torch_dtype": "bfloat16"}
+"""Published `config.json` of Qwen3-0.6B, without the ids of tokens."""
+
+
+def test_the_tutorial_of_fine_tuning_describes_the_published_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    done = called("tools/translate_config", "--from", "huggingface", tmp_path / "config.json")
+    assert done.returncode == 0, done.stderr
+    words = [line.removesuffix(" \\") for line in done.stdout.splitlines() if not line.startswith("#")]
+    tuned = config(*by_output(FINE_TUNING)["Qwen3-0.6B-chat"]).model
+    assert tuned == replace(config(*words).model, sequence=1024, scaled_init=False)
+    assert num_parameters(tuned) == 596_049_920
+
+
+def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
-    page, answers = repository() / "docs/fine-tuning.md", []
+    page, answers = FINE_TUNING, []
     with chdir(tmp_path):
         run_python_block(page)
-        for words in commands(page):
+        small = [words for words in commands(page) if not re.search("Qwen3-0.6B|openPangu|h100", " ".join(words))]
+        for words in small:
             command = Command.of(words)
             assert command is not None
             few = ["train.steps=30", "validation.every=30"] if command.trains else []
@@ -217,9 +239,8 @@ def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(tmp_path: Path) -
             answers += [done.stdout.strip()] if "12 + 7 = ?" in words else []
         lines = metrics(tmp_path / "runs/tiny_chat")
         assert lines[-1]["validation_loss"] < 0.5 * lines[0]["loss"]
-        assert len(Path("answers.jsonl").read_text().splitlines()) == len(
-            Path("questions.txt").read_text().splitlines()
-        )
+        run_python_block(page, 2)
+        assert re.fullmatch(r"\d+ of 58\n", capsys.readouterr().out)
         model = transformers.AutoModelForCausalLM.from_pretrained("export/tiny")
         tokenizer = transformers.AutoTokenizer.from_pretrained("export/tiny")
     chat = [{"role": "user", "content": "12 + 7 = ?"}]
@@ -229,8 +250,8 @@ def test_the_tutorial_of_fine_tuning_from_a_model_to_an_answer(tmp_path: Path) -
 
 
 def test_both_languages_make_the_same_small_model() -> None:
-    page = repository() / "docs/fine-tuning.md"
-    english, other = (path.read_text(encoding="utf-8").split("```")[1] for path in (page, chinese(page)))
+    page = FINE_TUNING
+    english, other = (path.read_text(encoding="utf-8").split("```")[1::2] for path in (page, chinese(page)))
     assert english == other
 
 

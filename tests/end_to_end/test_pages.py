@@ -53,6 +53,7 @@ from tests.end_to_end.pages import (
     two_steps,
 )
 from tests.interop.test_formats import given, weights
+from tests.interop.test_formats_transformers import write_openpangu
 from tests.schedule.pictures import draw_schedule
 from tests.schedule.test_draw import texts
 from tests.spawn import repository
@@ -220,6 +221,7 @@ def workplace(session_folder: Path, folder: Path, prepared: StdlibPaths) -> Path
             _write_models(place)
             with chdir(place):
                 run_python_block(DOCS["fine-tuning"])
+            _write_downloads(place)
             for name in ("my/web", "my/books"):
                 for path in (place / "my").glob("corpus.*"):
                     shutil.copy(path, (place / name).with_suffix(path.suffix))
@@ -252,6 +254,12 @@ def _write_models(place: Path) -> None:
     transformers.MixtralForCausalLM(mixtral).save_pretrained(place / "Mixtral-8x7B-v0.1")
     qwen3 = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24)
     transformers.Qwen3ForCausalLM(qwen3).save_pretrained(place / "Qwen3-8B")
+
+
+def _write_downloads(place: Path) -> None:
+    """Small models in the place of published ones."""
+    shutil.copytree(place / "tiny", place / "Qwen3-0.6B")
+    write_openpangu(place / "openPangu-Embedded-1B", place / "my/tokenizer.model")
 
 
 @pytest.mark.usefixtures("formulas", "commands_share_it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -544,6 +545,32 @@ def small_vocabulary(folder: Path) -> str:
         minloglevel=2,
     )
     return str(folder / "small.model")
+
+
+def write_openpangu(folder: Path, vocabulary: Path) -> None:
+    """A small openPangu-Embedded as it is published: its tokenizer is a SentencePiece model and code of its own."""
+    config = transformers.LlamaConfig(**RELATIVE | {"num_key_value_heads": 2, "vocab_size": 512}, attention_bias=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text())
+    told = {key: told[key] for key in told if key not in ("attention_bias", "mlp_bias", "head_dim", "pretraining_tp")}
+    (folder / "config.json").write_text(json.dumps(told | {"model_type": "PanguEmbedded", "bias": True}))
+    shutil.copy(vocabulary, folder / "tokenizer.model")
+    (folder / "tokenization_openpangu.py").write_text("raise AssertionError")
+    code = {"AutoTokenizer": ["tokenization_openpangu.PanguTokenizer", None]}
+    turn = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    facts = {"tokenizer_class": "PanguTokenizer", "auto_map": code, "chat_template": turn}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+
+
+def test_a_tokenizer_with_code_of_its_own_comes_as_its_sentencepiece_model(tmp_path: Path) -> None:
+    """Nobody runs the code of the folder, and what is imported generates."""
+    write_openpangu(tmp_path / "theirs", Path(small_vocabulary(tmp_path)))
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
+    data = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).data
+    kept = TokenizerConfig("sentencepiece", str(run / "tokenizer.model"))
+    assert data.tokenizer == kept  # type: ignore[union-attr]
+    assert load_tokenizer(kept).encode("def f(x)")
+    assert (run / "tokenizer.model").read_bytes() == (tmp_path / "small.model").read_bytes()
 
 
 def test_pangu_in_a_fresh_process(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pangu.common.errors import UserError, reading, shown
 from pangu.common.files import read_json_object
 from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
-from pangu.data.boundaries import begin_id
+from pangu.data.boundaries import begin_id, tokenizer_facts
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.interop.formats.card import write_hub_card
 from pangu.interop.formats.huggingface_config import ModelType, kind_in, kind_of, read_model, write_model
@@ -30,6 +30,7 @@ from pangu.layers.rotary import rotary_frequencies
 from pangu.prepare.chat import FINE_TUNED
 
 _GENERATION = "generation_config.json"
+_TOKENIZERS = ("vocab.model", "tokenizer.json", "vocab.json", "tokenizer.model")
 SHARD_BYTES = 5 * 10**9
 """Largest size of a weight file in bytes, unless one tensor is larger."""
 
@@ -79,14 +80,14 @@ class HuggingFaceSource(WeightSource):
         left_out = self._copies.keys() | {name for name in self._places if implied.fullmatch(name)}
         self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if name not in left_out}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
-        if (path / "vocab.model").is_file():
-            require_inside(path, path / "vocab.model")
-            facts = path / "tokenizer_config.json"
-            jieba = not facts.is_file() or read_json_object(facts).get("jieba", True)
-            self.tokenizer = TokenizerConfig("pangu" if jieba else "sentencepiece", str(path / "vocab.model"))
-        elif any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        if files := [path / name for name in _TOKENIZERS if (path / name).is_file()]:
             tokenizer_files(path)
+            facts, own = tokenizer_facts(path), files[0].name == "vocab.model"
             self.tokenizer = TokenizerConfig("huggingface", str(path))
+            # code of the folder, which is not run, reads this file
+            if own or (files[0].name == "tokenizer.model" and "auto_map" in facts):
+                jieba = facts.get("jieba", own)
+                self.tokenizer = TokenizerConfig("pangu" if jieba else "sentencepiece", str(files[0]))
         self.packing["bos"] = None if self.tokenizer is None else "auto"
         if (path / CHAT_TEMPLATE).is_file():
             require_inside(path, path / CHAT_TEMPLATE)
@@ -315,14 +316,13 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
 def _write_template(path: Path, template: str, tokenizer: TokenizerConfig) -> None:
     """Replace the tokenizer's chat templates by `template`, and declare the SentencePiece tokens that it spells."""
     (path / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-    facts = path / "tokenizer_config.json"
-    values = read_json_object(facts) if facts.is_file() else {}
+    values = tokenizer_facts(path)
     values.pop("chat_template", None)
     if (path / "vocab.model").is_file() and (opened := _opened(tokenizer)):
         declared = values.values()
         values["additional_special_tokens"] = [p for p in opened.special if p in template and p not in declared]
     if values:
-        _write_json(facts, values)
+        _write_json(path / "tokenizer_config.json", values)
 
 
 def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:
