@@ -1,4 +1,4 @@
-"""Measures the machine that it runs on and writes a file of configs/cluster/, from which plans are made: matrix
+"""Measures the machine that it runs on and writes a cluster file, from which plans are made: matrix
 products over the shapes that the presets make, attention, operations bound by memory, the floor of starting a kernel,
 collectives over sizes, and how much computing and communication slow each other. Takes less than five minutes.
 --from corrects the cluster file of a profiled run instead, and measures nothing."""
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import socket
 import sys
 import time
@@ -53,9 +54,9 @@ from pangu.training.autotune import choose
 from pangu.training.step import Trainer
 
 _EXAMPLE = """example:
-  torchrun --nproc-per-node=8 tools/calibrate.py --output configs/cluster/mine.yaml
+  torchrun --nproc-per-node=8 tools/calibrate.py --output mine.yaml
   torchrun --nproc-per-node=2 tools/calibrate.py --output mine.yaml --quick
-  python tools/calibrate.py --from runs/mine --output configs/cluster/mine.yaml
+  python tools/calibrate.py --from runs/mine --output mine.yaml
 
 Links between nodes are measured where the processes are on several (torchrun --nnodes); what is not measured is
 borrowed from the file of --like and marked so.
@@ -470,13 +471,18 @@ def correct(folder: Path, output: Path) -> None:
     for part, forecast, measured, corrected in rows:
         ratio = f"{measured / forecast:.2f}" if forecast else "-"
         print(f"{part:<12}{forecast:>12.4g}{measured:>12.4g}{ratio:>8}{corrected:>12.4g}")
-    print(f"{output}: to forecast with it, set cluster={output.stem}, which reads it from {_CLUSTERS}")
+    print(advice(output))
+
+
+def advice(output: Path) -> str:
+    """What to do with a file that is written."""
+    return f"{output}: to plan and forecast with it, set {shlex.quote(f'cluster={output}')}"
 
 
 def _begin(path: Path) -> NewFile:
     """The file before anything is measured, which takes minutes. Raises UserError if there cannot be one."""
     if path.suffix != ".yaml" or path.stem.startswith("."):
-        raise UserError(f"--output {path}: must be a file NAME.yaml, for cluster=NAME; use e.g. mine.yaml")
+        raise UserError(f"--output {path}: must be a file NAME.yaml, for cluster=NAME.yaml; use e.g. mine.yaml")
     with writing(path):
         if path.exists() and not path.read_bytes().startswith(_HEAD.encode()):
             raise UserError(f"--output {path}: exists and was not written by this tool; use another name")
@@ -576,6 +582,7 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
         f"{cluster.launch_us:.3g} us, links {cluster.inside.latency_us:.3g} us + {cluster.inside.gb_s:.3g} GB/s; "
         f"borrowed: {', '.join(borrowed)}"
     )
+    print(advice(path))
 
 
 def run(options: argparse.Namespace) -> None:

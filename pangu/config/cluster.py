@@ -1,7 +1,7 @@
 """Description of the devices that a run is planned for: compute rates, memory and bandwidths.
 
-A file of configs/cluster/ gives the source of each figure; `tools/calibrate.py` writes one for your own machine. Only
-planning reads it, training does not.
+A file of configs/cluster/ gives the source of each figure; `tools/calibrate.py` writes one for your own machine,
+for `cluster=FILE.yaml`. Only planning reads it, training does not.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ pangu trains GPT and PanGu-α language models.
 
 scripts/launch.py accepts torchrun's options; torchrun can be used instead.
 
-Options of groups: GROUP=OPTION chooses one, +config=RECIPE a whole recipe.
+Options of groups: GROUP=OPTION chooses one, GROUP=FILE.yaml a file of your own, +config=RECIPE a whole recipe.
 {options}
 
 Groups of keys: GROUP.KEY=VALUE sets one, after recipes and options.

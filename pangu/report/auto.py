@@ -72,7 +72,7 @@ def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> Clust
         raise UserError(
             f"{what} needs the description of a cluster: set cluster=NAME, where NAME is one of "
             f"{', '.join(cluster_names(folder))}, or measure this machine with "
-            f"tools/calibrate.py --output {folder}/mine.yaml and set cluster=mine"
+            "tools/calibrate.py --output mine.yaml and set cluster=mine.yaml"
         )
     return cluster_in(values["cluster"])
 

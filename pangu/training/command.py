@@ -65,6 +65,7 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
         _end(lambda: require_options(overrides, configs))
+        sys.argv[1:] = [_name_files(word, configs) for word in words]
         _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
 
@@ -178,7 +179,8 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }
     try:
         with hydra.initialize_config_dir(str(configs), version_base="1.3"):
-            composed = hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides])
+            named = [_lenient(_name_files(word, configs), groups) for word in overrides]
+            composed = hydra.compose("base", overrides=named)
             return _with_new_names(composed, overrides)
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
@@ -188,15 +190,34 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         fix = f"; write {shlex.join(meant)}" if meant else ""
         raise UserError(f"{shown(word)}: {rule}{fix}") from error
     except MissingConfigException as error:
-        group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        fix = f"use one of {', '.join(error.options)}" if error.options else ""
-        raise ConfigError([Problem(group, option, "unknown option", fix)]) from error
+        group, _, option = (error.missing_cfg_file or "").partition("/")
+        rule = "no such file" if option.endswith(".yaml") else "unknown option"
+        fix = f"use one of {', '.join(error.options)}, or a file: {group}=PATH.yaml" if error.options else ""
+        raise ConfigError([Problem(group, option, rule, fix)]) from error
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).partition("\n\n")[0].replace("++", "")
         reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
         raise UserError(f"{said}{reason}") from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{configs}: a requested file is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _name_files(word: str, configs: Path) -> str:
+    """Return an override in which files that are options of a group (`cluster=mine.yaml`) have Hydra's names.
+
+    Hydra reads an option from the folder of its group, from where a relative name leads to any file.
+    """
+    key, _, value = word.partition("=")
+    folder = configs / (key.lstrip("+").partition("@")[0] or "none")
+    if folder.parent != configs or not folder.is_dir():
+        return word
+    options = []
+    for option in value.split(","):
+        file = Path(option.strip("\"'"))
+        if file.suffix == ".yaml" and file.is_file():
+            option = _text(os.path.relpath(file.resolve().with_suffix(""), folder.resolve()))
+        options.append(option)
+    return f"{key}={','.join(options)}"
 
 
 def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:

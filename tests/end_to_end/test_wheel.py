@@ -73,4 +73,9 @@ def test_a_wheel_has_configurations_and_programs_and_trains(tmp_path: Path) -> N
     assert "\n  pangu generate runs/quickstart --prompt " in said
     assert "quickstart" in run("pangu", "inspect", "runs/quickstart/checkpoints/step-00000002")
     assert "\n  pangu train +config=quickstart " in run(sys.executable, "-m", "pangu.pretrain", *words, "train.steps=3")
+    # a measured cluster is used where it was written, not from the folder of the package
+    said = run("pangu", "calibrate", "--quick", "--output", "mine.yaml")
+    assert said.splitlines()[-1] == "mine.yaml: to plan and forecast with it, set cluster=mine.yaml"
+    assert "expected     on mine: " in run("pangu", "plan", *words, "cluster=mine.yaml")
+    assert "on mine: " in run("pangu", "train", *words, "cluster=mine.yaml", "dry_run=true")
     assert "use train, launch, plan, " in run("pangu", "pretrain", status=2)

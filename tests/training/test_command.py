@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from pangu.common.errors import UserError
+from pangu.common.errors import ConfigError, UserError
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.clusters import cluster_names, load_cluster
-from pangu.training.command import check_sweeper, compose, final_loss
+from pangu.training.command import check_sweeper, compose, final_loss, run_command
 from tests.end_to_end.commands import called
 from tests.spawn import repository
 
@@ -146,6 +147,39 @@ def test_a_sweeper_that_chooses_needs_one_process(monkeypatch: pytest.MonkeyPatc
 )
 def test_short_names_of_the_field_are_told_with_our_keys(key: str, meant: str) -> None:
     assert f"{key} = 2: unknown key; did you mean {meant}" in said(f"{key}=2")
+
+
+def test_options_of_groups_can_be_files_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, configs = tmp_path / "my 集群 (1)", repository() / "configs"
+    folder.mkdir()
+    (folder / "h100.yaml").write_text("defaults: [h100, _self_]\nname: mine\ndevices: 64\n", encoding="utf-8")
+    (tmp_path / "small.yaml").write_text("defaults: [gpt2_124m, _self_]\nlayers: 2\n", encoding="utf-8")
+    recipe = "# @package _global_\ndefaults: [quickstart, {override /model: gpt2_124m}, _self_]\ntrain: {steps: 7}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    shipped = compose(configs, ["cluster=h100"])["cluster"]
+    for path in (f"{folder.name}/h100.yaml", f"{folder}/h100.yaml"):
+        values = compose(configs, [f'cluster="{path}"', "config=recipe.yaml", "model=./small.yaml"])
+        assert values["cluster"] == {**shipped, "name": "mine", "devices": 64}
+        assert (values["model"]["layers"], values["model"]["hidden"], values["train"]["steps"]) == (2, 768, 7)
+    for word in ("cluster=recipe2.yaml", f"cluster={tmp_path}/recipe2.yaml"):
+        with pytest.raises(ConfigError, match=r"recipe2\.yaml: no such file; use one of a100, .*, or a file: cluster="):
+            compose(configs, [word])
+    with pytest.raises(ConfigError, match=r"cluster = small: unknown option; .*, or a file: cluster=PATH\.yaml"):
+        compose(configs, ["cluster=small"])
+
+
+def test_a_sweep_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices in (8, 16):
+        (tmp_path / f"{devices}.yaml").write_text(f"defaults: [h100, _self_]\ndevices: {devices}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["pretrain.py", "--multirun", "cluster=8.yaml,16.yaml,a100", "hydra.sweep.dir=out"]
+    )
+    seen = list[Any]()
+    run_command(repository() / "configs", lambda values, _: seen.append(values["cluster"]))
+    assert [(cluster["name"], cluster["devices"]) for cluster in seen[:2]] == [("h100", 8), ("h100", 16)]
+    assert seen[2] == compose(repository() / "configs", ["cluster=a100"])["cluster"]
 
 
 @pytest.mark.parametrize("content", ["a: &a [*a]", "a: [", "\udcff"])
