@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from threading import Thread
 
@@ -40,9 +42,9 @@ with ending_at_once():
     from torch.distributed.run import main as torchrun
 
     from pangu.collectives.agreement import answer_of_store
-    from pangu.common.commands import print_error
+    from pangu.common.commands import FILES, as_typed, is_installed_command, print_error
     from pangu.common.console import guard_console
-    from pangu.common.errors import STORE_SECONDS
+    from pangu.common.errors import STORE_SECONDS, shown
     from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
     from pangu.topology.keeper import keep
 
@@ -60,6 +62,24 @@ KILLED = (
 )
 """Probable cause of SIGKILL, and what to do."""
 _LOG = "torch.distributed.elastic.multiprocessing"
+_HELP = """\
+usage: python scripts/launch.py [OPTION ...] PROGRAM [ARGUMENT ...]
+
+Starts a program on several processes, as torchrun does, but with short messages and the program's own exit status.
+
+  python scripts/launch.py --nproc-per-node=8 pretrain.py +config=pangu_2_6b
+      one process for each of 8 devices of this machine
+  python scripts/launch.py --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=8 pretrain.py +config=pangu_13b
+      two nodes; the same on the other one, with --node-rank=1
+  python scripts/launch.py --spares=1 --nproc-per-node=7 pretrain.py +config=pangu_2_6b
+      seven processes, and one that takes the place of a lost one
+
+PROGRAM: {programs}, or the path of a Python file
+
+  --spares=N   start N more processes on each node; when a rank is killed or crashes, one of them takes its rank and the
+               processes of all other ranks stay, where torchrun restarts all
+
+All other options are torchrun's: `torchrun --help` explains them."""
 
 
 def children() -> list[int]:
@@ -178,9 +198,25 @@ def report(failed: ChildFailedError) -> int:
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
+def programs() -> list[str]:
+    """What can be started by name: commands of `pangu`, or files of a checkout."""
+    names = list(FILES) if is_installed_command() else [f"{file}.py" for file in FILES.values()]
+    return [name for name in names if "launch" not in name]
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether an option asks for help; behind the program it is the program's."""
+    options = list(takewhile(lambda word: word.startswith("-"), arguments))
+    return "-h" in options or "--help" in options
+
+
 def refusal(arguments: Sequence[str]) -> str:
-    """Why torchrun cannot start such processes, of which its own word is a traceback; empty if it can."""
+    """Why torchrun cannot start such processes, of which its own word is a traceback, or one of each process; empty if
+    it can."""
     options = parse_args(arguments)
+    if not (options.module or options.no_python or Path(options.training_script).exists()):
+        near = ", ".join(get_close_matches(options.training_script, programs()) or programs())
+        return f"{shown(options.training_script)}: no such program: use {near}, or the path of a Python file"
     try:
         config, *_ = config_from_args(options)
         if config.nproc_per_node > 0:
@@ -249,6 +285,9 @@ def passing_on() -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
     guard_console()
+    if asks_for_help(arguments):
+        print(as_typed(_HELP.format(programs=", ".join(programs()))))
+        return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True

@@ -137,6 +137,40 @@ def test_help_names_commands_instead_of_files(
     assert not re.search(r"pretrain\.py|(tools|scripts)/\w+\.py", said)
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--nproc-per-node=2", "-h"]])
+def test_the_launchers_help_is_its_own(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pangu", "launch", *words])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = capsys.readouterr().out
+    assert said.startswith("usage: pangu launch [OPTION ...] PROGRAM ")
+    assert "\n  pangu launch --nproc-per-node=8 train +config=" in said
+    assert "\nPROGRAM: train, plan, prepare, " in said
+    assert "\n  --spares=N " in said
+    assert "`torchrun --help`" in said
+    assert len(said.splitlines()) < 30
+    assert not re.search(r"pretrain\.py|(tools|scripts)/\w+\.py", said)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(("--nproc-per-node=2", "trian", "train.steps=2"), "use train, or"), (("own.py",), "use train, plan, prepare, ")],
+)
+def test_the_launcher_names_a_program_that_does_not_exist_once(
+    words: tuple[str, ...], near: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pangu", "launch", *words])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"pangu launch: error: {words[min(1, len(words) - 1)]}: no such program: {near}")
+    assert said.endswith(", or the path of a Python file")
+
+
 def test_translations_and_logs_name_commands_instead_of_files(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
