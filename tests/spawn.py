@@ -13,12 +13,14 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -43,6 +45,15 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def free_port() -> int:
+    """Return a port for a server that starts later. Until then no other socket gets it from the system, which hands out
+    those from 32768 on (Linux), or higher ones."""
+    while True:
+        port = 10000 + secrets.randbelow(20000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
 @dataclass(frozen=True)
 class Program:
     """What some ranks did."""
@@ -62,10 +73,8 @@ class Program:
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> Program:
     """Call `function(*arguments)`, which may end the process, on `world` processes with the variables of torchrun. As
     torchrun does, it ends the others soon after one has failed."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
         ranks = [
             fork_server().Process(
                 target=_rank, args=(sys.path, Path(folder), rank, world, port, function, arguments), daemon=True

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.spawn import repository
+from tests.spawn import free_port, repository
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 CONFIGURATION = """
@@ -115,20 +115,13 @@ def wait_until(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
     """The daemons, with all that they write in `folder`; they end with the block."""
     (folder / "state").mkdir(parents=True)
     configuration, key = folder / "slurm.conf", folder / "munge.key"
-    configuration.write_text(CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=free_ports(3)))
+    ports = [free_port() for _ in range(3)]
+    configuration.write_text(CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=ports))
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST"))}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from matplotlib.figure import Figure
 
 from pangu.prepare.indexed_writer import IndexedWriter
 from tests.end_to_end.commands import kill_all, metrics, pretrain, torchrun, wait_until, workers
-from tests.spawn import repository
+from tests.spawn import free_port, repository
 
 SAMPLES = 12
 """In a global batch: 4, 2 and 3 processes divide it."""
@@ -93,9 +92,7 @@ def run(folder: Path, min_steps: int, pace: float = 1.0) -> list[Phase]:
             writer.add(list(path.read_bytes()))
     output, log = folder / "elastic", folder / "agent-0.log"
     words = (*WORDS, f"data.train=[{folder / 'corpus'}]")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def made(processes: int) -> bool:
         """Whether that many processes have worked long enough."""

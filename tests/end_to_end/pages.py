@@ -15,7 +15,7 @@ from pangu.cli import file_of, launched
 from scripts.launch import split_spares
 from tests.configs import config
 from tests.end_to_end.commands import SMALL
-from tests.spawn import repository
+from tests.spawn import free_port, repository
 
 PAGES = [
     repository() / "README.md",
@@ -219,7 +219,7 @@ TRAINED_STEP = {
 }
 FOUND_HERE = TRAINED_STEP | {
     "data.train=[/tmp/text.txt]": "data.train=[text.txt]",
-    "metrics.prometheus_port=9400": "metrics.prometheus_port=19400",
+    "metrics.prometheus_port=9400": f"metrics.prometheus_port={free_port()}",
     "train.alert_command=[/opt/bin/tell,--channel,training]": "train.alert_command=[/bin/true,--channel,training]",
 }
 """Words of runs of the quickstart."""

@@ -6,6 +6,7 @@ import pytest
 
 from tests.end_to_end.commands import metrics
 from tests.end_to_end.test_staying import STEPS, epochs, figures, launched, prepare, whole, words
+from tests.pace import at_some_pace
 
 LAYOUT = "zero 1"
 CODE = """
@@ -13,7 +14,7 @@ BEGAN_AS = os.environ["RANK"]
 
 
 def slow(original, *arguments):
-    time.sleep(0.4 * (BEGAN_AS == "1"))
+    time.sleep(SECONDS * (BEGAN_AS == "1"))
     return original(*arguments)
 
 
@@ -39,15 +40,17 @@ KEYS = (
 )
 
 
+@at_some_pace
 def test_a_slow_rank_and_one_that_computes_wrongly_are_exchanged_and_the_other_process_stays(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, pace: float
 ) -> None:
     """Rank 1 is slow from the beginning; rank 0 errs at the recheck before step 9, and step 3, saved for the exchange,
     is the newest checkpoint before the last recheck."""
     expected = whole(tmp_path_factory, LAYOUT)
     folder = tmp_path_factory.mktemp("exchange") / "of"
     script = prepare(folder)
-    script.write_text(script.read_text().replace('if __name__ == "__main__":', CODE.strip(), 1), encoding="utf-8")
+    code = CODE.strip().replace("SECONDS", f"{0.4 * pace}")
+    script.write_text(script.read_text().replace('if __name__ == "__main__":', code, 1), encoding="utf-8")
     said = launched(script, 2, 2, [*words(folder / "run", LAYOUT), *KEYS])
     assert "exchanging rank 1 for spares" in said
     began, without_slow, without_both = epochs(folder, 2)

@@ -182,10 +182,8 @@ def test_a_launcher_that_waits_for_that_of_node_0_ends_at_once_when_it_is_told_t
 def test_a_launcher_whose_store_is_cut_off_ends_soon_after_its_last_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that takes connections and never answers stands for a partition; torchrun waits for it for ever."""
     monkeypatch.setattr(launch, "STORE_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         assert launch.answers("127.0.0.1", store.port)
         assert not launch.answers("127.0.0.1", silent.getsockname()[1])
     asked, running = [], iter([[], [7], [7], [], [], [], []])

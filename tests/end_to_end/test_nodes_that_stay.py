@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import pytest
 from pangu.training.watchdog import BEAT_SECONDS
 from tests.end_to_end.commands import metrics, wait_until
 from tests.end_to_end.test_staying import HOLDS_AFTER, STEPS, environment, epochs, figures, prepare, whole, words
-from tests.spawn import repository
+from tests.spawn import free_port, repository
 
 LAYOUT = "tensor 2 x data 2"
 ADDRESSES = ("10.83.0.1", "10.83.0.2")
@@ -64,12 +63,6 @@ class Node:
             self.signal(signal.SIGKILL)
         self.launcher.wait()
         self._log.close()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def is_there(process: int) -> bool:
@@ -132,13 +125,12 @@ def test_spares_take_the_ranks_of_a_node(ends: str, tmp_path_factory: pytest.Tem
             assert not any(map(is_there, stale)), "the ranks were given away while the old ones lived"
             switch(spaces[1], "up")
         wait_until(lambda: len(metrics(folder / "run")) == HOLDS_AFTER)
-        time.sleep(1)  # its copy is written, too
-        before = contents(folder)
+        wait_until((folder / f"run/checkpoints/step-{HOLDS_AFTER:08}/index.json").exists)
+        before = settled(folder)
         if ends == "stopped":
             nodes[1].signal(signal.SIGCONT)
             wait_until(lambda: not any(map(is_there, stale)))
-        time.sleep(1)
-        assert contents(folder) == before
+        assert settled(folder) == before
         _, after = finish(folder, nodes[0], 4)
     assert after[0][2] >= 4, "five steps were recorded, and more than one of them is repeated"
     assert "/memory/" in (folder / "said-0").read_text().partition("continuing from")[2].partition("\n")[0]
@@ -167,6 +159,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Files that the run must not change while it holds, in the run folder and in the copies of the second node."""
     files = [*(folder / "run").rglob("*"), *(folder / "memory" / "1").rglob("*")]
     return {str(file): file.read_bytes() for file in files if file.is_file()}
+
+
+def settled(folder: Path) -> dict[str, bytes]:
+    """Return these files once they have not changed for a second."""
+    before = dict[str, bytes]()
+    while (now := contents(folder)) != before:
+        before = now
+        time.sleep(1)
+    return now
 
 
 def switch(space: str, state: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -36,7 +35,7 @@ from pangu.training.command import given_keys
 from tests.configs import composed
 from tests.end_to_end.commands import called, pretrain
 from tests.end_to_end.test_pretrain import SYNTHETIC
-from tests.spawn import Pool, repository
+from tests.spawn import Pool, free_port, repository
 
 pytestmark = pytest.mark.usefixtures("formulas")
 CLUSTERS = repository() / "configs" / "cluster"
@@ -274,10 +273,7 @@ def planned_on(rank: int, world: int, port: int) -> tuple[int, int, list[str]]:
 
 
 def test_one_process_counts_for_all_nodes(pool: Pool) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert pool.run(2, planned_on, port) == [(1, 4, ["rank 0 counted"]), (0, 4, ["rank 0 counted"])]
+    assert pool.run(2, planned_on, free_port()) == [(1, 4, ["rank 0 counted"]), (0, 4, ["rank 0 counted"])]
 
 
 def forecast_on(rank: int, world: int) -> tuple[int, Any]:

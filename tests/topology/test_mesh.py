@@ -23,14 +23,12 @@ from pangu.topology.recorder import AxisGroup
 from pangu.zero import gradients
 from tests.pace import at_some_pace
 from tests.parallel.harness import small_trainer
-from tests.spawn import Pool
+from tests.spawn import Pool, free_port
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

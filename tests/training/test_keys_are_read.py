@@ -22,6 +22,7 @@ from pangu.topology.layout import Layout
 from pangu.training.run import run
 from tests.configs import composed
 from tests.parallel.harness import small_trainer
+from tests.spawn import free_port
 from tests.threads import Ranks
 
 SMALL = (
@@ -153,7 +154,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "sample.prompts=[x]",
             "metrics.wandb=offline",
             *evaluate,
-            "metrics.prometheus_port=19401",
+            f"metrics.prometheus_port={free_port()}",
         ),
         (
             "data=indexed",
