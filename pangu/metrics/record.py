@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
+from pangu.common.errors import printable
 from pangu.common.files import open_regular, parse_json
 
+log = logging.getLogger("pangu")
+
+_MOST_NAMED = 5
+"""Largest number of damaged lines that a warning names."""
 _OPTIONAL = (
     *("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_"),
     *("max_attention_logit", "rollbacks", "goodput", "damaged_"),
@@ -141,20 +148,32 @@ def from_json(line: str) -> dict[str, Any] | None:
         fields = parse_json(line)
     except ValueError:
         return None
-    return fields if isinstance(fields, dict) and isinstance(fields.get("step"), int) else None
+    step = fields.get("step") if isinstance(fields, dict) else None
+    return fields if type(step) is int and step >= 0 else None
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a metrics.jsonl, complete or not, or none if there is no file.
+def read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the complete records of a metrics.jsonl with their lines, or none if there is no file.
 
-    Raise `OSError` if it cannot be read, `UserError` if it is not a regular file.
+    Warn of damaged lines, once in a process; the last line may be cut off, as a kill leaves it. Raise `OSError` if the
+    file cannot be read, `UserError` if it is not a regular file.
     """
     if not path.exists() and not path.is_symlink():
         return []
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-        return file.read().splitlines()
+        lines = [(line, from_json(line)) for line in file.read().splitlines()]
+    damaged = [f"{number}" for number, (line, fields) in enumerate(lines[:-1], 1) if line and fields is None]
+    if damaged:
+        named = ", ".join([*damaged[:_MOST_NAMED], *["..."] * (len(damaged) > _MOST_NAMED)])
+        _warn_once(f"{path}: damaged lines left out: {len(damaged)} (line {named})")
+    return [(line, fields) for line, fields in lines if fields is not None]
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s: a record is a JSON object whose step is an integer from 0 on", printable(text))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the complete records of a metrics.jsonl; raise like `read_lines`."""
-    return [fields for line in read_lines(path) if (fields := from_json(line)) is not None]
+    """Return the complete records of a metrics.jsonl; warn and raise like `read_lines`."""
+    return [fields for _, fields in read_lines(path)]

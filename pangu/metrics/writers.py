@@ -16,7 +16,7 @@ from pangu.common.errors import writing
 from pangu.common.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.prometheus import PrometheusWriter
-from pangu.metrics.record import StepRecord, from_json, read_lines, to_json
+from pangu.metrics.record import StepRecord, read_lines, to_json
 from pangu.metrics.services import service_of, wandb_service
 from pangu.metrics.text import compact, duration, figure
 from pangu.metrics.trackers import TensorBoardWriter, TrackedRun, TrackerWriter
@@ -106,8 +106,7 @@ class JsonLinesWriter:
         # Later lines, and a line cut short by a kill, are dropped, as those steps will be repeated.
         self._path = path
         with writing(path):
-            lines = read_lines(path)
-            lines = [line for line in lines if (fields := from_json(line)) and fields["step"] <= resumed_step]
+            lines = [line for line, fields in read_lines(path) if fields["step"] <= resumed_step]
             # Replaced atomically: a crash here must not lose the metrics so far.
             write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
             flush(path.parent)

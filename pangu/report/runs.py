@@ -206,24 +206,17 @@ def open_run(folder: Path, name: str) -> Run:
         beat = folder / "heartbeat.json"
         silent_s = time.time() - beat.stat().st_mtime if beat.exists() else 0.0
         traces = sum(1 for _ in stacks.iterdir()) if stacks.is_dir() else 0
-    summary, heartbeat = (_object(folder, file) for file in ("summary", "heartbeat"))
-    replicas = _replicas(folder / "nodes.json")
+    summary, heartbeat = (_value(folder / f"{file}.json", {}) for file in ("summary", "heartbeat"))
+    places = [rank.get("data") for rank in _value(folder / "nodes.json", []) if isinstance(rank, dict)]
+    replicas = 1 + max((place for place in places if isinstance(place, int)), default=-1)
     return Run(name, _config(folder), records, summary, heartbeat, silent_s, traces, replicas)
 
 
-def _replicas(path: Path) -> int:
-    ranks = read_json(path, shared=True) if path.exists() else []
-    places = [rank.get("data") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
-    return 1 + max((place for place in places if isinstance(place, int)), default=-1)
-
-
-def _object(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / f"{name}.json"
-    if not path.exists():
-        return {}
-    value = read_json(path, shared=True)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: is not a JSON object")
+def _value(path: Path, empty: Any) -> Any:
+    """Return the value in a JSON file, or `empty`, whose type it must have, if there is no file."""
+    value = read_json(path, shared=True) if path.exists() else empty
+    if type(value) is not type(empty):
+        raise UserError(f"{path}: is not a JSON {'object' if empty == {} else 'array'}")
     return value
 
 

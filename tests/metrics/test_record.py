@@ -47,7 +47,22 @@ def test_strict_parsers_can_read_a_step_that_overflowed(record: Make, value: flo
     assert read["lr"] == 1e-4
 
 
-@pytest.mark.parametrize("line", ["", "{", '{"step": 3, "lo', "[1]", "3", "null", '{"loss": 1.0}', '{"step": null}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        '{"step": 3, "lo',
+        "[1]",
+        "3",
+        "null",
+        '{"loss": 1.0}',
+        '{"step": null}',
+        '{"step": NaN}',
+        '{"step": -1}',
+        '{"step": true}',
+    ],
+)
 def test_what_is_not_a_whole_record_is_none(line: str) -> None:
     assert from_json(line) is None
 

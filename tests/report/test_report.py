@@ -247,6 +247,7 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
         "more than 10,000 settings",
     ),
     "not JSON": ("summary.json", "{", "summary.json: is not JSON"),
+    "no array": ("nodes.json", "{}", "nodes.json: is not a JSON array"),
     "no object": ("heartbeat.json", "[]", "heartbeat.json: is not a JSON object"),
 }
 
@@ -261,6 +262,28 @@ def test_a_damaged_folder_is_one_message(tmp_path: Path, name: str) -> None:
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r.html").exists()
+
+
+def test_damaged_lines_are_named_once_and_the_others_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A last line that is cut off, as a kill leaves it, is no damage."""
+    folder = make_run(tmp_path / "run", 0.001)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert lines[-1] == '{"step": 41, "lo'
+    render([folder])
+    assert not caplog.messages
+    lines[2], lines[9] = lines[2][:40], "[1]"
+    lines[20:20] = ['{"step": NaN, "loss": 1.0}', "", '{"step": -3, "loss": 1.0}']
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    for _ in range(2):
+        page = Page(render([folder]))
+    assert page.rows[1][7:9] == ["-", "40 / 40"]
+    rule = "a record is a JSON object whose step is an integer from 0 on"
+    assert caplog.messages == [f"{folder}/metrics.jsonl: damaged lines left out: 4 (line 3, 10, 21, 23): {rule}"]
+    (folder / "metrics.jsonl").write_text("\n".join(["?"] * 9))
+    render([folder])
+    assert caplog.messages[1:] == [
+        f"{folder}/metrics.jsonl: damaged lines left out: 8 (line 1, 2, 3, 4, 5, ...): {rule}"
+    ]
 
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:
