@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,24 @@ def test_workflows_call_ci() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+
+
+def test_a_release_has_a_readme_whose_links_work_on_pypi(tmp_path: Path) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    runs = [step["run"] for step in workflow["jobs"]["build"]["steps"] if "run" in step]
+    place = next(number for number, run in enumerate(runs) if "README.md" in run)
+    assert "python -m build" in runs[place + 1]
+    shutil.copy(ROOT / "README.md", tmp_path)
+    variables = {**os.environ, "GITHUB_REPOSITORY": "some/where", "GITHUB_REF_NAME": "v0.1.0"}
+    subprocess.run(["bash", "-c", runs[place]], cwd=tmp_path, env=variables, check=True)
+    before, after = (
+        re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text(encoding="utf-8")) for folder in (ROOT, tmp_path)
+    )
+    wrong = [link for link in after if not link.startswith(("https://", "#"))]
+    assert not wrong
+    address = "https://github.com/some/where/blob/v0.1.0/"
+    assert [link.removeprefix(address) for link in after] == before
+    assert all((ROOT / link.removeprefix(address).partition("#")[0]).is_file() for link in after if address in link)
 
 
 def test_hooks_run_the_tools_of_the_environment() -> None:
