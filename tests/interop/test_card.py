@@ -50,6 +50,38 @@ def test_a_card_tells_results_and_recipe_of_the_exported_step(tmp_path: Path) ->
     assert "| optimizer steps | 3 |" in text
 
 
+@pytest.mark.parametrize(
+    ("folder", "named", "base"),
+    [
+        ("", "", "run"),
+        ("Small-1", "", "Small-1"),
+        ("Small-1", "lab/Small-1B", "lab/Small-1B"),
+        ("Small-1", "/home/me/model", "Small-1"),
+        ("models--lab--Small/snapshots/0f3a", "", "lab/Small"),
+        ("a model", "", "a model"),
+    ],
+)
+def test_a_card_names_the_model_that_was_fine_tuned(tmp_path: Path, folder: str, named: str, base: str) -> None:
+    """By its name on the hub or of its folder, not by a path; runs of ours have the name of their folder."""
+    train(tmp_path / "run", 1)
+    source = tmp_path / "run"
+    if folder:
+        imported, source = tmp_path / folder, tmp_path / "imported"
+        imported.parent.mkdir(parents=True, exist_ok=True)
+        words = ["--from", "pangu", "--to", "huggingface", "--input", str(tmp_path / "run"), "--output", str(imported)]
+        assert main(words) == 0
+        values = json.loads((imported / "config.json").read_text())
+        (imported / "config.json").write_text(json.dumps({**values, "_name_or_path": named}))
+        assert main(["--from", "huggingface", "--to", "pangu", "--input", str(imported), "--output", str(source)]) == 0
+        assert "Fine-tuned" not in (source / "README.md").read_text()
+    (checkpoint,) = (source / "checkpoints").glob("step-*")
+    train(tmp_path / "tuned", 1, f"checkpoint.init_from={checkpoint}")
+    header, text = card_of(tmp_path / "tuned", "--license", "mit")
+    assert header.get("base_model") == (None if base == "a model" else base)
+    assert f"\nFine-tuned from {base}: training began with its weights.\n" in text
+    assert str(tmp_path) not in text
+
+
 @pytest.mark.parametrize("name", ["MIT License", "", "a\nb", "-x"])
 def test_a_license_is_an_identifier(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--from", "pangu", "--input", str(tmp_path), "--output", str(tmp_path / "out"), f"--license={name}"]
@@ -68,11 +100,12 @@ def test_texts_of_a_run_neither_break_a_card_nor_tell_secrets(tmp_path: Path) ->
     config["data"] = {"kind": "indexed", **sources, "tokenizer": None, "packing": config["data"]["packing"]}
     config["batch"]["by"] = config["checkpoint"]["init_from"] = evil
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
-    _, text = card_of(tmp_path / "run")
+    header, text = card_of(tmp_path / "run")
     assert "| afqmc/accuracy | 0.75 |\n" in text
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == ["# export-0", "## Results", "## Data", "## Training configuration", "## License"]
     assert text.count("````") == 2
+    assert "base_model" not in header
     assert "private" not in text
     assert "X-Amz-Signature" not in text
 

@@ -17,6 +17,10 @@ from pangu.models.size import num_parameters
 _GROUPS = ("batch", "precision", "optimizer", "lr_schedule", "loss")
 """Groups of keys that a card lists; config.json has the model, others hold paths of a machine, or change no weight."""
 _DATA = ("kind", "train", "weights")
+BASE_MODEL = "base_model"
+"""Key of `WeightSource.generation` with the `name` of the model that was imported."""
+HUB_NAME = re.compile(r"([\w-]+/)?[\w.-]+", re.ASCII)
+"""Names that the Hugging Face hub accepts in the metadata of a card."""
 _FIGURES = {
     "step": "optimizer steps",
     "tokens": "training tokens",
@@ -47,6 +51,7 @@ def write_card(file: Path, job: Job, kind: str, usage: Iterable[str], front_matt
         *usage,
         "",
         *(["The weights were converted; how they were trained is not known."] if job.training is None else []),
+        *([f"Fine-tuned from {_plain(base)}: training began with its weights.", ""] if (base := base_of(job)) else []),
         *([] if job.training is None else _training(job.training)),
         "",
         "## License",
@@ -61,6 +66,17 @@ def card_name(job: Job) -> str:
     return job.card.get("name") or job.output.name
 
 
+def base_of(job: Job) -> str:
+    """Return the name of the model whose weights training began with; empty if there is none or it has no name."""
+    checkpoint = None if job.training is None else job.training.config.get("checkpoint")
+    began = checkpoint.get("init_from") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(began, str):
+        return ""
+    imported, path = job.generation.get(BASE_MODEL), Path(began)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    return str(imported.get("name")) if isinstance(imported, Mapping) else run.name
+
+
 def write_hub_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:
     """Write the card of a folder for transformers with this config.json and all other files but the weights.
 
@@ -72,6 +88,8 @@ def write_hub_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["pangu"],
     }
+    if HUB_NAME.fullmatch(base := base_of(job)):
+        header["base_model"] = base
     code = sorted({f"{place.partition('.')[0]}.py" for place in config.get("auto_map", {}).values()})
     missing = [f"`{file}`" for file in code if not (path / file).is_file()]
     code += ["tokenization_pangu.py"] if (path / "tokenization_pangu.py").is_file() else []
@@ -102,10 +120,7 @@ def _training(training: Training) -> Iterator[str]:
             f"| {name} | {f'{value:,}' if isinstance(value, int) else f'{value:.4g}'} |" for name, value in last.items()
         )
         yield from ("## Results", "", "| | |", "|---|---:|", *rows, "")
-    checkpoint, data = (training.config.get(group) for group in ("checkpoint", "data"))
-    if isinstance(checkpoint, Mapping) and isinstance(began := checkpoint.get("init_from"), str):
-        yield from (f"Training began with the weights of {_plain(Path(began).name)}.", "")
-    if isinstance(data, Mapping):
+    if isinstance(data := training.config.get("data"), Mapping):
         told = {key: data[key] for key in _DATA if data.get(key) is not None}
         if isinstance(data.get("train"), list):
             # without the folders of a machine, and what signs a URL

@@ -22,7 +22,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id, tokenizer_facts
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-from pangu.interop.formats.card import write_hub_card
+from pangu.interop.formats.card import BASE_MODEL, HUB_NAME, write_hub_card
 from pangu.interop.formats.huggingface_config import ModelType, kind_in, kind_of, read_model, write_model
 from pangu.interop.formats.pickles import load_pickle
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table
@@ -57,6 +57,7 @@ class HuggingFaceSource(WeightSource):
         self.packing = _read_ids(path, config, generation)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         self.generation = {"config.json": ids} | ({_GENERATION: generation} if generation else {})
+        self.generation |= {BASE_MODEL: {"name": _hub_name(path, config)}}
         if (path / "adapter_config.json").exists():
             raise UserError(
                 f"{path / 'adapter_config.json'}: transformers would add this adapter to the weights; merge it"
@@ -184,6 +185,15 @@ def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
     rtol, atol = max(4 * numbers.eps, 1e-6), 2 * numbers.smallest_normal * numbers.eps
     near = (torch.allclose(found.double(), each, rtol, atol) for each in choices if each.shape == found.shape)
     return any(near)
+
+
+def _hub_name(path: Path, config: Mapping[str, Any]) -> str:
+    """Return what is known of a model's name on the hub: that of its config.json, its cache, or else its folder."""
+    named = config.get("_name_or_path")
+    if isinstance(named, str) and "/" in named and HUB_NAME.fullmatch(named) and not Path(named).exists():
+        return named
+    cached = [part for part in path.resolve().parts if part.startswith("models--")]
+    return cached[0].removeprefix("models--").replace("--", "/") if cached else path.resolve().name
 
 
 def _weight_files(path: Path) -> list[Path]:
