@@ -69,7 +69,7 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
 
             preparation = corpora
 
-    def attempt(received: set[int]) -> int:
+    def attempt(stop_signals: Any) -> int:
         planned_values, launch, planned = values, Launch.from_environment(), asks_for_layout(values)
         if planned or torch.accelerator.is_available():
             planned_values = planner().with_cluster_here(configs / "cluster", values, launch, planned)
@@ -78,7 +78,7 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
             planned_values = plan.values
             if launch.rank == 0:
                 print(*plan.lines, sep="\n", flush=True)
-        status = run(planned_values, forecast, read_benchmarks, preparation, received)
+        status = run(planned_values, forecast, read_benchmarks, preparation, stop_signals)
         if not status and values["dry_run"] and launch.rank == 0:
             planner().show_dry_run(planned_values)
         return status

@@ -59,11 +59,12 @@ class Member:
         self._environment, self._epoch = environment, 0
         self._number, self._store = connect(environment)
 
-    def join(self, fits: Callable[[int], bool], rest: Callable[[], None]) -> int:
-        """Wait until this process is a rank, set the launcher's variables accordingly, and return the epoch.
+    def join(self, fits: Callable[[int], bool], begin: Callable[[], None], rest: Callable[[], None]) -> None:
+        """Wait until this process is a rank, and set the launcher's variables accordingly.
 
         `fits` returns whether some layout has this number of ranks; it must return the same on all members. From the
-        second epoch on, ranks beyond the largest such number wait, too, and call `rest` before.
+        second epoch on, a rank calls `begin` before the launcher counts on it, and ranks beyond the largest such number
+        wait, too, and call `rest` before.
         """
         while True:
             record = self._newest_epoch()
@@ -82,8 +83,9 @@ class Member:
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
         numbers |= {"MASTER_PORT": record["port"], "PANGU_EPOCH": self._epoch}
         self._environment.update({name: str(value) for name, value in numbers.items()})
+        if self._epoch:
+            begin()
         send_news(self._store, "joined", self._number, self._epoch)
-        return self._epoch
 
     def leave(self, writers: Container[str]) -> None:
         """Leave the epoch, because a rank is lost: close connections, and wait for threads with the names `writers`.

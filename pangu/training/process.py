@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -170,15 +170,19 @@ class StopSignals:
     the process ignores them (`nohup`, a shell's background).
     """
 
-    def __init__(self, began: float, limit_s: float | None, received: set[int] | None = None) -> None:
+    def __init__(
+        self, began: float, limit_s: float | None, received: set[int] | None = None, keep: ExitStack | None = None
+    ) -> None:
         """Prepare; `began`: `time.perf_counter()` at the start; `limit_s`: seconds since then, None: no limit.
 
-        `received`: signals that an earlier attempt of this process has noted; it keeps those of this one.
+        `received`: signals that an earlier attempt of this process has noted; it keeps those of this one. `keep`: keeps
+        the handlers when this attempt fails.
         """
         self.began = began
         self._deadline = None if limit_s is None else began + limit_s
         self._received = set[int]() if received is None else received
         self._handlers: dict[int, Any] = {}
+        self._keep = keep
 
     def flags(self, step_s: float, save_has_failed: bool) -> list[bool]:
         """Return this rank's new requests: save, each stop reason, read a failed save. `step_s`: time of a step."""
@@ -204,8 +208,14 @@ class StopSignals:
                 self._handlers[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Restore the previous handlers, now or when `keep` ends."""
+        if kind is not None and self._keep is not None:
+            self._keep.callback(self._restore)
+        else:
+            self._restore()
+
+    def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

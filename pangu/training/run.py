@@ -90,13 +90,13 @@ def run(
     expect: Expect | None = None,
     read_benchmarks: ReadBenchmarks | None = None,
     corpora: Corpora | None = None,
-    received: set[int] | None = None,
+    stop_signals: Callable[[float, float | None], StopSignals] = StopSignals,
 ) -> int:
     """Check the configuration, composed as plain dictionaries, then train, and return the exit status.
 
     `expect` makes the forecast if the cluster is known, `read_benchmarks` reads the benchmarks in `evaluate.tasks`, and
-    `corpora` prepares data=stdlib and data=instructions; without it they must be prepared. `received` keeps the
-    signals that were noted, for another attempt. Raises UserError for all errors that the user can fix.
+    `corpora` prepares data=stdlib and data=instructions; without it they must be prepared. `stop_signals`
+    makes the handler of signals. Raises UserError for all errors that the user can fix.
     """
     began = time.perf_counter()
     launch = Launch.from_environment()
@@ -142,7 +142,7 @@ def run(
         forecast = None
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
-        signals = StopSignals(began, config.train.stop_after_s, received)
+        signals = stop_signals(began, config.train.stop_after_s)
         copies = stack.enter_context(Copies(config, mesh)) if config.checkpoint.memory_every else None
         return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora, copies)
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,15 +46,15 @@ def exchange(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
     return has_spares
 
 
-def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:
+def stay(values: Mapping[str, Any], attempt: Callable[[Callable[..., StopSignals]], int]) -> int:
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
     What an attempt has built is gone then, and the next one continues from the newest state of the run, in memory or on
-    the disk. Only the process, its imports, what the system has cached and the signals that were noted stay.
+    the disk. Only the process, its imports, what the system has cached and the signals that were noted stay. It makes
+    its handler of signals with the function that it is given.
     """
-    received = set[int]()
     if VARIABLE not in os.environ:
-        return attempt(received)
+        return attempt(StopSignals)
 
     def fits(world: int) -> bool:
         try:
@@ -64,16 +65,19 @@ def stay(values: Mapping[str, Any], attempt: Callable[[set[int]], int]) -> int:
 
     member = Member()
     with ExitStack() as stack:  # of handlers of signals, which a process without a rank does not have
+        signals = partial(StopSignals, received=set[int](), keep=stack)
+
+        def note_signals() -> None:
+            stack.enter_context(signals(0.0, None))
+
         while True:
-            epoch = member.join(fits, stack.close)
-            if epoch:
-                stack.enter_context(StopSignals(0.0, None, received))
+            member.join(fits, note_signals, stack.close)
             try:
-                return attempt(received)
+                return attempt(signals)
             except LostError:
                 pass
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
-            stack.enter_context(StopSignals(0.0, None, received))
+            note_signals()
             member.leave((copies.WRITER, saving.WRITER))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
@@ -19,9 +21,10 @@ import torch.distributed as dist
 
 from pangu.common.errors import LostError
 from pangu.common.exit_status import INTERRUPTED
+from pangu.topology.member import Member
 from pangu.training import interrupts, staying
 from pangu.training.interrupts import Interrupts
-from pangu.training.process import Request, StopSignals
+from pangu.training.process import Request
 from pangu.training.run import run
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
@@ -46,11 +49,11 @@ def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(staying.VARIABLE, "0@host:1")
-    monkeypatch.setattr(staying, "Member", MagicMock(**{"return_value.join.return_value": 0}))
+    monkeypatch.setattr(staying, "Member", MagicMock())
     stops = []
 
-    def attempt(received: set[int]) -> int:
-        with StopSignals(0.0, None, received) as signals:
+    def attempt(stop_signals: Any) -> int:
+        with stop_signals(0.0, None) as signals:
             if not stops:
                 os.kill(os.getpid(), signal.SIGTERM)
             stops.append(Request.of(signals.flags(0.0, save_has_failed=False)).stop)
@@ -62,32 +65,74 @@ def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(m
     assert stops == ["SIGTERM", "SIGTERM"]
 
 
-def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def refuse() -> Iterator[Any]:
+    """The handler of SIGTERM before a run and after it."""
+
     def refuse(*_: object) -> None:
         raise AssertionError("the process would have been killed")
 
+    previous = signal.signal(signal.SIGTERM, refuse)
+    yield refuse
+    signal.signal(signal.SIGTERM, previous)
+
+
+def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.MonkeyPatch, refuse: Any) -> None:
     def leave(_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    member, previous, attempts = MagicMock(), signal.signal(signal.SIGTERM, refuse), []
-    member.join.side_effect, member.leave.side_effect = [0, 1], leave
+    member, attempts = MagicMock(), []
+    member.leave.side_effect = leave
     monkeypatch.setenv(staying.VARIABLE, "0@host:1")
     monkeypatch.setattr(staying, "Member", lambda: member)
 
-    def attempt(received: set[int]) -> int:
-        if not attempts:
-            attempts.append(set(received))
+    def attempt(stop_signals: Any) -> int:
+        attempts.append(set(stop_signals(0.0, None)._received))
+        if len(attempts) == 1:
             raise LostError("a rank is lost")
         os.kill(os.getpid(), signal.SIGHUP)  # while it starts
-        attempts.append(set(received))
+        attempts.append(set(stop_signals(0.0, None)._received))
         return 0
 
-    try:
-        assert staying.stay({}, attempt) == 0
-        assert signal.getsignal(signal.SIGTERM) is refuse
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    assert attempts == [set(), {signal.SIGTERM, signal.SIGHUP}]
+    assert staying.stay({}, attempt) == 0
+    assert signal.getsignal(signal.SIGTERM) is refuse
+    assert attempts == [set(), {signal.SIGTERM}, {signal.SIGTERM, signal.SIGHUP}]
+
+
+def test_a_signal_while_a_lost_run_ends_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch, refuse: Any) -> None:
+    """It comes between the loop's end and that of the run, which waits for threads and other ranks."""
+    monkeypatch.setenv(staying.VARIABLE, "0@host:1")
+    monkeypatch.setattr(staying, "Member", MagicMock())
+    stops = []
+
+    def end() -> None:
+        if len(stops) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def attempt(stop_signals: Any) -> int:
+        with ExitStack() as run:
+            run.callback(end)
+            signals = run.enter_context(stop_signals(0.0, None))
+            stops.append(Request.of(signals.flags(0.0, save_has_failed=False)).stop)
+            if len(stops) == 1:
+                raise LostError("a rank is lost")
+        return 0
+
+    assert staying.stay({}, attempt) == 0
+    assert stops == [None, "SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is refuse
+
+
+def test_a_spare_notes_signals_before_the_launcher_counts_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher ends the run if a rank that it counts on is told to end and does."""
+    launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for epoch, number in enumerate((0, 2)):
+        launchers.set(f"epoch-{epoch}", json.dumps({"port": 1, "ranks": [[number, 0]]}))
+    environment = {"PANGU_MEMBER": f"2@127.0.0.1:{launchers.port}", "LOCAL_WORLD_SIZE": "1"}
+    counted = []
+    Member(environment).join(lambda _: True, lambda: counted.append(launchers.check(["news-1"])), lambda: None)
+    assert counted == [False]
+    assert json.loads(launchers.get("news-1")) == ["joined", 2, 1]
 
 
 def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
