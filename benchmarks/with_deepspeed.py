@@ -85,7 +85,7 @@ def pipeline(precision: str, vocab: int, micro: int, micro_batches: int, layers:
     plain = PlainGPT(vocab)
 
     class Table(nn.Embedding):
-        """Made anew by DeepSpeed on each process that uses it."""
+        """Created again by DeepSpeed on each process that uses it."""
 
         def __init__(self) -> None:
             super().__init__(*plain.word.weight.shape, _weight=plain.word.weight.detach().clone())

@@ -205,7 +205,7 @@ def programs() -> list[str]:
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether an option asks for help; behind the program it is the program's."""
+    """Whether an option asks for help; after the program it is the program's."""
     options = list(takewhile(lambda word: word.startswith("-"), arguments))
     return "-h" in options or "--help" in options
 

@@ -117,7 +117,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def preprocess(options: argparse.Namespace) -> None:
-    """Carry out the command. Raises UserError, after which the same command goes on from the last commit."""
+    """Carry out the command. Raises UserError, after which the same command continues from the last commit."""
     inputs = find_inputs(options.input)
     if options.remove_near_duplicates:
         bands_of("", options.remove_near_duplicates)  # which needs a library

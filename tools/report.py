@@ -1,8 +1,8 @@
 """Compares runs on one page: losses, rates, memory, MFU, waits, experts, faults and restarts, the keys of the
 configuration that differ, and the final figures in a table. The page is one HTML file that needs no network.
 
-RUN is a run folder, or a folder of runs, e.g. of a sweep. --serve shows the page on this machine only, made anew every
-few seconds, while runs go on."""
+RUN is a run folder, or a folder of runs, e.g. of a sweep. --serve shows the page on this machine only, refreshed every
+few seconds, while runs are in progress."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Settings of another program as overrides of pretrain.py: those of Megatron-LM (also with Megatron-DeepSpeed and
 MindSpeed-LLM), DeepSpeed, MindFormers, torchtitan up to v0.2.2, and config.json of transformers.
 
-Prints the overrides, one per line, to be pasted behind `pretrain.py`, after building this project's configuration from
+Prints the overrides, one per line, to append to `pretrain.py`, after building this project's configuration from
 them; as comments, what has no counterpart, what you have to give, and what differs in effect. If a setting that may
 change the model would be lost, the command names it and ends with status 2."""
 

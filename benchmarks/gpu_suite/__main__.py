@@ -6,7 +6,7 @@
 Three rounds fit three calls of 9 minutes; the first one decides most. Parts that measure times run one after another,
 neighbours that measure none side by side. Every part writes FOLDER/NAME.json as it goes, so that one that fails or
 takes too long leaves what it has measured and does not stop the next. summary.json says how each ended, and
-suite.tar.gz, made anew after each part and below 5 MB, holds all of it. The exit status is 1 if any part did not
+suite.tar.gz, written again after each part and below 5 MB, holds all of it. The exit status is 1 if any part did not
 succeed. SIGTERM ends the parts that run and leaves out the others; the results are complete all the same. `--report`
 makes tables of the files of a folder, and a file for configs/cluster/.
 """
@@ -104,7 +104,7 @@ def command_line(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of all parts ({LIMIT_S} for each round)")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="tables and a cluster file of a suite's results")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
-    parser.add_argument("--compose", action="store_true", help="write presets/ anew, which needs Hydra")
+    parser.add_argument("--compose", action="store_true", help="write presets/ again, which needs Hydra")
     options = parser.parse_args(arguments)
     if options.round and options.parts:
         parser.error("--round names parts, too: leave out --parts")
@@ -162,7 +162,7 @@ class Running:
         return cls(part, process, time.monotonic(), limit_s)
 
     def status(self) -> str | None:
-        """How the part ended; None as long as it may go on."""
+        """How the part ended; None while it may still run."""
         if (status := self.process.poll()) is not None:
             return "succeeded" if status == 0 else f"failed with status {status}"
         if time.monotonic() - self.began < self.limit_s:

@@ -73,7 +73,7 @@ def composed(name: str) -> dict[str, Any]:
 
 
 def write_presets() -> None:
-    """Make all files of presets/ anew."""
+    """Write all files of presets/ again."""
     for name in PRESETS:
         _file(name).write_text(yaml.safe_dump(composed(name), sort_keys=False), encoding="utf-8")
 

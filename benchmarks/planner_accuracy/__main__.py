@@ -2,7 +2,7 @@
 memory, in which order does it put layouts, how much slower is the one it picks.
 
 Without --fit the shipped coefficients are used (benchmarks/results/planner_fit.json); with it those of the named
-sources are fitted anew, and each of their rows is predicted by coefficients that were fitted without it. With
+sources are fitted again, and each of their rows is predicted by coefficients that were fitted without it. With
 --held-out each source is predicted by what all other sources tell of its devices, as one that was never seen is."""
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _array(file: BinaryIO) -> Iterator[object]:
                 break
             value, end = decoder.raw_decode(text, before.end() if before else len(text))
             if end == len(text):
-                raise json.JSONDecodeError("no comma or bracket after it", text, end)  # a number may go on
+                raise json.JSONDecodeError("no comma or bracket after it", text, end)  # a number may continue
         except json.JSONDecodeError as error:
             if has_too_many_values(text[place:].encode(errors="replace")):
                 raise ValueError(f"value {number + 1} of its array has more than {MOST_VALUES:,} values") from error

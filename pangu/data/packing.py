@@ -231,15 +231,15 @@ def _is_current(packing: Packing) -> bool:
 
 def _check_size(packing: Packing, header: bytes) -> tuple[int, int]:
     """Return (pieces, samples) of an index. Raises UserError if it is not the index of these files, OSError."""
-    path, anew = packing.path, "remove it, and the next run writes it again"
+    path, remedy = packing.path, "remove it, and the next run writes it again"
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise UserError(f"{path}: is not an index of packed documents; {anew}")
+        raise UserError(f"{path}: is not an index of packed documents; {remedy}")
     *_, num_pieces, num_samples = _HEADER.unpack(header)
     if header != packing.header(num_pieces, num_samples):
-        raise UserError(f"{path}: does not match the current {packing.prefix}.bin and .idx; {anew}")
+        raise UserError(f"{path}: does not match the current {packing.prefix}.bin and .idx; {remedy}")
     size = path.stat().st_size
     if size != _HEADER.size + _PIECE.itemsize * num_pieces + 8 * (num_samples + 1) or not num_samples:
-        raise UserError(f"{path}: has {size} bytes, which does not match {num_pieces:,} pieces; {anew}")
+        raise UserError(f"{path}: has {size} bytes, which does not match {num_pieces:,} pieces; {remedy}")
     return num_pieces, num_samples
 
 

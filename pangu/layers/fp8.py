@@ -300,7 +300,7 @@ class Fp8Scales:
         return dict(zip(self._names, tensors, strict=True)) if self.known else None
 
     def restore(self, path: Path, state: Mapping[str, Sequence[Sequence[int]]] | None) -> None:
-        """Restore the history of the checkpoint at `path` (None: start anew); raise `UserError` if incomplete."""
+        """Restore the history of the checkpoint at `path` (None: start empty); raise `UserError` if incomplete."""
         self.reset()
         if state is not None:
             if missing := [name for name in self._names if name not in state]:

@@ -290,9 +290,9 @@ def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -
             keys[use] = f"kernels.{use}={getattr(config.kernels, use)}"
     for name, key in keys.items():
         figures = choices.milliseconds.get(name, {})
-        reasons = [key, "kept from the checkpoint"] if name in recalled else [key]
-        if figures:
-            times = ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items())
+        reasons = [key] + ["kept from the checkpoint"] * (name in recalled)
+        if times := ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items()):
             what = "a micro-batch" if name not in apex.USES else f"one {name.replace('_', ' ')}"
             reasons.append(f"ms of {what}: {times}")
-        log.info("%-12s %s (%s)", name, getattr(choices, name), "; ".join(reasons))
+        label = {"products": "fp32 matmul"}.get(name, name)
+        log.info("%-12s %s (%s)", label, getattr(choices, name), "; ".join(reasons))

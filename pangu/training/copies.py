@@ -182,7 +182,7 @@ class Copies:
             log.warning("no copy in memory: %s", error, extra={"alert": "failed_save"})
 
     def clear(self) -> None:
-        """Delete all generations on all nodes, because the run goes on from elsewhere. The last one has settled."""
+        """Delete all generations on all nodes, because the run continues from elsewhere. The last one has settled."""
         agree(self._mesh, lambda: self._delete(list_checkpoints(self._folder)), runs_here=self._leads)
 
     def __enter__(self) -> Self:

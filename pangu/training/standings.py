@@ -1,4 +1,4 @@
-"""Standings of a run's checkpoints, written by its first rank while training goes on."""
+"""Standings of a run's checkpoints, written by its first rank during training."""
 
 from __future__ import annotations
 

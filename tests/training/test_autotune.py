@@ -78,7 +78,7 @@ def test_the_fastest_kernel_is_taken_and_the_log_says_why(caplog: pytest.LogCapt
     assert found.milliseconds["attention"]["sdpa"] == pytest.approx(3000)
     lines = [record.getMessage() for record in caplog.records][-2:]
     assert lines[0] == "attention    sdpa (model.attention=auto; ms of a micro-batch: sdpa 3e+03, reference 4e+03)"
-    assert lines[1] == "products     highest (precision.fp32_matmul=highest)"
+    assert lines[1] == "fp32 matmul  highest (precision.fp32_matmul=highest)"
 
 
 def test_layers_whose_compilation_needs_too_much_memory_are_not_compiled(
