@@ -87,6 +87,20 @@ def test_both_languages_have_the_same_sections_and_figures_in_tables(page: Path)
     assert english == other
 
 
+ONE_MEANING = {"动量": "momentum", "一阶矩": "moments", "二阶矩": "moment"}
+"""Words of Chinese pages, and those that the English page then has."""
+SYNONYMS = r"词元|令牌|词汇表|归约|聚合|汇聚|通讯|梯度累积|重算|空泡|热身|下放|矩阵乘积|[\u4e00-\u9fff] ?kernel"
+"""Words for which the glossary has another one."""
+
+
+@pytest.mark.parametrize("page", WITH_PROSE, ids=lambda page: page.stem)
+def test_a_word_of_a_chinese_page_means_one_thing(page: Path) -> None:
+    english, text = (one.read_text(encoding="utf-8") for one in (page, chinese(page)))
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    assert {word for word, meaning in ONE_MEANING.items() if word in text and meaning not in english} == set()
+    assert re.findall(SYNONYMS, prose) == []
+
+
 def test_a_command_is_carried_out_or_has_a_reason_and_names_files_that_exist() -> None:
     shell = [line for page in PAGES for line in shell_lines(page)]
     lines = [*shell, *map(" ".join, EACH)]
