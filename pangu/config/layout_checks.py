@@ -192,11 +192,16 @@ def _batch(config: RunConfig, world: int, uneven: bool) -> Iterator[Problem]:
         shared = f" x parallel.context = {replicas}" if replicas > data else ""
         yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}{shared}", near)
     unit = batch.micro_size * data
-    if batch.global_size % (batch.micro_size if uneven else unit) or batch.global_size < unit:
-        rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
-        fix = any_of(multiples_near(unit, batch.global_size))
-        if batch.global_size % data == 0:
-            micro = divisors_near(batch.global_size // data, batch.micro_size)
+
+    def divides(micro: int) -> bool:
+        return batch.global_size % (micro if uneven else micro * data) == 0 and batch.global_size >= micro * data
+
+    if not divides(batch.micro_size):
+        rule = "must be a multiple of batch.micro_size, and at least" if uneven else "must be a multiple of"
+        rule += f" batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
+        sizes = multiples_near(batch.micro_size if uneven else unit, batch.global_size)
+        fix = any_of([size for size in sizes if size >= unit] or [unit])
+        if micro := divisors_near(batch.global_size, batch.micro_size, divides):
             fix += f"; or set batch.micro_size to {either(micro)}"
         yield Problem("batch.global_size", batch.global_size, rule, fix)
     chunks, accumulation = config.parallel.pipeline * config.parallel.virtual_stages, batch.accumulation(data)

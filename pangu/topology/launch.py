@@ -45,7 +45,7 @@ class Launch:
             "local_rank": "LOCAL_RANK",
             "local_world": "LOCAL_WORLD_SIZE",
             "attempt": "TORCHELASTIC_RESTART_COUNT",
-            "epoch": "PANGU_EPOCH",
+            **({"epoch": "PANGU_EPOCH"} if MEMBER in environment else {}),  # else of another run, or exported by hand
         }
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             del names["attempt"]  # agents that joined at different times disagree on it
@@ -76,6 +76,8 @@ class Launch:
                 )
 
 
+MEMBER = "PANGU_MEMBER"
+"""Environment variable: number of this process among all members, `@`, and address of the launchers' store."""
 SINGLE = {
     "srun": ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),

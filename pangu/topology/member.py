@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from pangu.common.errors import SAVE_SECONDS, LostError
 from pangu.topology.backends import abort_groups
+from pangu.topology.launch import MEMBER as VARIABLE
 from pangu.topology.orphan import end_with_launcher
 
-VARIABLE = "PANGU_MEMBER"
-"""Environment variable: number of this process among all members, `@`, and address of the launchers' store."""
 QUERY_SECONDS = 60.0
 
 

@@ -56,6 +56,18 @@ def test_a_run_that_has_lost_ranks_takes_replicas_that_do_not_divide_the_batch_b
     assert "each replica computes at most 2 micro-batches of 2" in describe(chosen.config, chosen.layout, None)
     with pytest.raises(ConfigError, match=r"batch.stages\[0\]: batch.global_size = 6: must be a multiple"):
         choose_layout(values, 4, uneven=True)
+    values["batch"] |= {"global_size": 6, "micro_size": 3, "stages": ()}
+    rule = (
+        "= 6: must be a multiple of batch.micro_size, and at least batch.micro_size x data-parallel size = 3 x 4 = 12"
+    )
+    with pytest.raises(ConfigError, match=f"{rule}; nearest valid values: 12; or set batch.micro_size to 1$"):
+        choose_layout(values, 4, uneven=True)
+    values["batch"] |= {"global_size": 13, "micro_size": 3}
+    with pytest.raises(
+        ConfigError, match=r" = 13: .* = 12; nearest valid values: 12, 15; or set batch.micro_size to 1$"
+    ):
+        choose_layout(values, 4, uneven=True)
+    values["batch"] |= {"global_size": 8, "micro_size": 2}
     values["parallel"]["auto"] = True
     with pytest.raises(ConfigError, match="must be a multiple"):
         choose_layout(values, 3, uneven=True)

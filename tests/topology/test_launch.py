@@ -15,7 +15,7 @@ from pangu.common.errors import LocalError, UserError
 from pangu.common.exit_status import USER_ERROR, exit_status
 from pangu.topology import launch
 from pangu.topology.accelerator import number_on_node
-from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_settings, is_first_process
+from pangu.topology.launch import MEMBER, REMEMBERED_SHAPES, Launch, choose_device, choose_settings, is_first_process
 from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL
@@ -31,6 +31,13 @@ def test_torchruns_variables() -> None:
     again = {**values, "TORCHELASTIC_RESTART_COUNT": "3"}
     assert Launch.from_environment({**again, "TORCHELASTIC_USE_AGENT_STORE": "True"}).attempt == 3
     assert Launch.from_environment({**again, "TORCHELASTIC_USE_AGENT_STORE": "False"}).attempt == 0
+
+
+def test_an_epoch_is_believed_of_the_launcher_that_has_members_only() -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "3", "PANGU_EPOCH": "2"}
+    assert Launch.from_environment(values).epoch == 0
+    assert Launch.from_environment({**values, "PANGU_EPOCH": "x"}) == Launch(0, 3)
+    assert Launch.from_environment({**values, MEMBER: "4@node0:29400"}).epoch == 2
 
 
 def test_an_absent_accelerator_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
