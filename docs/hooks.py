@@ -31,8 +31,8 @@ GATHERED = TemporaryDirectory()
 KEYS = "<!-- keys -->"
 """Where the reference's tables of keys come."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)[^)#]+")
-LANGUAGES = re.compile(r"^(English \| \[中文\]|\[English\]).*\n", re.MULTILINE)
-"""The line that leads to the other language, for which the site has a menu."""
+LANGUAGES = re.compile(r"^(?:English \| \[中文\]\S+|\[English\]\S+ \| 中文)(?: \| |\n)", re.MULTILINE)
+"""The link to the other language, for which the site has a menu."""
 
 
 @event_priority(100)  # before the plug-in that sorts pages by language

@@ -24,6 +24,7 @@ from filelock import FileLock
 
 import pangu
 from docs.line_breaks import join_lines
+from pangu.common.commands import FILES
 from pangu.common.errors import ConfigError
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
@@ -64,6 +65,7 @@ WITH_PROSE = [page for page in PAGES if page.stem not in ENGLISH_ONLY]
 PREPARING = ("tools/train_tokenizer.py", "tools/preprocess_data.py")
 PREPARED = [words for words in commands(DOCS["getting-started"]) if words[1] in PREPARING]
 """What is carried out once for all pages."""
+EXAMPLES = [f"examples/{path.stem}" for path in (repository() / "examples").glob("*.py")]
 EACH = list(dict.fromkeys(tuple(words) for page in PAGES for words in commands(page)))
 
 
@@ -131,6 +133,22 @@ def test_a_page_leads_to_its_other_language_and_has_a_line_to_it_on_the_first_pa
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", WITH_PROSE, ids=lambda page: page.stem)
+def test_who_has_no_checkout_is_told_the_commands_of_a_page(page: Path) -> None:
+    """Getting started has the table of all programs, to which every page with one leads."""
+    ours = [words for words in commands(page) if "pretrain_gpt.py" not in words]  # Megatron's
+    programs = {made.program for made in map(Command.of, ours) if made is not None}
+    assert programs - {*FILES.values(), "benchmarks/planner_accuracy/__main__"} <= set(EXAMPLES)
+    for one in (page, chinese(page)):
+        text = one.read_text(encoding="utf-8")
+        if page.stem == "getting-started":
+            rows = re.findall(r"^\| `python (\S+)\.py` \| `pangu (\w+)` \|", text, re.MULTILINE)
+            assert rows == [(file, command) for command, file in FILES.items()]
+        elif programs & {*FILES.values()}:
+            home = DOCS["getting-started"] if one == page else chinese(DOCS["getting-started"])
+            assert f"{home.name}#{'without-a-checkout' if one == page else '不用源码目录'})" in text
 
 
 def test_both_warn_of_open_ports() -> None:
