@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import kendalltau
 
 from benchmarks.planner_accuracy.fit import MEMORY, TIMES, Factors, fit, scaled
 from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of
@@ -218,7 +219,7 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
     failed = [one for one in predictions if one.row.out_of_memory]
     large = [group for group in grouped(timed, lambda one: one.row.sweep).values() if len(group) >= LEAST_SWEEP]
     sweeps = [np.array([(one.seconds, one.row.seconds) for one in group], float).T for group in large]
-    taus = [tau for sweep in sweeps if (tau := kendall_tau(*sweep)) is not None]
+    taus = [tau for sweep in sweeps if not math.isnan(tau := float(kendalltau(*sweep).statistic))]
     slowdowns = [float(measured[predicted.argmin()] / measured.min()) - 1 for predicted, measured in sweeps]
     return {
         "rows": len(timed),
@@ -236,10 +237,3 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
         "out_of_memory_told": sum(not one.fits for one in failed),
         "out_of_memory_false": sum(not one.fits for one in timed),
     }
-
-
-def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """Return Kendall's rank correlation (tau-b); None if all of a kind are equal."""
-    first, second = (np.sign(np.subtract.outer(values, values)) for values in (predicted, measured))
-    counted = math.sqrt((first**2).sum() * (second**2).sum())
-    return float((first * second).sum() / counted) if counted else None

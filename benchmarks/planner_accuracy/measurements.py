@@ -34,8 +34,8 @@ PROGRAMS = {
     "llama 3": published.LLAMA_3,
 }
 """Programs of Megatron's kind since 2023, by a word of a row's source or note."""
-FORMAT_RATES = {"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}
-"""Peak of a format over that of the 16-bit ones: NVIDIA's data sheets."""
+FP4 = 1.9
+"""Rate of matmuls in fp4 over that in fp8: a smaller share of twice the peak is reached."""
 NOMINAL = {"A100": 25.0, "H100": 50.0, "H200": 50.0, "V100": 12.5}
 """Nominal GB/s of a network interface, of which a cluster file's `between.gb_s` is what is reached."""
 DERIVATIVES = {
@@ -194,9 +194,9 @@ def _cluster(device: str, told: str, clusters: Mapping[str, ClusterConfig]) -> C
     if cluster is None:
         raise UserError(f"no file of configs/cluster for {device}")
     rates, links, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
-    rates, links = replace(rates, tflops=rates.tflops * matmul), replace(links, gb_s=links.gb_s * nvlink)
-    # a smaller share of a higher peak is reached
-    rates = replace(rates, tflops_fp8=rates.tflops * FORMAT_RATES[_format(told)] * 0.9)
+    rate = (rates.tflops_fp8 or rates.tflops) * matmul * (FP4 if _format(told) == "fp4" else 1.0)
+    rates = replace(rates, tflops=rates.tflops * matmul, tflops_fp8=rate)
+    links = replace(links, gb_s=links.gb_s * nvlink)
     if network := _NETWORK.search(told):
         gbits = int(network[3]) if network[3] else int(network[1]) * int(network[2])
         nominal = NOMINAL.get(family, between.gb_s) * cluster.nics
@@ -255,8 +255,8 @@ def _system(values: _Values, model: ModelConfig, plan: Plan) -> System:
         return published.NANOTRON
     zero, is_named = plan.zero, plan.schedule != "1f1b"
     if zero == 3 or (plan.pipeline == 1 and (zero == 2 or "fsdp" in text)):
-        overlapped = 1.0 if re.search("async ?tp", text) else 0.0
-        return published.FSDP._replace(fused="compile" in text or "async" in text, hidden_tensor=overlapped)
+        fused, overlapped = "compile" in text or "async" in text, 1.0 if re.search("async ?tp", text) else 0.0
+        return published.FSDP._replace(fused=fused, hidden_tensor=overlapped, rescales="torchtitan" in text)
     month = next(iter(re.findall(r"arxiv:(\d{4})", text)), "")
     is_older = family_of(values["gpu"])[0] in ("A100", "V100", "ASCEND910")
     if not is_older or (month >= SINCE_2023 and not is_named and "zero bubble" not in text):

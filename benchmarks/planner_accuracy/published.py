@@ -52,6 +52,8 @@ class System(NamedTuple):
     """Whether weight gradients of the head are computed while a pipeline drains, as many as there is time for."""
     fused_loss: bool = False
     """Whether the loss is one kernel that keeps logits in 16 bits."""
+    rescales: bool = False
+    """Whether scales of FP8 are of the tensor itself, which is read for that, and not of earlier ones (torchao)."""
     hidden_context: float = 0.9
     """Share of the gathering of keys and values that overlaps with attention."""
 
@@ -170,8 +172,9 @@ def layer_work(setup: Setup) -> Module:
     launches = system.launches + (9 if not system.flash and plan.micro_size * heads % 4 else 0)
     moved = system.accumulation_bytes * parameters
     if fp8:  # casts and transposes of matmul inputs, of output gradients, and of weights for the input gradients
-        bytes_forward += tokens * (4 * (h + model.ffn_size) / t + 4 * h)
-        bytes_backward += tokens * (4 * (matrices[0][1] + matrices[2][1]) + 4 * h)
+        each = 6 if system.rescales else 4
+        bytes_forward += tokens * (each * (h + model.ffn_size) / t + (2 * each - 4) * h)
+        bytes_backward += tokens * (each * (matrices[0][1] + matrices[2][1]) + (2 * each - 4) * h)
         moved += 2 * parameters
     products = tuple(Matmul(tokens, columns, depth, fp8=fp8) for depth, columns in matrices)
     forward = Work(products + _attention(setup, 1), bytes_forward, launches + 2 * calls, sends + gather)

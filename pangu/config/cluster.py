@@ -44,7 +44,7 @@ class MatmulConfig:
     """Measured matmuls: [rows, columns, inner dimension, fraction of the peak]. A shape near one of them uses its
     fraction; others are computed from the numbers above, which were fitted to these."""
     tflops_fp8: Positive | None = None
-    """Peak rate in fp8 (dense), 10^12 operations per second, with the same `efficiency`; null: not supported."""
+    """Rate in fp8 (dense) that matmuls reach with the same `efficiency`, 10^12 operations per second; null: none."""
     bf16: bool = True
     """Support of bf16 among the 16-bit formats; a plan in bf16 for devices without it warns."""
 

@@ -100,7 +100,9 @@ def _lost(rate: MatmulConfig, product: Matmul) -> float:
     """Return the slowdown of a matmul compared with a large, well-shaped one of as many operations."""
     tiles = math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE) * product.batch
     lost = tiles * TILE * TILE / (product.rows * product.columns * product.batch)
-    lost *= (1 + rate.depth / product.depth) * (1 + rate.waves * rate.units / tiles)
+    # a tile of fp8 starts and finishes no faster
+    depth = rate.depth * ((product.fp8 and rate.tflops_fp8) or rate.tflops) / rate.tflops
+    lost *= (1 + depth / product.depth) * (1 + rate.waves * rate.units / tiles)
     if product.columns % 8 or product.depth % 8:
         lost *= rate.unaligned
     elif product.columns % 64 or product.depth % 64:
@@ -190,8 +192,7 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
         device, launches = device + work.sum_bytes / (cluster.host_memory_gb_s * 1e9), launches + work.sums
     # the device is idle until the kernel after a host sync is launched
     compute = started(device, launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
-    everything = sum(hidden.values())
-    beside = computing + compute
+    everything, beside = sum(hidden.values()), computing + compute
     exposed = max(0.0, everything - beside) + (cluster.overlap - 1) * min(beside, everything)  # overlap slows down both
     added = exposed / everything if everything else 0.0
     return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
@@ -317,7 +318,6 @@ def _after(
     waited += stage.update.host_bytes / (cluster.host_gb_s * 1e9)
     # a host's kernels of activations compute more than they move, those of gradients and states do not
     rate = cluster.memory.gb_s * cluster.memory.efficiency if cluster.queued else cluster.host_memory_gb_s
-    device = iterations + stage.update.bytes / (rate * 1e9)
-    device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
+    device = iterations + stage.update.bytes / (rate * 1e9) + stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = stage.update.launches * cluster.launch_us * 1e-6
     return waited, started(device, host, cluster)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_accuracy.__main__ import main
-from benchmarks.planner_accuracy.accuracy import kendall_tau
+from benchmarks.planner_accuracy.accuracy import Prediction, summarise
 from benchmarks.planner_accuracy.measurements import read_rows
 from tests.planner_accuracy.test_measurements import CLUSTERS
 from tests.spawn import repository
@@ -169,11 +169,16 @@ def test_words_that_name_no_source_are_refused(table: Path, capsys: pytest.Captu
     assert "--write needs --fit" in capsys.readouterr().err
 
 
-def test_kendalls_tau() -> None:
-    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
-    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
-    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
-    assert kendall_tau([1, 1], [1, 2]) is None
+def test_sweeps_that_are_predicted_alike_have_no_order(table: Path) -> None:
+    one = read_rows(table, CLUSTERS)[0][0]
+
+    def tau(*predicted: float) -> float | None:
+        rows = (one._replace(seconds=float(place)) for place in range(1, 5))
+        return summarise([Prediction(*pair, 1.0) for pair in zip(rows, predicted, strict=True)])["tau"]
+
+    assert (tau(1, 2, 3, 4), tau(4, 3, 2, 1)) == (1, -1)
+    assert tau(1, 2, 4, 3) == pytest.approx(4 / 6)
+    assert tau(1, 1, 1, 1) is None
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the table of measurements is not here")

@@ -129,8 +129,15 @@ def test_fp8_doubles_the_rate_of_the_layers_matmuls_alone(tmp_path: Path) -> Non
     half, eighth = (row(tmp_path, gpu="H100-80G", note=note) for note in ("", "fp8"))
     rates, faster = half.cluster.matmul, eighth.cluster.matmul
     assert (faster.tflops, faster.attention) == (rates.tflops, rates.attention)
-    assert 1.5 < faster.tflops_fp8 / rates.tflops < 2
+    newer = row(tmp_path, gpu="GB300", note="fp8").cluster.matmul
+    # no more than the data sheets' 2; Hopper's sums need help
+    assert 1.5 < faster.tflops_fp8 / rates.tflops < newer.tflops_fp8 / newer.tflops < 2
     assert (half.setups[0].fp8, eighth.setups[0].fp8) == (False, True)
+
+
+def test_torchao_computes_scales_from_the_tensors_themselves(tmp_path: Path) -> None:
+    systems = [row(tmp_path, source=source, zero="3").setups[0].system for source in ("torchtitan", "llm-foundry")]
+    assert [system.rescales for system in systems] == [True, False]
 
 
 def test_an_h100_with_hbm2e_reads_memory_slower(tmp_path: Path) -> None:

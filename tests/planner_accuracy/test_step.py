@@ -150,6 +150,16 @@ def test_heads_and_attention_compute_in_16_bits_in_fp8_runs() -> None:
     assert head_work(fp8) == head_work(alone)
 
 
+def test_scales_of_the_tensor_itself_read_every_operand_once_more() -> None:
+    casts, rescales = (
+        layer_work(setup(Layout(data=8), FSDP._replace(rescales=rescales))._replace(fp8=True)).passes
+        for rescales in (False, True)
+    )
+    tokens, h = 4 * 2048, 6144
+    assert rescales[0].bytes - casts[0].bytes == 2 * tokens * (h + h + h + 4 * h)  # inputs of the four matmuls
+    assert rescales[2].bytes - casts[2].bytes == 2 * tokens * (3 * h + h + 4 * h + h)  # gradients of their outputs
+
+
 @pytest.mark.parametrize("stages", [1, 4])
 def test_weight_gradients_of_the_head_wait_for_a_draining_pipeline(stages: int) -> None:
     waiting = setup(Layout(8, stages), NEMO, micros=16)

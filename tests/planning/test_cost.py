@@ -48,6 +48,21 @@ def test_products_in_fp8_have_a_rate_of_their_own_and_operands_of_a_byte() -> No
     assert matmul_seconds(Matmul(8192, 128, 128, fp8=True), fast) == pytest.approx(thin / 2039e9)
 
 
+def test_fp8_starts_and_finishes_a_tile_no_faster() -> None:
+    rates = replace(perfect().matmul, tflops_fp8=624.0, depth=140.0)
+
+    def ends_and_each(fp8: bool) -> tuple[float, float]:
+        short, long = (
+            matmul_seconds(Matmul(8192, 8192, depth, fp8=fp8), replace(perfect(), matmul=rates))
+            for depth in (4096, 8192)
+        )
+        return 2 * short - long, long - short
+
+    (ends, each), (ends_fp8, each_fp8) = ends_and_each(False), ends_and_each(True)
+    assert ends_fp8 == pytest.approx(ends)
+    assert each_fp8 == pytest.approx(each / 2)
+
+
 def test_crooked_shapes_are_slower() -> None:
     straight, odd = Matmul(4096, 1792, 4096), Matmul(4096, 1800, 4096)
     assert matmul_seconds(odd, A100) > matmul_seconds(straight, A100)
