@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The long forms, which are run before what they test is called done."""
     parser.addoption("--all", action="store_true", help="run what is marked `long` and `all_pairs` too")
     parser.addoption("--kills", type=int, default=3, help="processes or runs that the kill test kills")
+    parser.addoption("--seed", type=int, default=0, help="of the series of kills of tests/end_to_end/test_staying.py")
     parser.addoption(
         "--all-pairs", action="store_true", help="continue checkpoints of each layout under each other one"
     )

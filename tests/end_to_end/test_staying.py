@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -298,8 +299,9 @@ def test_sigterm_while_a_spare_is_to_take_a_rank_saves_and_stops_the_run(
 
 @pytest.mark.long
 def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
-    """`--all --kills=200`: points, ranks and layouts are drawn, and a run has up to three kills."""
-    left, chance, counts = request.config.getoption("--kills"), random.Random(request.config.getoption("--kills")), {}
+    """`--all --kills=200 --seed=0`: points, ranks and layouts are drawn, and a run has up to three kills."""
+    left, seed = (request.config.getoption(name) for name in ("--kills", "--seed"))
+    chance, counts = random.Random(seed), Counter[int]()
     while left:
         layout = chance.choice(list(MORE_LAYOUTS))
         world, keys = MORE_LAYOUTS[layout]
@@ -311,11 +313,11 @@ def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: py
             kills.append((point, 0 if point == "before a copy is whole" else rank, after))
             # a save is every 6 steps; no buddy covers what a spare has taken over before it is copied again
             after = 3 + (after + -after % 6 if point == "in a save" else after)
-        repeated = check(tmp_path_factory.mktemp("series") / "of", layout, kills, whole(tmp_path_factory, layout))
+        print(f"seed {seed}, {layout}: {kills}", flush=True)
+        counts.update(check(tmp_path_factory.mktemp("series") / "of", layout, kills, whole(tmp_path_factory, layout)))
         left -= len(kills)
-        for steps in repeated:
-            counts[steps] = counts.get(steps, 0) + 1
-        print(f"{layout}: {kills}, repeated {repeated}; so far {counts}", flush=True)
+        costs = ", ".join(f"{counts[steps]} cost {steps}" for steps in sorted({0, 1, 2, *counts}))
+        print(f"seed {seed}: {counts.total()} kills, repeated steps: {costs}", flush=True)
 
 
 def test_the_message_of_one_rank_ends_the_run_while_its_copy_waits_for_another_rank(tmp_path: Path) -> None:
