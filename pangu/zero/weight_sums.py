@@ -25,7 +25,6 @@ from pangu.zero.grouping import COPY_AXES, COPY_PARTS
 from pangu.zero.norms import is_cut
 from pangu.zero.unshard import Unsharder
 
-PART_BITS = 64 // COPY_PARTS
 NUMBERS = len(COPY_AXES) * COPY_PARTS
 """Numbers of the message, in every layout."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,15 +59,16 @@ class WeightSums:
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._sums: list[Tensor] | None = None
         """Sums of this step by row; None between steps."""
+        self._bits: dict[FlatParameter, Tensor] = {}
+        """Buffers of weights as integers."""
         self._missing: set[FlatParameter] = set()
         odd = [2 * row + 1 if axis.endswith("replicas") else 1 for row, (axis, _) in enumerate(self.rows)]
         numbers = [
             [factor * (axis == of) for factor, (of, _) in zip(odd, self.rows, strict=True)] for axis in COPY_AXES
         ]
         self._factors = torch.tensor(numbers, dtype=torch.int64, device=device)
-        self._shifts = torch.arange(COPY_PARTS, device=device) * PART_BITS
-        coefficients = [coefficient(mesh, axis) for axis in COPY_AXES]
-        self._coefficients = torch.tensor(coefficients, dtype=torch.float64, device=device)[:, None]
+        coefficients = [coefficient(mesh, axis) for axis in COPY_AXES for _ in range(COPY_PARTS)]
+        self._coefficients = torch.tensor(coefficients, dtype=torch.float64, device=device)
 
     def start_step(self) -> None:
         """Sum the weights of the step that begins."""
@@ -80,9 +80,10 @@ class WeightSums:
         if self._sums is not None and flat in self._missing:
             self._missing.discard(flat)
             for row, spans in self._of[flat]:
-                parts = [flat.weights[span] for span in spans] or [flat.weights]
-                whole = len(parts) == 1 and not parts[0].storage_offset()
-                self._sums[row] = sum_of_bits(parts[0] if whole else torch.cat(parts))
+                if not spans and flat not in self._bits:  # those of several replicas are padded to whole integers
+                    self._bits[flat] = flat.weights.view(torch.int64)
+                parts = [flat.weights[span] for span in spans]
+                self._sums[row] = sum_of_bits(torch.cat(parts)) if spans else self._bits[flat].sum()
 
     def finish_step(self) -> tuple[Tensor, Tensor]:
         """Return the sums by row, and the fp64 numbers [NUMBERS] whose sum over all ranks is 0 if copies are equal."""
@@ -92,9 +93,7 @@ class WeightSums:
                 self.add(flat)
         sums = torch.stack(self._sums) if self._sums else self._zero.new_zeros(0)
         self._sums = None
-        of_axes = (self._factors * sums).sum(1, keepdim=True)
-        parts = (of_axes >> self._shifts) & (2**PART_BITS - 1)
-        return sums, (parts.double() * self._coefficients).view(-1)
+        return sums, (self._factors * sums).sum(1).view(torch.int16) * self._coefficients
 
 
 def coefficient(mesh: Mesh, axis: str) -> int:
