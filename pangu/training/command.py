@@ -10,6 +10,7 @@ import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
         _end(lambda: require_options(overrides, configs))
+        overrides = [_name_files(word, configs) for word in overrides]
         sys.argv[1:] = [_name_files(word, configs) for word in words]
         _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
@@ -177,10 +179,10 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     groups = {
         path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in configs.iterdir() if path.is_dir()
     }
+    overrides = [_name_files(word, configs) for word in overrides]
     try:
         with hydra.initialize_config_dir(str(configs), version_base="1.3"):
-            named = [_lenient(_name_files(word, configs), groups) for word in overrides]
-            composed = hydra.compose("base", overrides=named)
+            composed = hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides])
             return _with_new_names(composed, overrides)
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
@@ -190,16 +192,18 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         fix = f"; write {shlex.join(meant)}" if meant else ""
         raise UserError(f"{shown(word)}: {rule}{fix}") from error
     except MissingConfigException as error:
-        group, _, option = (error.missing_cfg_file or "").partition("/")
+        group, option = re.findall("(hydra/[^/]*|[^/]*)/?(.*)", error.missing_cfg_file or "")[0]
         rule = "no such file" if option.endswith(".yaml") else "unknown option"
-        fix = f"use one of {', '.join(error.options)}, or a file: {group}=PATH.yaml" if error.options else ""
+        file = "" if "/" in group else f", or a file: {group}=PATH.yaml"
+        fix = f"use one of {', '.join(error.options)}{file}" if error.options else ""
         raise ConfigError([Problem(group, option, rule, fix)]) from error
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).partition("\n\n")[0].replace("++", "")
         reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
         raise UserError(f"{said}{reason}") from error
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{configs}: a requested file is not YAML: {' '.join(str(error).split())}") from error
+    except (YAMLError, ValueError, RecursionError, OSError) as error:
+        reason = shown(" ".join(str(error).split()))
+        raise UserError(f"the configuration cannot be read from {configs} and the command line: {reason}") from error
 
 
 def _name_files(word: str, configs: Path) -> str:
@@ -207,17 +211,22 @@ def _name_files(word: str, configs: Path) -> str:
 
     Hydra reads an option from the folder of its group, from where a relative name leads to any file.
     """
-    key, _, value = word.partition("=")
-    folder = configs / (key.lstrip("+").partition("@")[0] or "none")
-    if folder.parent != configs or not folder.is_dir():
+    setting = re.fullmatch(r"([+~]*(\w+)(?:@[^=]*)?=)(.*)", word, re.DOTALL)
+    if setting is None or (folder := configs / setting[2]) not in configs.iterdir():
         return word
-    options = []
-    for option in value.split(","):
-        file = Path(option.strip("\"'"))
-        if file.suffix == ".yaml" and file.is_file():
-            option = _text(os.path.relpath(file.resolve().with_suffix(""), folder.resolve()))
-        options.append(option)
-    return f"{key}={','.join(options)}"
+
+    def named(text: str) -> str:
+        file = Path(text.strip("\"' "))
+        with suppress(OSError):  # of a name that is too long, or a folder that cannot be read
+            if file.suffix == ".yaml" and file.is_file():
+                # not the target of a link, whose name may end otherwise
+                return _text(os.path.relpath(file.parent.resolve() / file.name, folder.resolve()))
+        return text
+
+    value = named(setting[3])
+    if value == setting[3]:  # several ones in a sweep or a list
+        value = re.sub(r"\"[^\"]*\"|'[^']*'|[^][(),]+", lambda part: named(part[0]), value)
+    return setting[1] + value
 
 
 def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:

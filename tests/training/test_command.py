@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -169,17 +170,52 @@ def test_options_of_groups_can_be_files_anywhere(tmp_path: Path, monkeypatch: py
         compose(configs, ["cluster=small"])
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a,b.yaml", "[x].yaml", "a=b (1).yaml", "~集群.yaml", "it's.yaml", 'q"q.yaml', "C:\\x\\.yaml", "v1.yaml.yaml"],
+)
+def test_a_file_that_exists_needs_no_quotes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("blob").write_text("defaults: [h100, _self_]\ndevices: 64\n", encoding="utf-8")
+    Path(name).symlink_to("blob")
+    for path in (name, f"{tmp_path}/{name}"):
+        assert compose(repository() / "configs", [f"cluster={path}"])["cluster"]["devices"] == 64
+
+
+def test_words_that_name_no_file_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = repository() / "configs"
+    monkeypatch.chdir(tmp_path)
+    Path("self.yaml").write_text(f"defaults: [{os.path.relpath(tmp_path / 'self', configs / 'cluster')}]\n")
+    Path("folder.yaml").mkdir()
+    os.mkfifo("pipe.yaml")
+    for word, message in {
+        "cluster": "^cluster: cannot be read: use KEY=VALUE",
+        "cluster=self.yaml": "cannot be read from .*: .*File name too long",
+        "cluster=folder.yaml": "cluster = folder.yaml: no such file",
+        "cluster=pipe.yaml": "cluster = pipe.yaml: no such file",
+        f"cluster={'x' * 300}.yaml": "x: no such file|xx\\.\\.\\.: no such file",
+        f"{'x' * 300}=1": "File name too long",
+        "hydra/launcher=foo": "hydra/launcher = foo: unknown option; use one of basic$",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            compose(configs, [word])
+
+
 def test_a_sweep_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for devices in (8, 16):
-        (tmp_path / f"{devices}.yaml").write_text(f"defaults: [h100, _self_]\ndevices: {devices}\n", encoding="utf-8")
+    for devices, name in ((8, "8.yaml"), (16, "a, b.yaml")):
+        (tmp_path / name).write_text(f"defaults: [h100, _self_]\ndevices: {devices}\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        sys, "argv", ["pretrain.py", "--multirun", "cluster=8.yaml,16.yaml,a100", "hydra.sweep.dir=out"]
+        sys, "argv", ["pretrain.py", "--multirun", "cluster=8.yaml,'a, b.yaml',a100", "hydra.sweep.dir=out"]
     )
     seen = list[Any]()
     run_command(repository() / "configs", lambda values, _: seen.append(values["cluster"]))
     assert [(cluster["name"], cluster["devices"]) for cluster in seen[:2]] == [("h100", 8), ("h100", 16)]
     assert seen[2] == compose(repository() / "configs", ["cluster=a100"])["cluster"]
+    Path("c (1).yaml").symlink_to("8.yaml")
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--multirun", "cluster=c (1).yaml", "hydra.sweep.dir=out"])
+    run_command(repository() / "configs", lambda values, _: seen.append(values["cluster"]))
+    assert seen[3] == seen[0]
 
 
 @pytest.mark.parametrize("content", ["a: &a [*a]", "a: [", "\udcff"])
@@ -188,7 +224,7 @@ def test_a_file_that_is_no_yaml_is_one_message(content: str, tmp_path: Path) -> 
     (tmp_path / "base.yaml").write_text("a: 1\n", encoding="utf-8")
     path = tmp_path / "cluster" / "mine.yaml"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(UserError, match=f"{tmp_path}: a requested file is not YAML: ."):
+    with pytest.raises(UserError, match=f"cannot be read from {tmp_path} and the command line: ."):
         compose(tmp_path, ["+cluster=mine"])
     # a file that refers to itself is YAML, and Hydra alone refuses it
     with pytest.raises(UserError, match=f"{path}: cannot be read as a cluster file: .|a = .*: unknown key"):
