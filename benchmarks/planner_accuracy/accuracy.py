@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ class Fitted:
     shapes: Factors = field(default_factory=dict)
     """Layer's shape -> its time over that from the figures, where several rows tell of it."""
     stalls: Factors = field(default_factory=dict)
-    """Nodes -> seconds that a message between stages waits besides, where most runs on so many did."""
+    """Nodes and what is sent -> seconds that it waits besides, where most runs on so many did."""
 
 
 class Prediction(NamedTuple):
@@ -85,9 +84,12 @@ def shape_of(setup: Setup) -> str:
     return " ".join(map(str, (*sizes, plan.recompute)))
 
 
-def messages_of(setup: Setup) -> float:
-    """Return the messages between stages that follow each other in a step: both ways, mean over the stages."""
-    return setup.plan.micro_batches * 2 * (setup.plan.pipeline - 1) / setup.plan.pipeline
+def waits_of(setup: Setup) -> tuple[str, float]:
+    """Return what goes between nodes, and how often in a row: messages both ways (mean of the stages), or gradients."""
+    plan = setup.plan
+    if plan.pipeline == 1:
+        return "reduce_scatter" if plan.zero else "all_reduce", 1.0
+    return "send", plan.micro_batches * 2 * (plan.pipeline - 1) / plan.pipeline
 
 
 def predict(row: Row, fitted: Fitted) -> Prediction:
@@ -96,7 +98,8 @@ def predict(row: Row, fitted: Fitted) -> Prediction:
     options = []
     for setup in row.setups:
         seconds = step_seconds(setup, timed, fitted.shapes.get(shape_of(setup), 1.0) if fitted.shapes else 1.0)
-        seconds += messages_of(setup) * fitted.stalls.get(str(row.nodes), 0.0)
+        sent, times = waits_of(setup)
+        seconds += times * fitted.stalls.get(f"{row.nodes} {sent}", 0.0)
         options.append(Prediction(row, seconds, memory_gib(setup, filled)))
     return min(options, key=lambda option: (not option.fits, option.seconds))
 
@@ -129,14 +132,14 @@ def _spread(rows: list[Row]) -> list[Row]:
 
 
 def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:
-    """Return what messages wait besides on so many nodes, where three of four runs did."""
-    piped = grouped((row for row in rows if row.setups[0].plan.pipeline > 1 and row.nodes > 1), attrgetter("nodes"))
+    """Return what messages and gradients wait besides on so many nodes, where three of four runs did."""
     stalls = {}
-    for nodes, group in piped.items():
-        late = [((row.seconds or math.nan) - predict(row, fitted).seconds, messages_of(row.setups[0])) for row in group]
-        waits = sorted(seconds / messages for seconds, messages in late)
-        if len(waits) >= ROWS_IN_POOL and waits[len(waits) // 4] > LEAST_STALL:
-            stalls[str(nodes)] = median(waits)
+    kinds = grouped((row for row in rows if row.nodes > 1), lambda row: f"{row.nodes} {waits_of(row.setups[0])[0]}")
+    for kind, group in kinds.items():
+        late = sorted(((one.seconds or 0) - predict(one, fitted).seconds) / waits_of(one.setups[0])[1] for one in group)
+        if len(late) >= ROWS_IN_POOL and (least := late[len(late) // 4]) > LEAST_STALL:
+            # the messages of a step wait alike; gradients go once, and half of the runs wait for them much longer
+            stalls[kind] = median(late) if kind.endswith("send") else least
     return stalls
 
 

@@ -29,7 +29,27 @@ def measured(folder: Path, devices: int, stall: float = 0.0) -> list[Row]:
 def test_messages_that_wait_on_so_many_nodes_are_told_from_figures(tmp_path: Path) -> None:
     few, many = measured(tmp_path, 64), measured(tmp_path, 512, 1.0)
     fitted = fit_rows([*few, *few[:4], *many])
-    assert fitted.stalls == {"64": pytest.approx(1.0, rel=0.15)}
+    assert fitted.stalls == {"64 send": pytest.approx(1.0, rel=0.15)}
+
+
+def test_gradients_that_wait_on_so_many_nodes_wait_as_long_as_most_do(tmp_path: Path) -> None:
+    plain = [
+        row(tmp_path, gpu="H100-80G", pp="1", gpus=devices, micro_batch=size)
+        for devices in ("64", "128", "512")
+        for size in "1248" * 4
+    ]
+    # of the runs on 64 nodes a quarter does not wait, a quarter a second, the others several
+    waits = (0, 1, 4, 9)
+    rows = [
+        one._replace(seconds=predict(one, Fitted()).seconds + (waits[place // 4 % 4] if one.nodes == 64 else 0))
+        for place, one in enumerate(plain)
+    ]
+    stalls = fit_rows(rows).stalls
+    assert stalls == {"64 all_reduce": pytest.approx(1.0, rel=0.15)}
+    once = predict(plain[-1], Fitted(stalls=stalls)).seconds - predict(plain[-1], Fitted()).seconds
+    assert once == pytest.approx(stalls["64 all_reduce"])
+    piped = row(tmp_path, gpu="H100-80G", gpus="512", pp="8")
+    assert predict(piped, Fitted(stalls=stalls)) == predict(piped, Fitted())
 
 
 def test_a_row_that_takes_twice_as_long_as_its_like_moves_no_figure(tmp_path: Path) -> None:
