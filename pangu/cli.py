@@ -78,8 +78,18 @@ def completions(line: str) -> Iterator[str]:
     """Yield the words that can take the place of the last one of a line."""
     *words, last = line.split(" ")[1:] or [""]
     command = next((word for word in words if word in PROGRAMS and word != "launch"), "")
-    candidates = {"": PROGRAMS, "train": _overrides(), "plan": _overrides()}.get(command, ())
+    overrides = _overrides() if command in ("train", "plan") else ()
+    candidates = PROGRAMS if not command else _options(file_of(command)) if last[:1] == "-" else overrides
     return (word for word in dict.fromkeys(candidates) if word.startswith(last))
+
+
+def _options(file: Path) -> Iterator[str]:
+    """Yield the options of a program from its source and those that it imports from: to import it takes seconds."""
+    package = Path(pangu.__file__).parent.parent
+    modules = re.findall(r"^from (pangu\.\S+) import", file.read_text(encoding="utf-8"), re.MULTILINE)
+    for path in (file, *(package / f"{module.replace('.', '/')}.py" for module in modules)):
+        yield from re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"(--[\w-]+)"', path.read_text(encoding="utf-8"))
+    yield "--help"
 
 
 def _overrides() -> Iterator[str]:

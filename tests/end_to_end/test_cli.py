@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import pangu
 from pangu import __version__
-from pangu.cli import FLAGS, PROGRAMS, complete, file_of, launched, main
+from pangu.cli import FLAGS, PROGRAMS, complete, completions, file_of, launched, main
 from pangu.common.commands import FILES, as_typed
 from pangu.common.errors import PrintableFormatter
 from pangu.config.build import build
@@ -76,7 +78,9 @@ def test_a_recipe_needs_no_plus() -> None:
         ("pangu train +config=pangu_1", "+config=pangu_1", ["+config=pangu_13b"]),
         ("pangu plan optimizer.weight_d", "optimizer.weight_d", ["optimizer.weight_decay="]),
         ("pangu launch --nproc-per-node=2 train optimizer=l", "l", ["lamb"]),
-        ("pangu generate --pro", "--pro", []),
+        ("pangu generate --pro", "--pro", ["--prompt", "--prompts"]),
+        ("pangu train --h", "--h", ["--help"]),
+        ("pangu convert runs/x", "runs/x", []),
     ],
 )
 def test_a_shell_completes_what_it_replaces(
@@ -84,6 +88,27 @@ def test_a_shell_completes_what_it_replaces(
 ) -> None:
     complete(line, word)
     assert capsys.readouterr().out.split() == found
+
+
+@pytest.mark.parametrize("command", [command for command in PROGRAMS if command not in ("train", "launch")])
+def test_a_shell_completes_the_options_of_a_program(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that its parser has, but negations."""
+    parsers: list[argparse.ArgumentParser] = []
+
+    def keep(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        parsers.append(parser)
+        parser.exit()
+
+    for reads in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, reads, keep)
+    with pytest.raises(SystemExit):
+        import_module(FILES[command].replace("/", ".")).parse([])
+    options = {name for action in parsers[0]._actions for name in action.option_strings if name.startswith("--")}
+    options = {name for name in options if name.replace("--no-", "--") not in options - {name}}
+    found = set(completions(f"pangu {command} --"))
+    assert options <= found
+    assert found - options <= {"--whole-files"}  # of a function that evaluate calls for other options
+    assert len(options) > 1
 
 
 @pytest.mark.parametrize("given", [["pangu", "mu", "="], []])
