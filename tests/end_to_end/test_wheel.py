@@ -51,7 +51,8 @@ def test_a_wheel_has_configurations_and_programs_and_trains(tmp_path: Path) -> N
         for path in (repository() / folder).rglob("*.*")
         if path.suffix == (".yaml" if folder == "configs" else ".py")
     }
-    assert expected | {"pangu/scripts/slurm/pretrain.sbatch", "pangu/scripts/kubernetes/job.yaml"} <= names
+    expected |= {f"pangu/scripts/{name}" for name in ("slurm/pretrain.sbatch", "kubernetes/job.yaml", "grafana.json")}
+    assert expected <= names
     inside = {path.relative_to(repository()).as_posix() for path in (repository() / "pangu").rglob("*.*")}
     assert {name for name in inside if name.endswith((".yaml", ".cpp", ".pyi", ".html"))} <= names
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"pangu", "pangu_train.py"}
