@@ -20,11 +20,11 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from difflib import get_close_matches
-from itertools import takewhile
 from pathlib import Path
 from threading import Thread
 
@@ -38,7 +38,7 @@ with ending_at_once():
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-    from torch.distributed.run import config_from_args, parse_args
+    from torch.distributed.run import config_from_args, get_args_parser
     from torch.distributed.run import main as torchrun
 
     from pangu.collectives.agreement import answer_of_store
@@ -167,9 +167,9 @@ def answers(host: str, port: int) -> bool:
     return True
 
 
-def watch_store(arguments: Sequence[str]) -> None:
+def watch_store(options: Namespace) -> None:
     """Start `end_after_workers` where launchers of several nodes meet at a store of torch's."""
-    config, *_ = config_from_args(parse_args(arguments))
+    config, *_ = config_from_args(options)
     if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d"):
         place = parse_rendezvous_endpoint(config.rdzv_endpoint, DEFAULT_PORT)
         Thread(target=end_after_workers, args=place, daemon=True).start()
@@ -204,17 +204,35 @@ def programs() -> list[str]:
     return [name for name in names if "launch" not in name]
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether an option asks for help; after the program it is the program's."""
-    options = list(takewhile(lambda word: word.startswith("-"), arguments))
-    return "-h" in options or "--help" in options
+class Options(ArgumentParser):
+    """Options of torchrun and `--spares`; help is the launcher's own, not the 150 lines of torchrun."""
+
+    def __init__(self) -> None:
+        """Add `--spares` to torchrun's options."""
+        super().__init__(parents=[get_args_parser()], add_help=False)
+        self.add_argument("--spares", type=number_of_spares)
+
+    def format_usage(self) -> str:
+        """Return the first line of the help, which precedes an error."""
+        return f"{self.format_help().splitlines()[0]}\n"
+
+    def format_help(self) -> str:
+        """Return what `--help` prints."""
+        return as_typed(_HELP.format(programs=", ".join(programs()))) + "\n"
 
 
-def refusal(arguments: Sequence[str]) -> str:
+def number_of_spares(text: str) -> int:
+    """Return the value of `--spares`. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ArgumentTypeError(f"{shown(text)}: must be a number of processes on each node, 0 or more")
+    return int(text)
+
+
+def refusal(options: Namespace) -> str:
     """Why torchrun cannot start such processes, of which its own word is a traceback, or one of each process; empty if
     it can."""
-    options = parse_args(arguments)
-    if not (options.module or options.no_python or Path(options.training_script).exists()):
+    program = Path(options.training_script)
+    if not (options.module or options.no_python or program.is_file() or (program / "__main__.py").is_file()):
         near = ", ".join(get_close_matches(options.training_script, programs()) or programs())
         return f"{shown(options.training_script)}: no such program: use {near}, or the path of a Python file"
     try:
@@ -229,25 +247,8 @@ def refusal(arguments: Sequence[str]) -> str:
     return f"torchrun cannot start {numbers} ({reason}): {rule}"
 
 
-def split_spares(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the number in `--spares`, an option before the script, and torchrun's arguments. Raises ValueError."""
-    for place, word in enumerate(arguments):
-        if not word.startswith("-"):
-            break
-        name, equals, number = word.partition("=")
-        if name == "--spares":
-            rest = [*arguments[:place], *arguments[place + 1 :]]
-            if not equals and place < len(rest):
-                number = rest.pop(place)
-            if not (number.isascii() and number.isdecimal()):
-                raise ValueError(f"--spares={number}: must be a number of processes on each node, 0 or more")
-            return int(number), rest
-    return None, list(arguments)
-
-
-def keep_processes(spares: int, arguments: Sequence[str]) -> int:
+def keep_processes(options: Namespace) -> int:
     """Run without torchrun, and replace lost ranks by spares; return the status to end with. Raises ValueError."""
-    options = parse_args(arguments)
     config, command, words = config_from_args(options)
     wrong = ["--max-restarts"] * (config.max_restarts > 0) + ["--rdzv-backend"] * (config.rdzv_backend != "static")
     wrong += ["--nnodes=MIN:MAX"] * (config.min_nodes != config.max_nodes) + ["--rdzv-endpoint"] * bool(
@@ -260,7 +261,7 @@ def keep_processes(spares: int, arguments: Sequence[str]) -> int:
         raise ValueError(f"--spares: does not go together with {', '.join(wrong)}; {rule}")
     alone = config.max_nodes == 1
     place = ("127.0.0.1", 0) if alone else (options.master_addr, options.master_port or DEFAULT_PORT)
-    numbers = (options.node_rank, config.max_nodes, config.nproc_per_node, spares)
+    numbers = (options.node_rank, config.max_nodes, config.nproc_per_node, options.spares)
     return keep([str(command), *words], place, *numbers)
 
 
@@ -285,20 +286,17 @@ def passing_on() -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
     guard_console()
-    if asks_for_help(arguments):
-        print(as_typed(_HELP.format(programs=", ".join(programs()))))
-        return 0
+    options = Options().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True
     try:
-        spares, arguments = split_spares(arguments)
-        if refused := refusal(arguments):
+        if refused := refusal(options):
             print_error(refused)
             return USER_ERROR
-        if spares is not None:
-            return keep_processes(spares, arguments)
-        watch_store(arguments)
+        if options.spares is not None:
+            return keep_processes(options)
+        watch_store(options)
         torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as failed:
         return report(failed)
@@ -311,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
             rule = "set another one with --master-port or --rdzv-endpoint, the same on all nodes"
             print_error(f"port {port} of {socket.gethostname()} is in use: {rule}")
             return USER_ERROR
-        place = config_from_args(parse_args(arguments))[0].rdzv_endpoint
+        place = config_from_args(options)[0].rdzv_endpoint
         print(f"\nthe launchers of this run did not meet at {place}: {reason}", file=sys.stderr, flush=True)
         return RETRYABLE
     except (OSError, ValueError) as error:  # an address, a folder or a program that cannot be

@@ -36,7 +36,7 @@ FAILING = (
         "inspect none",
         "report none",
         "calibrate --output none",
-        "launch --spares=x x",
+        "launch none",
     ),
     *("generate none --prompt a", "evaluate none --task afqmc --data none", "translate --from megatron none", "tran x"),
     *("prepare --input none --output none --tokenizer bytes", "tokenizer --input none --output none --vocab-size 99"),
@@ -162,7 +162,7 @@ def test_help_names_commands_instead_of_files(
     assert not re.search(r"pretrain\.py|(tools|scripts)/\w+\.py", said)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--nproc-per-node=2", "-h"]])
+@pytest.mark.parametrize("words", [["--help"], ["--nproc-per-node=2", "-h"], ["--nproc-per-node", "2", "--help"]])
 def test_the_launchers_help_is_its_own(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +178,22 @@ def test_the_launchers_help_is_its_own(
     assert "`torchrun --help`" in said
     assert len(said.splitlines()) < 30
     assert not re.search(r"pretrain\.py|(tools|scripts)/\w+\.py", said)
+
+
+def test_the_launcher_refuses_options_with_one_line_of_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for words, rule in {
+        ("--nproc-per-node=2",): "the following arguments are required: training_script",
+        ("--nproc-per-node", "2", "--spares", "x", "train"): "argument --spares: x: must be a number of processes",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["pangu", "launch", *words])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage == "usage: pangu launch [OPTION ...] PROGRAM [ARGUMENT ...]"
+        assert error.startswith(f"pangu launch: error: {rule}")
 
 
 @pytest.mark.parametrize(

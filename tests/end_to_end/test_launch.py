@@ -106,11 +106,16 @@ def test_a_users_error_is_the_one_message() -> None:
     ],
 )
 def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, said: str) -> None:
-    assert launch.refusal([option, "pretrain.py"]).startswith(f"torchrun cannot start {said}")
-    assert launch.refusal(["pretrian.py"]).startswith("pretrian.py: no such program: use pretrain.py, or")
+
+    def refusal(*words: str) -> str:
+        return launch.refusal(launch.Options().parse_args(words))
+
+    assert refusal(option, "pretrain.py").startswith(f"torchrun cannot start {said}")
+    assert refusal("tests").startswith("tests: no such program: use ")  # a folder
+    assert refusal("pretrian.py").startswith("pretrian.py: no such program: use pretrain.py, or")
     for words in (["-m", "pangu.pretrain"], ["--no-python", "bash"]):
-        assert not launch.refusal(words)
-    assert not launch.refusal(["--standalone", "--nnodes=1:2", "--nproc-per-node=2", "pretrain.py"])
+        assert not refusal(*words)
+    assert not refusal("--standalone", "--nnodes=1:2", "--nproc-per-node=2", "pretrain.py")
 
 
 @pytest.mark.parametrize(
