@@ -155,13 +155,13 @@ def from_json(line: str) -> dict[str, Any] | None:
 def read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Return the complete records of a metrics.jsonl with their lines, or none if there is no file.
 
-    Warn of damaged lines, once in a process; the last line may be cut off, as a kill leaves it. Raise `OSError` if the
-    file cannot be read, `UserError` if it is not a regular file.
+    Warn of damaged lines, once in a process; a kill may cut off the last one. Raise `OSError` if the file cannot be
+    read, `UserError` if it is not a regular file.
     """
     if not path.exists() and not path.is_symlink():
         return []
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-        lines = [(line, from_json(line)) for line in file.read().splitlines()]
+        lines = [(line, from_json(line)) for line in file.read().split("\n")]
     damaged = [f"{number}" for number, (line, fields) in enumerate(lines[:-1], 1) if line and fields is None]
     if damaged:
         named = ", ".join([*damaged[:_MOST_NAMED], *["..."] * (len(damaged) > _MOST_NAMED)])

@@ -4,12 +4,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.metrics.record import StepRecord, from_json, perplexity, speed, to_json
+from pangu.metrics.record import StepRecord, from_json, perplexity, read_records, speed, to_json
 from pangu.metrics.trackers import tracked
 
 from .conftest import RECORD
@@ -45,6 +46,18 @@ def test_strict_parsers_can_read_a_step_that_overflowed(record: Make, value: flo
     assert read["grad_norm"] is None
     assert read["validation_loss"] is None
     assert read["lr"] == 1e-4
+
+
+def test_only_the_end_of_a_line_separates_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """JSON allows other separators of lines in texts; only a last line without its end may be cut off."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": "b\u2028c"}\n{"step": 2}\n', encoding="utf-8")
+    assert [fields["step"] for fields in read_records(tmp_path / "metrics.jsonl")] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+    assert not caplog.messages
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo\n')
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+    assert "damaged lines left out: 1 (line 2): " in caplog.text
 
 
 @pytest.mark.parametrize(
