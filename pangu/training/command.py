@@ -224,7 +224,7 @@ def _name_files(word: str, configs: Path) -> str:
         return text
 
     value = named(setting[3])
-    if value == setting[3]:  # several ones in a sweep or a list
+    if value == setting[3] and value[:1] != "{":  # several ones in a sweep or a list
         value = re.sub(r"\"[^\"]*\"|'[^']*'|[^][(),]+", lambda part: named(part[0]), value)
     return setting[1] + value
 

@@ -182,6 +182,13 @@ def test_a_file_that_exists_needs_no_quotes(name: str, tmp_path: Path, monkeypat
         assert compose(repository() / "configs", [f"cluster={path}"])["cluster"]["devices"] == 64
 
 
+def test_files_in_values_of_keys_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").touch()
+    values = compose(repository() / "configs", ["data={train: [a.yaml, 'a.yaml']}", "train.output=a.yaml"])
+    assert (values["data"]["train"], values["train"]["output"]) == (["a.yaml", "a.yaml"], "a.yaml")
+
+
 def test_words_that_name_no_file_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = repository() / "configs"
     monkeypatch.chdir(tmp_path)
