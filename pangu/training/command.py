@@ -243,7 +243,9 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     if override.is_sweep_override():
         name, _, value = word.partition("=")
         ways = [shlex.quote(f"{name}={one}") for one in (f"[{value}]", _text(value))]
-        raise UserError(f"{shown(word)}: several values; use {ways[0]} for a list, {ways[1]} for one string")
+        fix = "use one, or pretrain.py --multirun for a run with each"
+        fix = fix if key in groups else f"use {ways[0]} for a list, {ways[1]} for one string"
+        raise UserError(f"{shown(word)}: several values; {fix}")
     value = override.value()
     if not isinstance(value, dict) and (key in groups or "/" in key or override.package):
         options = value if isinstance(value, list) else [value]

@@ -196,6 +196,7 @@ def test_words_that_name_no_file_are_one_message(tmp_path: Path, monkeypatch: py
     Path("folder.yaml").mkdir()
     os.mkfifo("pipe.yaml")
     for word, message in {
+        "cluster=h100,a100": "several values; use one, or pretrain.py --multirun for a run with each$",
         "cluster": "^cluster: cannot be read: use KEY=VALUE",
         "cluster=self.yaml": "cannot be read from .*: .*File name too long",
         "cluster=folder.yaml": "cluster = folder.yaml: no such file",
