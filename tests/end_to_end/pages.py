@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser as hydra_parser
-from torch.distributed.run import get_args_parser
 
 from pangu.cli import file_of, launched
-from scripts.launch import split_spares
+from scripts.launch import Options
 from tests.configs import config
 from tests.end_to_end.commands import SMALL
 from tests.spawn import free_port, repository
@@ -128,8 +127,7 @@ class Command:
                 else ["python", str(file_of(words[1])), *words[2:]]
             )
         if words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
-            _, words = split_spares(words[1 if words[0] == "torchrun" else 2 :])
-            options = get_args_parser().parse_args(words)
+            options = Options().parse_args(words[1 if words[0] == "torchrun" else 2 :])
             processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
             script = options.training_script
             program = _of_module(script) if options.module else script.removesuffix(".py")
