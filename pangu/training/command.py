@@ -66,7 +66,6 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
         _end(lambda: require_options(overrides, configs))
-        overrides = [_name_files(word, configs) for word in overrides]
         sys.argv[1:] = [_name_files(word, configs) for word in words]
         _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
@@ -144,6 +143,8 @@ def given_keys(words: Iterable[str]) -> set[str]:
 
 def _keys_in_order(words: Iterable[str]) -> Iterator[str]:
     settings = [word for word in words if "=" in word and not word.startswith("-")]
+    # the name of a file may need quotes
+    settings = [word if _is_override(word) else f"{word.partition('=')[0]}=" for word in settings]
     for override in OverridesParser.create().parse_overrides(settings):
         value, key = override.value(), override.key_or_group
         yield from (f"{key}.{name}" for name in value) if isinstance(value, Mapping) else (key,)

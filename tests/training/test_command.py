@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from pangu.common.errors import ConfigError, UserError
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.clusters import cluster_names, load_cluster
-from pangu.training.command import check_sweeper, compose, final_loss, run_command
+from pangu.training.command import check_sweeper, compose, final_loss, given_keys, run_command
 from tests.end_to_end.commands import called
 from tests.spawn import repository
 
@@ -180,6 +180,7 @@ def test_a_file_that_exists_needs_no_quotes(name: str, tmp_path: Path, monkeypat
     Path(name).symlink_to("blob")
     for path in (name, f"{tmp_path}/{name}"):
         assert compose(repository() / "configs", [f"cluster={path}"])["cluster"]["devices"] == 64
+        assert given_keys([f"cluster={path}", "memory={recompute: full}"]) == {"cluster", "memory.recompute"}
 
 
 def test_files_in_values_of_keys_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
