@@ -346,8 +346,15 @@ def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_
     assert len(roster.ranks) == 4
 
 
+def test_a_number_of_spares_that_is_none_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--spares=some", "--nproc-per-node=2", "pretrain.py"])
+    assert ended.value.code == USER_ERROR
+    assert "argument --spares: some: must be a number of processes on each node" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "option", ["--spares=some", "--spares=1 --max-restarts=3", "--spares=1 --nnodes=1:2", "--spares=1 --node-rank=1"]
+    "option", ["--spares=1 --max-restarts=3", "--spares=1 --nnodes=1:2", "--spares=1 --node-rank=1"]
 )
 def test_options_that_do_not_go_together_are_one_message(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*option.split(), "--nproc-per-node=2", "pretrain.py"]) == USER_ERROR
