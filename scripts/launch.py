@@ -185,7 +185,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def report(failed: ChildFailedError) -> int:
-    """One line of the process that failed first, unless it has spoken itself; returns the status to end with."""
+    """Print one line about the process that failed first, unless it did so itself; return the status to end with."""
     rank, failure = failed.get_first_failure()
     if failure.exitcode in SPEAKS_ITSELF:
         return INTERRUPTED if failure.exitcode == -signal.SIGINT else failure.exitcode
@@ -199,7 +199,7 @@ def report(failed: ChildFailedError) -> int:
 
 
 def programs() -> list[str]:
-    """What can be started by name: commands of `pangu`, or files of a checkout."""
+    """Return the names of the programs: commands of `pangu`, or files of a checkout."""
     names = list(FILES) if is_installed_command() else [f"{file}.py" for file in FILES.values()]
     return [name for name in names if "launch" not in name]
 
@@ -229,8 +229,7 @@ def number_of_spares(text: str) -> int:
 
 
 def refusal(options: Namespace) -> str:
-    """Why torchrun cannot start such processes, of which its own word is a traceback, or one of each process; empty if
-    it can."""
+    """Return why torchrun cannot start such processes, for which it would print tracebacks, or an empty text."""
     program = Path(options.training_script)
     if not (options.module or options.no_python or program.is_file() or (program / "__main__.py").is_file()):
         near = ", ".join(get_close_matches(options.training_script, programs()) or programs())

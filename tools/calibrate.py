@@ -286,9 +286,18 @@ def measure_link(
         for (kind, size, nbytes), taken in times.items()
         if size == max(groups)
     ]
-    latency, inverse = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
     measured = tuple((*which, round(1e6 * taken, 1)) for which, taken in times.items())
-    return LinkConfig(max(0.1, float(latency)), 1 / max(1e-6, float(inverse)), measured)
+    return LinkConfig(*latency_and_bandwidth(np.array(rows)), measured)
+
+
+def latency_and_bandwidth(table: np.ndarray) -> tuple[float, float]:
+    """Return microseconds and GB/s from rows of `collective_terms` over the measured seconds.
+
+    Bytes take at least half the time of the message with the highest rate: on a busy machine large messages may seem to
+    take no longer than small ones, and the bandwidth would be infinite.
+    """
+    latency, inverse = np.linalg.lstsq(table, np.ones(len(table)), rcond=None)[0]
+    return max(0.1, float(latency)), float(1 / max(inverse, 0.5 / table[:, 1].max()))
 
 
 def _collectives(
@@ -475,7 +484,7 @@ def correct(folder: Path, output: Path) -> None:
 
 
 def advice(output: Path) -> str:
-    """What to do with a file that is written."""
+    """Return how to use a cluster file that was written."""
     return f"{output}: to plan and forecast with it, set {shlex.quote(f'cluster={output}')}"
 
 

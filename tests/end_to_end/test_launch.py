@@ -160,13 +160,14 @@ def test_launchers_that_do_not_meet_say_so() -> None:
     """Nobody else can serve a port that is bound, and this test does not."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{silent.getsockname()[1]}"
-        options = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=1"]
-        options += [f"--master-addr={place.partition(':')[0]}", f"--master-port={place.partition(':')[2]}"]
-        line = [sys.executable, "scripts/launch.py", *options, "pretrain.py"]
+        port = silent.getsockname()[1]
+        options = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        line = [sys.executable, "scripts/launch.py", *options, "--rdzv-conf=timeout=1", "pretrain.py"]
         done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
     assert done.returncode == RETRYABLE
-    assert f"\nthe launchers of this run did not meet at {place}: The client socket has timed out" in done.stderr
+    assert (
+        f"\nthe launchers of this run did not meet at 127.0.0.1:{port}: The client socket has timed out" in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,14 @@ def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path)
     assert {nbytes for nbytes, _ in sent} == {nbytes for nbytes, _ in worked} != set()
     best = search(space_of(config("+config=quickstart"), cluster, {})).best
     assert best[0].time.total > 0
+
+
+def test_a_link_on_a_busy_machine_is_at_most_twice_as_fast_as_its_fastest_message() -> None:
+    per_us, per_gb_s = [2e-6, 2e-6, 2e-6], [7e-5, 1e-3, 2e-2]
+    terms = np.array([per_us, per_gb_s]).T
+    quiet_s, busy_s = terms @ [30.0, 1 / 4], np.full(3, 5e-3)
+    assert calibrate.latency_and_bandwidth(terms / quiet_s[:, None]) == pytest.approx((30.0, 4.0))
+    assert calibrate.latency_and_bandwidth(terms / busy_s[:, None])[1] == pytest.approx(2 * 2e-2 / 5e-3)
 
 
 @pytest.mark.parametrize(

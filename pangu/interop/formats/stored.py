@@ -89,7 +89,7 @@ class WeightSource(ABC):
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
     generation: Mapping[str, Any] = MappingProxyType({})
-    """Token ids and sampling defaults of each transformers file, by file name; exports keep them."""
+    """Token ids and sampling defaults by file of transformers, and `card.BASE_MODEL`; exports keep them."""
     tokenizer: TokenizerConfig | None = None
     chat_template: str | None = None
     """Chat template of fine-tuning, see `ChatTemplate.portable`."""
