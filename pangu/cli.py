@@ -62,7 +62,7 @@ def help_text() -> str:
 
 
 def launched(words: Sequence[str]) -> list[str]:
-    """Return the words of a launcher with the program in place of a command's name; a file stays what it is."""
+    """Return the words of a launcher with `-m pangu` before a command's name; a file stays as it is."""
     place = 0
     while place < len(words) and words[place].startswith("-"):
         word = words[place]
@@ -70,8 +70,7 @@ def launched(words: Sequence[str]) -> list[str]:
         place += 1 + has_value
     if place >= len(words) or words[place] not in PROGRAMS:
         return list(words)
-    program = ["-m", "pangu.pretrain"] if words[place] == "train" else [str(file_of(words[place]))]
-    return [*words[:place], *program, *words[place + 1 :]]
+    return [*words[:place], "-m", "pangu", *words[place:]]
 
 
 def completions(line: str) -> Iterator[str]:

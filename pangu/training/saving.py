@@ -165,11 +165,8 @@ class Saver:
             complete(self._save, partial(write, slices))
 
     def finish_copy(self) -> None:
-        """Before an update: wait for the last generation if another one is due after it.
-
-        A crash in the update, or in what follows, then repeats no step before the last generation.
-        """
-        if self._copies is not None and (self._trainer.step + 1) % self._config.checkpoint.memory_every == 0:
+        """Wait for the generation of the last step before the update: no crash repeats steps from before it."""
+        if self._copies is not None:
             self._copies.settle()
 
     def save_in_memory(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser as hydra_parser
 
 from pangu.cli import file_of, launched
+from pangu.common.commands import FILES
 from scripts.launch import Options
 from tests.configs import config
 from tests.end_to_end.commands import SMALL
@@ -129,9 +130,10 @@ class Command:
         if words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
             options = Options().parse_args(words[1 if words[0] == "torchrun" else 2 :])
             processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
-            script = options.training_script
-            program = _of_module(script) if options.module else script.removesuffix(".py")
-            return cls(program, options.training_script_args, processes)
+            script, arguments = options.training_script, options.training_script_args
+            if options.module and script == "pangu":
+                return cls(FILES[arguments[0]], arguments[1:], processes)
+            return cls(_of_module(script) if options.module else script.removesuffix(".py"), arguments, processes)
         if words[0] == "python" and words[1].endswith(".py"):
             return cls(words[1].removesuffix(".py").removeprefix(f"{repository()}/").removeprefix("pangu/"), words[2:])
         if words[:2] == ["python", "-m"] and words[2].startswith(("pangu.pretrain", "pangu.tools.", "pangu.scripts.")):

@@ -27,7 +27,6 @@ from tests.configs import config
 from tests.spawn import repository
 from tools.inspect_data import main as inspect_data
 
-PRETRAIN = ["-m", "pangu.pretrain"]
 FAILING = (
     *(
         "train x",
@@ -127,13 +126,13 @@ def test_zsh_gives_no_words(
     [
         (
             ["--nproc-per-node=2", "train", "+config=quickstart"],
-            ["--nproc-per-node=2", *PRETRAIN, "+config=quickstart"],
+            ["--nproc-per-node=2", "-m", "pangu", "train", "+config=quickstart"],
         ),
-        (["--nnodes", "2", "generate", "runs/x"], ["--nnodes", "2", str(file_of("generate")), "runs/x"]),
+        (["--nnodes", "2", "generate", "runs/x"], ["--nnodes", "2", "-m", "pangu", "generate", "runs/x"]),
         (["--nproc-per-node=2", "./train", "x"], ["--nproc-per-node=2", "./train", "x"]),
         (
             ["--log-dir", "data", "-r3", "--standalone", "train"],
-            ["--log-dir", "data", "-r3", "--standalone", *PRETRAIN],
+            ["--log-dir", "data", "-r3", "--standalone", "-m", "pangu", "train"],
         ),
         (["--log-dir=data", "own.py", "train"], ["--log-dir=data", "own.py", "train"]),
         (["--nnodes", "2"], ["--nnodes", "2"]),

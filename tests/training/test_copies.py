@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +169,25 @@ def test_a_run_folder_with_a_pipe_for_the_name_of_the_copies_is_refused(
     os.mkfifo(tmp_path / "run" / copies.ID)
     with pytest.raises(UserError, match="is not a regular file"):
         train(tmp_path / "run", 3, "checkpoint.memory_every=2")
+
+
+def test_the_update_after_a_copy_waits_until_the_copy_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a crash never repeats more than `checkpoint.memory_every` steps."""
+    monkeypatch.setenv(copies.PLACE, str(tmp_path / "memory"))
+    update, write_own, newest = Trainer.update, copies.write_own, []
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return write_own(*arguments)
+
+    def note(trainer: Trainer, *arguments: Any) -> Any:
+        newest.append(max((path.name for path in (tmp_path / "memory").glob("*/*/step-*")), default=""))
+        return update(trainer, *arguments)
+
+    monkeypatch.setattr(copies, "write_own", late)
+    monkeypatch.setattr(Trainer, "update", note)
+    train(tmp_path / "run", 6, "checkpoint.memory_every=2")
+    assert newest == ["", "", *["step-00000002"] * 2, *["step-00000004"] * 2]
 
 
 def test_copies_of_another_run_in_the_same_folder_are_not_used(

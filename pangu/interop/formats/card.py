@@ -19,8 +19,8 @@ _GROUPS = ("batch", "precision", "optimizer", "lr_schedule", "loss")
 _DATA = ("kind", "train", "weights")
 BASE_MODEL = "base_model"
 """Key of `WeightSource.generation` with the `name` of the model that was imported."""
-HUB_NAME = re.compile(r"([\w-]+/)?[\w.-]+", re.ASCII)
-"""Names that the Hugging Face hub accepts in the metadata of a card."""
+HUB_NAME = re.compile(r"[\w-]{1,96}/[\w.-]{1,96}", re.ASCII)
+"""Full names of models on the Hugging Face hub."""
 _FIGURES = {
     "step": "optimizer steps",
     "tokens": "training tokens",

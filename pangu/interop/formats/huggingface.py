@@ -188,9 +188,9 @@ def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
 
 
 def _hub_name(path: Path, config: Mapping[str, Any]) -> str:
-    """Return what is known of a model's name on the hub: that of its config.json, its cache, or else its folder."""
+    """Return a model's name on the hub, by its config.json or the hub's cache, or else that of its folder."""
     named = config.get("_name_or_path")
-    if isinstance(named, str) and "/" in named and HUB_NAME.fullmatch(named) and not Path(named).exists():
+    if isinstance(named, str) and HUB_NAME.fullmatch(named) and not Path(named).exists():
         return named
     cached = [part for part in path.resolve().parts if part.startswith("models--")]
     return cached[0].removeprefix("models--").replace("--", "/") if cached else path.resolve().name

@@ -51,7 +51,8 @@ class PanguSource(WeightSource):
         self.model_keys = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
         run = self._path.resolve().parent.parent
-        self.generation = read_json_object(run / GENERATION) if (run / GENERATION).is_file() else {}
+        kept = read_json_object(run / GENERATION) if (run / GENERATION).is_file() else {}
+        self.generation = {name: values for name, values in kept.items() if isinstance(values, dict)}
         step = self._index.get("step", 0)
         records = [record for record in read_records(run / "metrics.jsonl") if record["step"] <= step]
         self.training = Training(read_yaml(run / "config.yaml"), records) if records else None
