@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pangu.common.errors import ConfigError, Problem
@@ -15,15 +15,12 @@ from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
 from pangu.config.dependencies import unmet
-from pangu.config.expert_checks import expert_problems, upcycling_problems
 from pangu.config.layout_checks import data_size, layout_problems
-from pangu.config.model import ModelConfig
-from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.model_checks import contradictions, upcycling_problems
 from pangu.config.optimizer import MuonConfig
-from pangu.config.position_checks import latent_problems, position_problems
-from pangu.config.recipe_checks import RECIPE_RULES
 from pangu.config.schema import RunConfig
-from pangu.config.sparse import FixedSparsity
+from pangu.config.stages import stage_problems
+from pangu.config.suggest import any_of, multiples_near
 
 MINIMUM_STDLIB_VOCAB = 512
 """Smallest vocabulary of the stdlib tokenizer: 256 bytes, ten special tokens and the characters of Python sources."""
@@ -52,45 +49,6 @@ def find_problems(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     problems += contradictions(config.model) + [problem for rule in _RULES for problem in findings(rule, config)]
     problems += unmet(config, dependencies.RECIPE)
     return config, problems
-
-
-def find_model_problems(model: ModelConfig) -> list[Problem]:
-    """Return all problems of an architecture that `build` did not read: invalid values and contradictions."""
-    checked, problems = read(ModelConfig, asdict(model), "model")
-    return problems + contradictions(checked)
-
-
-def contradictions(model: ModelConfig) -> list[Problem]:
-    """Return the contradictions between the keys of an architecture, independent of kernel and layout."""
-    rules = (_heads, latent_problems, position_problems, _sparse, _query_layer, _experts)
-    problems = [problem for rule in rules for problem in findings(rule, model)]
-    return problems + unmet(SimpleNamespace(model=model), dependencies.MODEL)
-
-
-def _heads(model: ModelConfig) -> Iterator[Problem]:
-    if model.kv_heads is not None and model.heads % model.kv_heads:
-        near = divisors_near(model.heads, model.kv_heads)
-        yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", any_of(near))
-    if model.head_dim is None and model.latent is None and model.hidden % model.heads:
-        near = divisors_near(model.hidden, model.heads)
-        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
-
-
-def _sparse(model: ModelConfig) -> Iterator[Problem]:
-    sparse = model.sparse
-    if isinstance(sparse, FixedSparsity) and sparse.global_blocks > sparse.local_blocks:
-        rule = f"must not exceed model.sparse.local_blocks = {sparse.local_blocks}"
-        yield Problem("model.sparse.global_blocks", sparse.global_blocks, rule, "use 1")
-
-
-def _query_layer(model: ModelConfig) -> Iterator[Problem]:
-    if model.kind == "pangu" and model.layers == 1:
-        yield Problem("model.layers", 1, "PanGu-α needs at least one layer below its query layer", "use 2 or more")
-
-
-def _experts(model: ModelConfig) -> Iterator[Problem]:
-    if model.experts is not None or model != model.without_experts:
-        yield from expert_problems(model)
 
 
 def _kernel(config: RunConfig) -> Iterator[Problem]:
@@ -123,6 +81,36 @@ def _moments(config: RunConfig) -> Iterator[Problem]:
         if optimizer.moments == "bf16" and rate > BF16_BETA:
             rule = "bf16 moments have 8 bits of precision, so a decay of less than 1/256 per step has no effect"
             yield Problem(key, rate, rule, f"use {BF16_BETA:g}, or set optimizer.moments=fp32")
+
+
+def _loss_scale(config: RunConfig) -> Iterator[Problem]:
+    precision, scale = config.precision, config.precision.loss_scale
+    if (precision.compute == "fp16") != (scale is not None):
+        rule = "precision.loss_scale is required for fp16, and must be null for other formats"
+        yield Problem("precision.compute", precision.compute, rule, "set precision=fp16, bf16 or fp32, which sets both")
+    if scale is not None and scale.initial < scale.minimum:
+        rule = f"must be at least precision.loss_scale.minimum = {scale.minimum:g}"
+        yield Problem("precision.loss_scale.initial", scale.initial, rule, "use e.g. 65536")
+
+
+def _least_rate(config: RunConfig) -> Iterator[Problem]:
+    schedule = config.lr_schedule
+    if schedule.min_lr > config.optimizer.lr:
+        rule = f"must not exceed optimizer.lr = {config.optimizer.lr:g}"
+        yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "use 0")
+
+
+def _decay(config: RunConfig) -> Iterator[Problem]:
+    schedule, total = config.lr_schedule, config.train.steps
+    if schedule.shape == "wsd":
+        length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
+        if schedule.warmup_steps + length > total:
+            keys, values = "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}"
+            yield Problem(keys, values, f"together must not exceed train.steps = {total}", "lower one of them")
+    elif schedule.shape in ("cosine", "linear") and (schedule.decay_steps or math.inf) < schedule.warmup_steps:
+        rule = f"must not exceed lr_schedule.decay_steps = {schedule.decay_steps}, the step at which the decay ends"
+        fix = "lower it, or raise lr_schedule.decay_steps"
+        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule, fix)
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
@@ -294,7 +282,10 @@ _RULES: tuple[Rule, ...] = (
     _determinism,
     _recompute,
     _moments,
-    *RECIPE_RULES,
+    _loss_scale,
+    _least_rate,
+    _decay,
+    stage_problems,
     _packing,
     _vocabulary,
     _files,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from pangu.common.errors import Problem
 from pangu.config.attention import ABILITIES
-from pangu.config.nearest import any_of
 from pangu.config.schema import RunConfig
+from pangu.config.suggest import any_of
 
 
 def context_kind(config: RunConfig) -> str:

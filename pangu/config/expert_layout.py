@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from pangu.common.errors import Problem
 from pangu.config.model import ModelConfig, RouterConfig
-from pangu.config.nearest import any_of, divisors_near
 from pangu.config.schema import RunConfig
+from pangu.config.suggest import any_of, divisors_near
 
 
 def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:

@@ -14,9 +14,9 @@ from pangu.config.context import context_problems
 from pangu.config.dependencies import unmet
 from pangu.config.expert_layout import group_problems, least_data, spread_problems
 from pangu.config.model import ModelConfig
-from pangu.config.nearest import any_of, divisors_near, either, multiples_near
 from pangu.config.schema import RunConfig
 from pangu.config.stages import in_stage
+from pangu.config.suggest import any_of, divisors_near, either, multiples_near
 
 FP8_MULTIPLES = {"fp8": 16, "fp8_blockwise": 128, "mxfp8": 32}
 """Divisor of all matmul dimensions of a rank by `precision.matmul`."""

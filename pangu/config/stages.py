@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from pangu.common.errors import Problem
 from pangu.config.data import InstructionsData
-from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.schema import RunConfig
+from pangu.config.suggest import any_of, divisors_near, multiples_near
 
 
 def stage_at(config: RunConfig, step: int) -> int:

@@ -16,10 +16,10 @@ from pangu.checkpoint.run_folder import kept_tokenizer
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
 from pangu.common.errors import ConfigError, Problem, UserError
-from pangu.config.checks import find_model_problems
 from pangu.config.data import InstructionsData, StreamData
 from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
+from pangu.config.model_checks import find_model_problems
 from pangu.data.boundaries import begin_id, packing_with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.inference import LoadedModel

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pangu.common.errors import ConfigError
 from pangu.config.checks import check
-from pangu.config.nearest import divisors_near, multiples_near
+from pangu.config.suggest import divisors_near, multiples_near
 from tests.config.test_checks import problems
 from tests.configs import config
 

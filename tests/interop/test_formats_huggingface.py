@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from pangu.common.errors import UserError, printable
-from pangu.config.checks import find_model_problems
 from pangu.config.model import LatentConfig, ModelConfig, RouterConfig
+from pangu.config.model_checks import find_model_problems
 from pangu.config.rope import Llama3Scaling, YarnScaling
 from pangu.interop.formats.convert import fitting_tensors
 from pangu.interop.formats.huggingface import HuggingFaceSource
