@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
-from pangu.data.encoding import encode
 from pangu.data.packed_source import PackedSource, StreamRecipe
-from pangu.data.tokenizers import SPACE, load_tokenizer
+from pangu.data.tokenizers import SPACE, encode, load_tokenizer
 from pangu.prepare.vocabulary import train_sentencepiece
 from tools.preprocess_data import main as preprocess
 

@@ -43,11 +43,11 @@ def forecast(*run: Any) -> Forecast | None:
 
 
 def read_benchmarks(config: RunConfig) -> Benchmarks:
-    """Return the benchmarks of a run; see `tasks.benchmarks.read_benchmarks`."""
+    """Return the benchmarks of a run; see `tasks.ask.read_benchmarks`."""
     # only runs with `evaluate.every` need the benchmarks
-    from pangu.tasks import benchmarks  # noqa: PLC0415
+    from pangu.tasks import ask  # noqa: PLC0415
 
-    return benchmarks.read_benchmarks(config)
+    return ask.read_benchmarks(config)
 
 
 def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:

@@ -21,8 +21,8 @@ from pangu.evaluation.inference import LoadedModel
 from pangu.interop.loading import load_model
 from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
+from pangu.prepare.chat import ChatPrompts
 from pangu.prepare.messages import read_prompt
-from pangu.prepare.prompts import ChatPrompts
 from pangu.tasks.arguments import add_model_arguments, connected, require_positive
 from pangu.topology.launch import Launch, is_first_process
 

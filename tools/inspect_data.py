@@ -23,9 +23,9 @@ from pangu.common.exit_status import exit_status
 from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.data.batch import Batch, batch_of
 from pangu.data.boundaries import describe_ids
-from pangu.data.conversations import open_dataset
 from pangu.data.indexed import IndexedTokens, idx_path, open_indexed
 from pangu.data.packing import PackedDocuments, Packing, write_packing
+from pangu.data.sources import open_dataset
 from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.prepare.instructions import read_prepared

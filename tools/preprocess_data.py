@@ -19,9 +19,8 @@ from pangu.common.errors import UserError, printable, writing
 from pangu.common.exit_status import exit_status
 from pangu.config.data import TokenizerConfig
 from pangu.data.boundaries import begin_id, describe_ids
-from pangu.data.encoding import tokenizer_digest
 from pangu.data.finding import add_input_arguments, find_inputs, input_record
-from pangu.data.tokenizers import Tokenizer, load_tokenizer
+from pangu.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_digest
 from pangu.metrics.progress import ProgressBar
 from pangu.prepare.indexed_writer import ResumableWriter
 from pangu.prepare.near_duplicates import bands_of

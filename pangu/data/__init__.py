@@ -1,8 +1,8 @@
 """Datasets, tokenizers and batches: from texts or files of tokens to training samples.
 
-    token files     indexed ------> packing -> stream
-    conversations   conversations > packing -> stream
-    text            finding -> inputs, tables -> documents -> encoding -> packed_source -> text_stream
+    token files     indexed ---------------> packing -> stream
+    conversations   prepare.instructions -> packing -> stream
+    text            finding -> inputs, tables -> documents -> tokenizers -> packed_source -> text_stream
 
 `sources` opens what a configuration names, `order` decides which sample comes when, and `loader` makes a `batch` of the
 samples. Readers of text belong to the core, because data=stream reads text during training.

@@ -10,6 +10,7 @@ from pangu.common.errors import UserError, shown
 from pangu.common.files import parse_json
 from pangu.data.inputs import MOST_VALUES, TextChunk, has_too_many_values, read_chunks
 from pangu.data.tables import decoded
+from pangu.topology.random import random_key
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _NAMED = 100  # bad lines that `leave_out` warns about
@@ -55,6 +56,11 @@ def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[
     if count <= _NAMED:
         warn(f"skipped: {line}")
     return count <= _NAMED
+
+
+def held_out(text: str, share: float) -> bool:
+    """Return whether a document belongs to the held-out share of all documents, chosen by a hash of its text."""
+    return share > 0 and random_key("held out", text) < share * 2**64
 
 
 def documents(chunk: TextChunk, text_key: str) -> Iterator[Document | BadLine]:

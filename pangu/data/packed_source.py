@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from pangu.common.errors import UserError
 from pangu.config.data import StreamData
-from pangu.data.documents import BadLine, documents, leave_out
-from pangu.data.encoding import held_out
+from pangu.data.documents import BadLine, documents, held_out, leave_out
 from pangu.data.inputs import TextPosition, read_chunks
 from pangu.data.order import PassingShuffle, Turn, permuted
 from pangu.data.workers import parallel_map

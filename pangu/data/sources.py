@@ -1,4 +1,4 @@
-"""Sample streams of the configured data source."""
+"""Sample streams of the configured data source, prepared conversations among them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ from pangu.config.data import (
 )
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
-from pangu.data.conversations import conversation_packing, dataset_names, open_dataset
-from pangu.data.encoding import cached_tokenizer
 from pangu.data.indexed import bin_path, idx_path, open_indexed
 from pangu.data.packing import PackedDocuments, packings, write_packing
 from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
 from pangu.data.text_stream import check_exist, open_held_out, open_text
-from pangu.data.tokenizers import fitting_tokenizer
+from pangu.data.tokenizers import cached_tokenizer, fitting_tokenizer
 
 if TYPE_CHECKING:
     from pangu.data.tokenizers import Tokenizer
+
+
+import numpy as np
+
+from pangu.common.errors import reading
+from pangu.config.data import PackingConfig
+from pangu.data.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -178,3 +183,35 @@ def _check_exist(prefixes: list[str]) -> None:
             f"data files do not exist: {listed}{hint}. A prefix is a path without .bin and .idx;"
             " tools/preprocess_data.py writes such files"
         )
+
+
+PREPARED = "instructions"
+"""Subfolder of `data.folder` with the prepared files."""
+
+
+def counted_path(prefix: str | Path) -> Path:
+    """Return the loss mask of a prefix, a file with a byte for each token."""
+    return Path(f"{prefix}.counted")
+
+
+def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocuments:
+    """Open packed conversations with their loss mask. Raises UserError."""
+    path = counted_path(packing.prefix)
+    with reading(path, ValueError):  # an empty file cannot be mapped
+        counted = np.memmap(path, np.uint8, "r")
+    documents = PackedDocuments(packing, vocab, ids, counted)
+    if len(counted) != len(documents.reader.tokens):
+        raise UserError(f"{path}: damaged; remove {path.parent}, and pretrain.py prepares it again")
+    return documents
+
+
+def conversation_packing(data: InstructionsData, model: ModelConfig, name: str) -> Packing:
+    """Return the packing of one prepared dataset, e.g. `train-0`."""
+    assert data.packing.method != "concat"
+    prefix = str(Path(data.folder) / PREPARED / name)
+    return Packing(prefix, model.sequence, data.packing.method, data.packing.index, first_is_input=True)
+
+
+def dataset_names(split: str, files: Sequence[str]) -> tuple[str, ...]:
+    """Return the names in the folder of the datasets of a split."""
+    return tuple(f"{split}-{number}" for number in range(len(files)))

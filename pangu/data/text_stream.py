@@ -23,11 +23,11 @@ from pangu.config.data import StreamData
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Row, Sample, padding_of
 from pangu.data.document_blocks import DocumentBlocks
-from pangu.data.encoding import encode, tokenizer_digest
 from pangu.data.finding import find_inputs, input_record, is_dataset, is_url
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, StreamRecipe
 from pangu.data.stream import RAREST, Stream
+from pangu.data.tokenizers import encode, tokenizer_digest
 from pangu.metrics.progress import noted
 
 

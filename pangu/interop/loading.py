@@ -34,7 +34,7 @@ from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import cut
-from pangu.prepare.prompts import kept_template
+from pangu.prepare.chat import kept_template
 from pangu.schedule.schedule import Schedule, forward_only, make_schedule
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable

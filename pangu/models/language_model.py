@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
-from pangu.data.batch import Batch
-from pangu.data.mtp_targets import all_targets
+from pangu.data.batch import Batch, all_targets
 from pangu.layers.attention import KVCache
 from pangu.layers.biases import make_bias
 from pangu.layers.block_pattern import BlockPattern

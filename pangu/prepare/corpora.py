@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pangu.config.data import DataConfig, InstructionsData, StdlibData
 from pangu.config.model import ModelConfig
 from pangu.data.sources import pack, with_ids
+from pangu.prepare.chat import portable_template
 from pangu.prepare.instructions import prepare_instructions
-from pangu.prepare.prompts import portable_template
 from pangu.prepare.stdlib import prepare_stdlib
 
 __all__ = ["portable_template", "prepare"]

@@ -19,14 +19,13 @@ from pangu.common.errors import UserError, writing
 from pangu.common.files import new_path, read_json_object, remove
 from pangu.config.data import InstructionsData, TokenizerConfig
 from pangu.config.model import ModelConfig
-from pangu.data.conversations import PREPARED, conversation_packing, counted_path, dataset_names
 from pangu.data.documents import BadLine, json_lines, leave_out
-from pangu.data.encoding import tokenizer_digest
 from pangu.data.finding import find_inputs, input_record
 from pangu.data.inputs import TextChunk, read_chunks
 from pangu.data.packing import write_packing
+from pangu.data.sources import PREPARED, conversation_packing, counted_path, dataset_names
 from pangu.data.token_spans import encode_parts
-from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
+from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer, tokenizer_digest
 from pangu.data.workers import parallel_map
 from pangu.metrics.progress import ProgressBar, noted
 from pangu.prepare import sandbox

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from pangu.common.errors import UserError
 from pangu.common.files import remove, write_atomically
 from pangu.config.data import TokenizerConfig
-from pangu.data.documents import BadLine, Document, documents, leave_out
-from pangu.data.encoding import encode, held_out
+from pangu.data.documents import BadLine, Document, documents, held_out, leave_out
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.inputs import TextChunk, TextPosition, read_chunks
+from pangu.data.tokenizers import encode
 from pangu.data.workers import parallel_map
 from pangu.prepare.indexed_writer import ResumableWriter
 from pangu.prepare.journal import Journal

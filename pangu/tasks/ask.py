@@ -1,17 +1,20 @@
-"""Evaluation of a model on the questions of a task."""
+"""Evaluation of a model on the questions of a task, by commands and between the steps of a training run."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from pangu.common.errors import UserError
+from pangu.config.schema import RunConfig
 from pangu.evaluation.generation import generate_shared
 from pangu.evaluation.inference import LoadedModel
 from pangu.metrics.record import perplexity
+from pangu.tasks.catalogue import find_task
 from pangu.tasks.prompts import Prompts, Setup, chosen
 from pangu.tasks.scoring import Score, score
 from pangu.tasks.task import SLOT, Item, Task, find_files, published_format
@@ -155,3 +158,27 @@ def _written(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> lis
         written = tokenizer.decode(ids).strip().split("\n")[0]
         answers.append(Answer(item.id, written, task.measure(written, item.answers)))
     return answers
+
+
+def read_benchmarks(config: RunConfig) -> Callable[[LoadedModel], dict[str, float]]:
+    """Read the questions of `evaluate.tasks`, which are equal every time and in every layout.
+
+    Returns:
+        Function that asks a model and returns the figures by `task/measure`; all processes call it together.
+
+    Raises:
+        UserError: if a task's files are missing or of another format.
+    """
+    evaluate = config.evaluate
+    assert evaluate.data is not None
+    setup = Setup(evaluate.shots, config.train.seed, limit=evaluate.limit)
+    tasks = [read_questions(find_task(name), Path(evaluate.data) / name, setup) for name in evaluate.tasks]
+
+    def measure(model: LoadedModel) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for questions in tasks:
+            answers = summary(list(chain.from_iterable(ask(model, questions))))
+            figures |= {f"{questions.task.name}/{name}": figure for name, figure in answers.items()}
+        return figures
+
+    return measure

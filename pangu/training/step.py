@@ -16,8 +16,7 @@ from pangu.checkpoint.states import state_of
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig
-from pangu.data.batch import Batch
-from pangu.data.mtp_targets import with_mtp_targets
+from pangu.data.batch import Batch, with_mtp_targets
 from pangu.layers.apex import UPDATES, USES
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys

@@ -13,11 +13,10 @@ import yaml
 
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
 from pangu.data.boundaries import describe_ids
-from pangu.data.encoding import encode
 from pangu.data.indexed import open_indexed
 from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.sources import with_ids
-from pangu.data.tokenizers import Tokenizer, load_tokenizer
+from pangu.data.tokenizers import Tokenizer, encode, load_tokenizer
 from pangu.prepare.instructions import ConversationRecipe, Encoder
 from pangu.prepare.sandbox import Allowance
 from tests.configs import tiny

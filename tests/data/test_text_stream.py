@@ -24,7 +24,7 @@ from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data import inputs, packed_source, tables
 from pangu.data import loader as loader_module
-from pangu.data.encoding import held_out
+from pangu.data.documents import held_out
 from pangu.data.finding import find_inputs
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources, open_sources

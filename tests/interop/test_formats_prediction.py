@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pangu.config.data import PackingConfig
-from pangu.data.batch import make_batch
-from pangu.data.mtp_targets import with_mtp_targets
+from pangu.data.batch import make_batch, with_mtp_targets
 from pangu.evaluation.generation import Sampling, generate
 from pangu.interop.formats.megatron_latent import inexpressible_latent
 from pangu.interop.formats.stored import inexpressible

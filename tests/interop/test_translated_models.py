@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pangu.config.rope import YarnScaling
-from pangu.interop.expert_layers import layer_pattern, spread
+from pangu.interop.formats.megatron_experts import layer_pattern, spread
 from pangu.interop.translation.launch_script import read_command
 from pangu.models.size import num_parameters
 from tests.configs import config as composed_config

@@ -15,8 +15,7 @@ from pangu.checkpoint.reading import newest_checkpoint, read_tensor
 from pangu.config.build import build
 from pangu.config.model import RouterConfig
 from pangu.config.schema import RunConfig
-from pangu.data.batch import Batch
-from pangu.data.mtp_targets import with_mtp_targets
+from pangu.data.batch import Batch, with_mtp_targets
 from pangu.interop.loading import load_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pangu.tasks.benchmarks import read_benchmarks
+from pangu.tasks.ask import read_benchmarks
 from pangu.topology.layout import Layout
 from pangu.training.validation import in_training
 from tests.evaluation.models import Characters

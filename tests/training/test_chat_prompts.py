@@ -18,10 +18,9 @@ from pangu.evaluation.generation import Sampling
 from pangu.interop.formats.huggingface import _write_template, _write_tokenizer
 from pangu.interop.loading import load_model
 from pangu.prepare import corpora
-from pangu.prepare.chat import ChatTemplate
+from pangu.prepare.chat import ChatPrompts, ChatTemplate
 from pangu.prepare.instructions import ConversationRecipe, Encoder
 from pangu.prepare.messages import Dialog, read_prompt
-from pangu.prepare.prompts import ChatPrompts
 from pangu.prepare.sandbox import Allowance
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -34,7 +34,7 @@ from pangu.layers.expert_balance import ExpertBalance
 from pangu.metrics.record import read_records
 from pangu.models.parameters import is_of_mtp, logical_shapes
 from pangu.optim.loss_scale import LossScale
-from pangu.prepare.prompts import ChatPrompts, kept_template
+from pangu.prepare.chat import ChatPrompts, kept_template
 from pangu.topology.layout import Layout
 
 

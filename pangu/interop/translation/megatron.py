@@ -7,7 +7,7 @@ import re
 from pathlib import PurePath
 
 from pangu.config.expert_layout import least_data
-from pangu.interop.expert_layers import layer_pattern
+from pangu.interop.formats.megatron_experts import layer_pattern
 from pangu.interop.translation.megatron_attention import attention
 from pangu.interop.translation.megatron_recipe import optimizer, schedule
 from pangu.interop.translation.table import Translation

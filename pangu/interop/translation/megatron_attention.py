@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pangu.interop.expert_layers import layer_pattern
+from pangu.interop.formats.megatron_experts import layer_pattern
 from pangu.interop.formats.megatron_latent import read_scaling
 from pangu.interop.translation.table import Translation
 

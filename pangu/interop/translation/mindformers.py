@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from pangu.interop.expert_layers import layer_pattern
 from pangu.interop.formats.huggingface_config import LATENT_FIELDS
+from pangu.interop.formats.megatron_experts import layer_pattern
 from pangu.interop.translation.table import LLAMA, Translation
 
 _MODEL = "model.model_config."

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from pangu.common.errors import UserError, shown
-from pangu.interop.expert_layers import spread
+from pangu.interop.formats.megatron_experts import spread
 from pangu.interop.translation.launch_script import Command
 
 LLAMA: Mapping[str, Any] = {
