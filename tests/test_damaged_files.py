@@ -36,7 +36,7 @@ from pangu.data.stdlib import StdlibPaths, is_prepared
 from pangu.data.stdlib import find_damage as damage_of_data
 from pangu.data.tokenizers import SentencePieceTokenizer
 from pangu.interop.formats.mindspore import MindSporeSource
-from pangu.metrics.plots import read_columns
+from pangu.metrics.columns import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter
 from pangu.models.parameters import logical_shapes

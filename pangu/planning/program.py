@@ -27,6 +27,7 @@ from pangu.zero.stage_parameters import StageParameters
 
 _SINGLE = Layout()
 _ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual_stages": 1, "layers": (), "micro_batches": 1}
+_ONE_REPLICA: dict[str, Any] = {"data": _SINGLE.data, "zero_group": _SINGLE.zero_group}
 LAYOUT = tuple(field.name for field in fields(Layout))
 """Fields of a plan that are those of its layout."""
 CONTEXT = "context_kind", "context_ulysses"
@@ -235,14 +236,14 @@ class Program:
 
     def module_plan(self, plan: Plan) -> Plan:
         """Return a plan reduced to the fields that affect the work of a module."""
-        recompute = 1 if isinstance(plan.recompute, int) else plan.recompute
-        work = plan._replace(**_ONE_CHUNK, schedule=SIMPLEST, recompute=recompute)
-        if self.config.train.frozen:  # modules depend on the sharding too (`Traces`)
-            return work
-        offload = tuple(kind for kind in plan.offload if kind == "activations")
-        begins = self.config.precision.matmul == "fp8" and shards_sums(plan.layout) and reduces_each(plan.schedule)
-        zero = plan.zero if begins else _SINGLE.zero
-        return work._replace(zero=zero, zero_group=_SINGLE.zero_group, data=_SINGLE.data, offload=offload)
+        work = _ONE_CHUNK | {"schedule": SIMPLEST}
+        if isinstance(plan.recompute, int):
+            work["recompute"] = 1
+        if not self.config.train.frozen:  # if some weights are frozen, modules depend on the sharding too (`Traces`)
+            begins = self.config.precision.matmul == "fp8" and shards_sums(plan.layout) and reduces_each(plan.schedule)
+            work |= _ONE_REPLICA | {"offload": ("activations",) if "activations" in plan.offload else ()}
+            work["zero"] = plan.zero if begins else _SINGLE.zero
+        return plan._replace(**work)
 
     def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
         chunks = tuple(map(shortened, self.kinds(plan, part)))
@@ -257,12 +258,12 @@ class Program:
         config = configured(self.config, plan)
         numbers = plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan)
         schedule, held = _schedule(*numbers, shards_sums(plan.layout)), most_held(*numbers)
-        actions, extra = stage_actions(schedule), plan.micro_batches - schedule.micro_batches
-        groups, ledgers = groups_of(plan.layout, 1), dict[int, StageLedger]()
+        extra, groups = plan.micro_batches - schedule.micro_batches, groups_of(plan.layout, 1)
+        ledgers = dict[int, StageLedger]()
         for part in self.cut(plan):
             program = self._stage(config, plan, part, schedule)
             described = part.stages if every else (max(part.stages, key=held.__getitem__),)
-            found = {stage: program.ledger(actions[stage], extra, groups) for stage in described}
+            found = {stage: program.ledger(stage_actions(schedule, stage), extra, groups) for stage in described}
             ledgers |= {stage: found.get(stage, found[described[0]]) for stage in part.stages}
         stages = tuple(ledgers[stage] for stage in range(plan.pipeline))
         return StepLedger(stages, message_bytes(config), schedule, extra)

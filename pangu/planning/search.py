@@ -171,7 +171,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
         costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], changes)
     costed.sort(key=_preference)
     confirmed = _confirmed(space, costed, refused)
-    smallest = None if confirmed or not too_large else _cost(space, min(too_large)[-1])
+    smallest = None if confirmed or not too_large else _candidate(space, min(too_large)[-1], math.inf)
     return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed), smallest)
 
 
@@ -235,14 +235,13 @@ def _can_wait(part: str, plan: Plan) -> bool:
     return max(plan.layers) > 1 if part == "activations" else can_offload(part, plan.zero)
 
 
-def _candidate(space: Space, plan: Plan) -> Candidate | None:
-    candidate = _cost(space, plan)
-    return candidate if candidate.peak_gib <= space.cluster.memory.gib else None
-
-
-def _cost(space: Space, plan: Plan) -> Candidate:
+def _candidate(space: Space, plan: Plan, room: float | None = None) -> Candidate | None:
+    """Return a layout with its step time and memory, or None if it needs more than `room` GiB (None: the device's)."""
     ledger = space.program.describe(plan, every=False)
-    return Candidate(plan, step_time(ledger, plan, space.cluster), tuple(memory_of(ledger, space.cluster)))
+    memory = tuple(memory_of(ledger, space.cluster))
+    if max(stage.total for stage in memory) > (space.cluster.memory.gib if room is None else room):
+        return None
+    return Candidate(plan, step_time(ledger, plan, space.cluster), memory)
 
 
 def _preference(one: Candidate) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pangu.metrics.plots import Series
+from pangu.metrics.columns import Series
 
 WIDTH, HEIGHT = 600, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 10, 34

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from pangu.common.errors import printable
-from pangu.metrics.plots import Series, smooth
+from pangu.metrics.columns import Series, smooth
 from pangu.metrics.text import compact
 from pangu.report.charts import Chart, Line, draw
 from pangu.report.runs import Run, differing, figures, find_runs, last, number, open_run

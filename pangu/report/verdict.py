@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pangu.metrics.plots import smooth
+from pangu.metrics.columns import smooth
 from pangu.metrics.text import compact
 from pangu.report.runs import Run, differing
 

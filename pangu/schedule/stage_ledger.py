@@ -69,20 +69,17 @@ class StageActions(NamedTuple):
     micro_batches: int
 
 
-@lru_cache(maxsize=100)
-def stage_actions(schedule: Schedule) -> list[StageActions]:
-    """Return the actions of each stage."""
+@lru_cache(maxsize=1000)
+def stage_actions(schedule: Schedule, stage: int) -> StageActions:
+    """Return the actions of a stage."""
     period = min(schedule.stages, schedule.micro_batches)
     first = (schedule.micro_batches - period) // 2
-    micros, found = range(first, first + period), []
-    place_of = [schedule.stage_of[:chunk].count(stage) for chunk, stage in enumerate(schedule.stage_of)]
-    for actions in schedule.actions:
-        numbers: dict[Action, int] = {}
-        generic_actions = (action._replace(chunk=place_of[action.chunk], micro=None) for action in actions)
-        order = tuple(numbers.setdefault(action, len(numbers)) for action in generic_actions)
-        middle = tuple(place for place, action in enumerate(actions) if action.micro in micros)
-        found.append(StageActions(tuple(numbers), order, middle, period, schedule.micro_batches))
-    return found
+    micros, numbers = range(first, first + period), dict[Action, int]()
+    actions, chunks = schedule.actions[stage], [chunk for chunk, held in enumerate(schedule.stage_of) if held == stage]
+    generic_actions = (action._replace(chunk=chunks.index(action.chunk), micro=None) for action in actions)
+    order = tuple(numbers.setdefault(action, len(numbers)) for action in generic_actions)
+    middle = tuple(place for place, action in enumerate(actions) if action.micro in micros)
+    return StageActions(tuple(numbers), order, middle, period, schedule.micro_batches)
 
 
 class StageProgram:

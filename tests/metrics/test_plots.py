@@ -11,7 +11,8 @@ from matplotlib import _pylab_helpers
 from matplotlib.image import imread
 
 from pangu.common.errors import UserError
-from pangu.metrics.plots import plot_loss, read_columns, smooth
+from pangu.metrics.columns import read_columns, smooth
+from pangu.metrics.plots import plot_loss
 
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pangu.common.errors import UserError
 from pangu.config.schema import MetricsConfig
-from pangu.metrics.plots import read_columns
+from pangu.metrics.columns import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.trackers import TensorBoardWriter, TrackerWriter
 from pangu.metrics.writers import ConsoleWriter, JsonLinesWriter, make_writers, progress_line
