@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pangu.collectives.agreement import meet_all, name_silent_ranks
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives.agreement import agree_on_long_work, meet_all, name_silent_ranks
 from pangu.common.errors import UserError
 from pangu.metrics.devices import device_here, peak_tflops
 from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster

@@ -10,8 +10,7 @@ from typing import Any
 
 from pangu.checkpoint.arena import as_saved
 from pangu.checkpoint.files import Slice, Written, commit, discard, start, write_slices
-from pangu.collectives.agreement import StuckError
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives.agreement import StuckError, agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.topology.mesh import Mesh
 

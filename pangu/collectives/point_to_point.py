@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pangu.collectives.agreement import complete
+from pangu.collectives.agreement import in_thread
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 
@@ -20,8 +18,7 @@ class _WatchedSend:
     """Send with gloo, which reports completion only to a waiter: a thread waits."""
 
     def __init__(self, work: dist.Work) -> None:
-        self._result: Future[bool] = Future()
-        Thread(target=complete, args=(self._result, work.wait), daemon=True).start()
+        self._result = in_thread("send", work.wait)
 
     def is_completed(self) -> bool:
         return self._result.done()

@@ -20,7 +20,6 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -44,8 +43,15 @@ from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, tra
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
 from pangu.checkpoint.together import discarding, write_own
-from pangu.collectives.agreement import StuckError, agree, complete, first_message, outcome
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives.agreement import (
+    StuckError,
+    agree,
+    agree_on_first,
+    agree_on_long_work,
+    first_message,
+    in_thread,
+    outcome,
+)
 from pangu.collectives.point_to_point import exchange_bytes
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import SAVE_SECONDS, LocalError, UserError, reading, writing
@@ -89,8 +95,7 @@ class Copies:
         self._peers = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[mesh.rank]]
         self._leads = self._peers[0] == mesh.rank
         """True if this rank acts for its node."""
-        (name, *_) = agree(mesh, self._read_id, runs_here=mesh.is_first)
-        assert name is not None
+        name = agree_on_first(mesh, self._read_id)
         self._root = Path(place[1]) / f"pangu-{os.getuid()}-{name[:16]}"
         self._folder = self._root / name[16:]
         agree(mesh, self._make_folder, runs_here=self._leads)
@@ -158,9 +163,8 @@ class Copies:
             self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
         trainer.copied.precede()  # the update waits for the copy of a checkpoint of this step, too
         slices, trainer.copied = self._arena.copy(trainer.state(owned=True))
-        self._writing = Future()
         write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
-        Thread(target=complete, args=(self._writing, write), name=WRITER, daemon=True).start()
+        self._writing = in_thread(WRITER, write)
 
     def settle(self) -> None:
         """Wait until the last generation is written; a failure is a warning.

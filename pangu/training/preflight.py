@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pangu
-from pangu.collectives.agreement import agree, meet_all
+from pangu.collectives.agreement import agree, agree_on_first, meet_all
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LocalError, UserError, writing
 from pangu.config.schema import RunConfig
@@ -132,7 +132,7 @@ def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
         with writing(output):
             (output / name).touch()
 
-    agree(mesh, make, runs_here=mesh.is_first)
+    agree_on_first(mesh, make)
     try:
         first_of_host = hosts.index(hosts[mesh.rank]) == mesh.rank
         seen = agree(mesh, lambda: _appears(output / name), runs_here=first_of_host)

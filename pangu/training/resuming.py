@@ -16,7 +16,7 @@ from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.standing import continuation_order
 from pangu.checkpoint.states import weights_of
 from pangu.checkpoint.upcycling import of_dense_model, require_kind
-from pangu.collectives.agreement import agree
+from pangu.collectives.agreement import agree, agree_on_first
 from pangu.common.errors import UserError
 from pangu.config.build import read
 from pangu.config.data import DataConfig, IndexedData
@@ -41,9 +41,7 @@ def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -
     are checkpoints that should not be given up automatically.
     """
     folder = Path(config.train.output) / "checkpoints"
-    (listed, *_) = agree(mesh, lambda: all_checkpoints(config, is_running), runs_here=mesh.is_first)
-    assert listed is not None
-    found, copies = listed
+    found, copies = agree_on_first(mesh, lambda: all_checkpoints(config, is_running))
     problems = [f"{path}: is {standing}" for path, standing in found if standing.condemned]
     for line in problems:
         log.warning("skipping a checkpoint: %s", line)
@@ -90,8 +88,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     if trainer.balance is not None:
         trainer.balance.restore(path, index.get("experts"))
     folder = Path(config.train.output) / "checkpoints"
-    (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), runs_here=trainer.mesh.is_first)
-    for checkpoint in abandoned or ():
+    for checkpoint in agree_on_first(trainer.mesh, lambda: tidy(folder, trainer.step)):
         log.warning("%s: this run continues from an earlier step; delete it if you do not need it", checkpoint)
     return index
 

@@ -18,8 +18,7 @@ import torch
 
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import keep_generation, keep_template, keep_tokenizer, make_run_folder, save_config
-from pangu.collectives.agreement import agree, name_silent_ranks
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives.agreement import agree_on_first, agree_on_long_work, name_silent_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.common.console import outlive_console
 from pangu.common.errors import PrintableFormatter, UserError, allocating
@@ -133,12 +132,12 @@ def run(
         stack.push(lambda kind, *_: mesh.close(failed=kind is not None))
         stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
         watchdog = None if mesh.store is None else stack.enter_context(Watchdog(mesh, output))
-        agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
+        agree_on_first(mesh, lambda: make_run_folder(output))
         if launch.world > 1:
             check_cluster(config, mesh)
-        agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
+        agree_on_first(mesh, lambda: stack.enter_context(only_run(output)))
         alerts = config.train.alert_command  # one rank starts it; all are sent a bool, which can be pickled
-        agree(mesh, lambda: bool(stack.enter_context(Alerts(alerts, output))), runs_here=mesh.is_first)
+        agree_on_first(mesh, lambda: bool(stack.enter_context(Alerts(alerts, output))))
         forecast = None
         if expect is not None and config.cluster is not None:
             forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
@@ -226,7 +225,7 @@ def _train(
     index = _begin(config, trainer, checkpoint, copies)
     ranks = gather_objects(describe_rank(mesh, launch.local_rank), mesh.group("world"))
     # only now: a run that is refused must not overwrite what another one left
-    agree(mesh, lambda: _describe_folder(output, config, choices, ranks, corpora), runs_here=mesh.is_first)
+    agree_on_first(mesh, lambda: _describe_folder(output, config, choices, ranks, corpora))
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast, copies)
         if trainer.step >= config.train.steps:

@@ -9,7 +9,6 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,8 +20,7 @@ from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.run_folder import flush_figures, identity
 from pangu.checkpoint.standing import Standing, write_standing
 from pangu.checkpoint.together import write_together
-from pangu.collectives.agreement import StuckError, agree, complete
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives.agreement import StuckError, agree_on_first, agree_on_long_work, complete, in_thread
 from pangu.common.errors import SAVE_SECONDS, LocalError, UserError
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
@@ -49,9 +47,7 @@ def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None)
     checkpoint, or if the run folder holds none that can be continued.
     """
     resume = config.checkpoint.resume
-    (listed, *_) = agree(mesh, lambda: all_checkpoints(config, is_running=False), runs_here=mesh.is_first)
-    assert listed is not None
-    found, uploaded = listed
+    found, uploaded = agree_on_first(mesh, lambda: all_checkpoints(config, is_running=False))
     if resume == "none" and found:
         newest = found[-1][0]
         where = f"{config.checkpoint.remote}/checkpoints/{uploaded[newest]}" if newest in uploaded else newest
@@ -90,14 +86,13 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
             return [], {}
         return tidy(folder, -1), read_start(folder)
 
-    (cleared, *_) = agree(mesh, clear, runs_here=mesh.is_first)
-    assert cleared is not None
-    for checkpoint in cleared[0]:
+    abandoned, facts = agree_on_first(mesh, clear)
+    for checkpoint in abandoned:
         log.warning("%s: this run starts over without it; delete it if you do not need it", checkpoint)
     if config.checkpoint.init_from is not None:
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("starting from the weights of %s", config.checkpoint.init_from)
-    return cleared[1]
+    return facts
 
 
 class Saver:
@@ -156,12 +151,11 @@ class Saver:
         self.standings.add(path, watch.get("good_steps", 0))
         slices = trainer.state(owned=True)
         write = partial(self._write, path, facts=facts, validation_loss=validation_loss)
-        self._save = Future()
         if self._arena is not None:
             copies, trainer.copied = self._arena.copy(slices)
-            arguments = (self._save, partial(write, copies))
-            Thread(target=complete, args=arguments, name=WRITER, daemon=True).start()
+            self._save = in_thread(WRITER, partial(write, copies))
         else:
+            self._save = Future()
             complete(self._save, partial(write, slices))
 
     def finish_copy(self) -> None:
@@ -269,12 +263,12 @@ class Saver:
                 f"checkpoint.resume = {resume}, or set checkpoint.resume=auto to start from the seed"
             )
         if path is None:
-            agree(mesh, lambda: write_start(self._folder, change(read_start(self._folder))), runs_here=mesh.is_first)
+            agree_on_first(mesh, lambda: write_start(self._folder, change(read_start(self._folder))))
             self._trainer.start_over()
             index = begin(self._config, self._trainer)
         else:
             index = in_sequences_of(path, read_index(path), self._config)
-            agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
+            agree_on_first(mesh, lambda: amend(path, {**index, **change(index)}))
             index = load_checkpoint(path, self._config, self._trainer)
         self.standings.load()
         if self.uploader is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pangu.checkpoint.files import list_checkpoints, step_of
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
-from pangu.collectives.agreement import agree
+from pangu.collectives.agreement import agree_on_first
 from pangu.common.errors import UserError
 from pangu.topology.mesh import Mesh
 
@@ -85,9 +85,7 @@ class Standings:
                         break
             return "; ".join(texts) or "there is no checkpoint yet"
 
-        (text, *_) = agree(self._mesh, count, runs_here=self._mesh.is_first)
-        assert text is not None
-        return text
+        return agree_on_first(self._mesh, count)
 
     def condemn_after(self, step: int, fault: str) -> str:
         """Condemn all checkpoints after `step`; return how to continue, equal on all ranks. May raise UserError."""
@@ -106,6 +104,4 @@ class Standings:
                 return "no checkpoint is old enough to continue from: set another train.output to start over"
             return f"start the same command again to continue from {order[0]}, which is older than the fault"
 
-        (text, *_) = agree(self._mesh, condemn, runs_here=self._mesh.is_first)
-        assert text is not None
-        return text
+        return agree_on_first(self._mesh, condemn)

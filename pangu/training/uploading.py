@@ -11,7 +11,7 @@ from threading import Event, Lock, Thread
 from pangu.checkpoint.files import list_checkpoints
 from pangu.checkpoint.remote import DAMAGED, RemoteRun
 from pangu.checkpoint.standing import Standing, read_standing
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives.agreement import agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.config.checkpoint import CheckpointConfig
 from pangu.config.schema import RunConfig

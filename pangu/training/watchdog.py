@@ -15,8 +15,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from pangu.collectives.agreement import answer_of_store
-from pangu.collectives.meeting import FAILED, absent
+from pangu.collectives.agreement import FAILED, absent, answer_of_store
 from pangu.common.errors import STORE_SECONDS, LostError, printable
 from pangu.topology.backends import abort_groups
 from pangu.topology.mesh import Mesh, is_silence

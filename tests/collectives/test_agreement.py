@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.collectives import agreement, meeting
-from pangu.collectives.agreement import StuckError, agree, name_silent_ranks
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives import agreement
+from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, name_silent_ranks
 from pangu.common.errors import LostError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -160,7 +159,7 @@ def test_ranks_that_do_not_come_are_named(absent: int, pace: float) -> None:
             if mesh.rank not in (absent, 6):
                 agree(mesh, lambda: None, runs_here=True)
 
-    with patch.multiple(meeting, SILENCE_SECONDS=0.2 * pace):
+    with patch.multiple(agreement, SILENCE_SECONDS=0.2 * pace):
         outcomes = on_ranks(come, 8, 0.5 * pace, dist.HashStore())
     for rank, error in enumerate(outcomes):
         if rank in (absent, 6):
@@ -192,7 +191,6 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     mesh = Mesh(Layout(data=2), 1, torch.device("cpu"), timeout_s=0.2, store=store, keeper=0)
     with (
         patch.multiple(agreement, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
-        patch.multiple(meeting, SILENCE_SECONDS=0.1),
         pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not respond .*the store does not answer"),
         name_silent_ranks(mesh, lambda: "saving"),
     ):

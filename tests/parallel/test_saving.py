@@ -17,9 +17,8 @@ import torch.distributed as dist
 from pangu.checkpoint import files
 from pangu.checkpoint.files import list_checkpoints
 from pangu.checkpoint.remote import RemoteRun
-from pangu.collectives import agreement, meeting
-from pangu.collectives.agreement import StuckError, name_silent_ranks
-from pangu.collectives.long_work import agree_on_long_work
+from pangu.collectives import agreement
+from pangu.collectives.agreement import StuckError, agree_on_long_work, name_silent_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LocalError
 from pangu.topology.layout import Layout
@@ -100,7 +99,6 @@ def stopped(rank: int, world: int, keeps: bool, pace: float) -> str:
     try:
         with (
             patch.multiple(agreement, SILENCE_SECONDS=0.2 * pace, STORE_SECONDS=pace),
-            patch.multiple(meeting, SILENCE_SECONDS=0.2 * pace),
             pytest.raises(LocalError) as raised,
             name_silent_ranks(mesh, lambda: "saving"),
         ):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pangu.collectives import meeting
+from pangu.collectives import agreement
 from pangu.collectives.agreement import name_silent_ranks
 from pangu.common.errors import LocalError
 from pangu.pipeline.runner import Runner, StageError, _key
@@ -149,7 +149,7 @@ def alone(rank: int, world: int, pace: float) -> str:
     trainer, batches = small_trainer(Layout(data=world), *MODEL, f"parallel.timeout_s={pace}")
     if rank == 0:
         with (
-            patch.object(meeting, "SILENCE_SECONDS", 0.2 * pace),
+            patch.object(agreement, "SILENCE_SECONDS", 0.2 * pace),
             pytest.raises(LocalError) as told,
             name_silent_ranks(trainer.mesh, lambda: f"step 1, {trainer.doing}"),
         ):

@@ -18,7 +18,7 @@ import os, signal, sys, time
 from multiprocessing import active_children, current_process
 from pathlib import Path
 
-from pangu.collectives import long_work
+from pangu.collectives import agreement
 from pangu.common.errors import UserError
 from pangu.prepare import instructions
 from pangu.pretrain import pretrain
@@ -105,7 +105,7 @@ def test_an_error_of_one_process_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("processes", "workers"), [(1, 2), (2, 1), (2, 2)])
 def test_a_signal_ends_a_preparation(tmp_path: Path, number: str, status: int, processes: int, workers: int) -> None:
     # to clean up takes a slow machine longer
-    code = f"if number == 4: long_work.LEAVE_SECONDS = 300.0; os.kill(os.getpid(), signal.{number}); time.sleep(0.5)"
+    code = f"if number == 4: agreement.LEAVE_SECONDS = 300.0; os.kill(os.getpid(), signal.{number}); time.sleep(0.5)"
     done = run_changed(tmp_path, processes, code, f"data.workers={workers}")
     assert done.statuses[0] == status
     assert "Traceback" not in done.stderr

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.collectives import meeting
+from pangu.collectives import agreement
 from pangu.collectives.agreement import answer_of_store, name_silent_ranks
 from pangu.common.errors import SILENCE_SECONDS, LostError
 from pangu.topology.layout import Layout
@@ -112,7 +112,7 @@ def test_where_a_rank_fails_the_others_abort_what_they_wait_in_and_name_it(
     waits: list[float] = []
     with (
         pytest.raises(LostError, match="rank 0 did not respond") if aborts else suppress(LostError),
-        patch.object(meeting, "time", SimpleNamespace(sleep=waits.append)),
+        patch.object(agreement, "time", SimpleNamespace(sleep=waits.append)),
         name_silent_ranks(mesh(1, 2, store), lambda: "step 7"),
     ):
         raise dist.DistBackendError("NCCL communicator was aborted on rank 1")
