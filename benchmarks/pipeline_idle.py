@@ -20,7 +20,6 @@ from benchmarks.pipeline import OURS
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
 from benchmarks.trainer import micro_batches, pangu_trainer
 from pangu.schedule.simulate import bubble_by_formula, simulate
-from pangu.topology.recording import stop
 from pangu.training.profile import Profile, durations_of
 
 STAGES = 4
@@ -47,7 +46,7 @@ def idle(schedule: str, virtual_stages: int, arguments: argparse.Namespace) -> l
     for _ in range(arguments.repeats):
         Profile.begin(trainer.mesh)
         trainer.forward_backward(batches)
-        timelines.append(Profile.of(trainer, stop(trainer.mesh.recorder)).timeline)
+        timelines.append(Profile.of(trainer, trainer.mesh.recorder.stop()).timeline)
     return [(line.bubble, simulate(line.schedule, durations_of(line)).bubble) for line in timelines]
 
 

@@ -1,18 +1,22 @@
-"""Recorder through which a rank reports the phases and collectives of a step."""
+"""Timeline of a step: spans and collectives of a rank, recorded as they happen and read when the step is over.
+
+Times are those of the compute stream (on a CPU, of the host), so that recording never waits: a span lasts as long as it
+keeps that stream from other work. Spans are nested; each moment belongs to the innermost one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pangu.topology.recording import Tape
+from pangu.topology.copy_stream import Moment
 
 
 @dataclass
@@ -38,6 +42,12 @@ class Recorder:
         if self.tape is not None:
             return self.tape.begun(self, axis, work, read)
         return Watched(self, axis, work.wait, None, None, None)
+
+    def stop(self) -> Recording:
+        """End the recording and return its times."""
+        assert self.tape is not None
+        tape, self.tape = self.tape, None
+        return tape.read()
 
 
 class Watched(NamedTuple):
@@ -86,3 +96,121 @@ class AxisGroup:
     def ranks(self) -> list[int]:
         """Global ranks, in order."""
         return dist.get_process_group_ranks(self.process_group)
+
+
+class RecordedSpan(NamedTuple):
+    """Interval of a recording, with times in seconds since its start."""
+
+    what: Any
+    """Phase name, axis of a collective that is waited for, or pipeline action."""
+    parent: int | None
+    """Index of the enclosing span in the list."""
+    message: int | None
+    """Index of the collective that is waited for, among those of its axis."""
+    start: float
+    stop: float
+
+
+class Recording(NamedTuple):
+    """Timeline of one step."""
+
+    spans: list[RecordedSpan]
+    """Spans in the order of their starts; the first one covers the recording."""
+    messages: dict[str, list[tuple[float, float]]]
+    """Axis -> start and end of each collective; the end is infinity if unknown."""
+
+
+@dataclass
+class _Open:
+    what: Any
+    parent: int | None
+    message: int | None
+    start: Moment
+    stop: Moment | None = None
+
+
+class Tape:
+    """Recording in progress."""
+
+    def __init__(self, what: Any, device: torch.device) -> None:
+        """Start the recording; time outside all other spans is attributed to `what`."""
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream()
+        self._spans: list[_Open] = []
+        self._stack: list[int] = []
+        self._messages: dict[str, list[tuple[Moment, list[Moment]]]] = {}
+        self._streams: dict[str, torch.Stream] = {}
+        self._begin(what, None)
+
+    def read(self) -> Recording:
+        """End the recording and return all times; this is its only host sync."""
+        end, zero = self._now(), self._spans[0].start
+        ended = {axis: [one[0] if one else None for _, one in messages] for axis, messages in self._messages.items()}
+        for moment in (moment for moments in ended.values() for moment in moments if moment is not None):
+            moment.precede()
+        self._now().wait()
+        return Recording(
+            [
+                RecordedSpan(
+                    one.what,
+                    one.parent,
+                    one.message,
+                    one.start.seconds_since(zero),
+                    (one.stop or end).seconds_since(zero),
+                )
+                for one in self._spans
+            ],
+            {
+                axis: [
+                    (came.seconds_since(zero), math.inf if moment is None else moment.seconds_since(zero))
+                    for (came, _), moment in zip(messages, ended[axis], strict=True)
+                ]
+                for axis, messages in self._messages.items()
+            },
+        )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the caller runs on another stream than the compute stream, which then waits for nothing."""
+        return self._stream is not None and self._stream != torch.accelerator.current_stream()
+
+    def meeting(self, axis: str) -> AbstractContextManager[None]:
+        """Return a context that records its block as one blocking collective of an axis."""
+        return self.span(axis, self._come(axis)[0])
+
+    def begun(self, recorder: Recorder, axis: str, work: dist.Work, read: Tensor) -> Watched:
+        """Record that a collective starts, and when it will be over."""
+        number, ended = self._come(axis)
+        if self._device.type != "cpu":
+            # a side stream that waits for the collective timestamps its end; collectives of an axis end in order
+            with self._streams.setdefault(axis, torch.Stream(self._device)):
+                work.wait()
+                ended.append(self._now())
+            return Watched(recorder, axis, ended[0].precede, self, number, read)
+        if isinstance(work, dist.Work):  # ranks simulated by threads have no futures
+            work.get_future().add_done_callback(lambda _: ended.append(self._now()))
+        return Watched(recorder, axis, work.wait, self, number, None)
+
+    def _come(self, axis: str) -> tuple[int, list[Moment]]:
+        messages, ended = self._messages.setdefault(axis, []), list[Moment]()
+        messages.append((self._now(), ended))
+        return len(messages) - 1, ended
+
+    def _now(self) -> Moment:
+        return Moment(self._device)
+
+    def _begin(self, what: Any, message: int | None) -> _Open:
+        span = _Open(what, self._stack[-1] if self._stack else None, message, self._now())
+        self._stack.append(len(self._spans))
+        self._spans.append(span)
+        return span
+
+    @contextmanager
+    def span(self, what: Any, message: int | None = None) -> Iterator[None]:
+        """Record the block as a span; with `message`, as the wait for that collective of the axis `what`."""
+        span = self._begin(what, message)
+        try:
+            yield
+        finally:
+            span.stop = self._now()
+            self._stack.pop()

@@ -23,7 +23,6 @@ from pangu.metrics.record import StepRecord, speed
 from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
-from pangu.topology.recording import stop
 from pangu.training.copies import Copies
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, Request, StopSignals
@@ -215,7 +214,7 @@ class Loop:
             return
         Profile.begin(trainer.mesh)
         yield
-        recording = stop(trainer.mesh.recorder)
+        recording = trainer.mesh.recorder.stop()
         if self._pending is not None:
             self._look(saver, at_once=True)
         if trainer.step <= self._profiled_after:

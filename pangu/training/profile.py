@@ -20,7 +20,7 @@ from pangu.schedule.check import Message, message_of
 from pangu.schedule.timeline import Event, Timeline
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
-from pangu.topology.recording import RecordedSpan, Recording, Tape
+from pangu.topology.recorder import RecordedSpan, Recording, Tape
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")

@@ -13,7 +13,7 @@ from pangu.config.faults import FaultsConfig
 from pangu.data.batch import Batch
 from pangu.schedule.actions import COMPUTE, Action
 from pangu.topology.member import VARIABLE
-from pangu.topology.recording import Tape, stop
+from pangu.topology.recorder import Tape
 from pangu.training.profile import breakdown
 from pangu.training.staying import exchange
 from pangu.training.step import Trainer
@@ -67,7 +67,7 @@ def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: fl
     mesh, schedule = trainer.mesh, trainer.stages.schedule
     mesh.recorder.tape = Tape("update", mesh.device)
     trainer.forward_backward(micro_batches)
-    recording = stop(mesh.recorder)
+    recording = mesh.recorder.stop()
     durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))
     actions = [span.what for span in recording.spans if isinstance(span.what, Action) and span.what.kind in COMPUTE]
     flops = sum(durations[action.kind][action.chunk] for action in actions)

@@ -23,7 +23,6 @@ from pangu.layers import offload  # noqa: E402
 from pangu.pipeline.layouts import choose_layout  # noqa: E402
 from pangu.topology.copy_stream import CopyStream, Moment  # noqa: E402
 from pangu.topology.recorder import AxisGroup  # noqa: E402
-from pangu.topology.recording import stop  # noqa: E402
 from pangu.training.profile import Profile  # noqa: E402
 from pangu.training.step import Trainer  # noqa: E402
 from pangu.zero import gradients, norms, unshard  # noqa: E402
@@ -111,7 +110,7 @@ def recorded(trainer: Trainer, batches: list[Batch]) -> None:
     Profile.begin(mesh)
     with recorder.span("update"):
         STEP(trainer, batches)
-    spans = stop(recorder).spans
+    spans = recorder.stop().spans
     # what another stream waits for
     assert not any(span.what == "shard" for span in spans) or mesh.group("copies") is None
     torch.ones((), device=mesh.device).neg_()  # audits look at streams when they see an operation

@@ -17,8 +17,7 @@ from pangu.data.sources import open_sources
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.topology.recorder import AxisGroup, Recorder
-from pangu.topology.recording import Tape, stop
+from pangu.topology.recorder import AxisGroup, Recorder, Tape
 from pangu.training.profile import Profile
 from pangu.training.step import Trainer
 
@@ -47,7 +46,7 @@ def test_a_recorded_step_makes_no_host_sync_and_its_parts_add_up() -> None:
                 pending = trainer.update()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        recording = stop(trainer.mesh.recorder)
+        recording = trainer.mesh.recorder.stop()
     whole = recording.spans[0].stop
     parts = Profile.of(trainer, recording).ranks[0].parts
     assert trainer.read(pending).loss > 0
@@ -69,7 +68,7 @@ def test_the_end_of_a_collective_is_known_without_waiting_for_it() -> None:
         for _ in range(20):
             matrix @ matrix
         work.wait()
-        recording = stop(recorder)
+        recording = recorder.stop()
     finally:
         dist.destroy_process_group()
     ((came, ended),) = recording.messages["data"]

@@ -12,8 +12,7 @@ from pangu.collectives.point_to_point import Transfer
 from pangu.pipeline.runner import Runner
 from pangu.schedule.actions import Action
 from pangu.topology.layout import Layout
-from pangu.topology.recorder import Recorder
-from pangu.topology.recording import Tape
+from pangu.topology.recorder import Recorder, Tape
 from pangu.training.faults import not_finite
 from pangu.training.step import Trainer
 from pangu.training.stragglers import find_stragglers

@@ -24,11 +24,10 @@ from pangu.data.loader import Loader
 from pangu.pipeline.runner import Runner
 from pangu.planning.cost import StepTime
 from pangu.schedule.actions import Action, Kind
-from pangu.topology import copy_stream, recording
+from pangu.topology import copy_stream
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.topology.recorder import AxisGroup, Recorder
-from pangu.topology.recording import RecordedSpan, Recording, Tape, stop
+from pangu.topology.recorder import AxisGroup, RecordedSpan, Recorder, Recording, Tape
 from pangu.training import loop
 from pangu.training.loop import Loop
 from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, events_of
@@ -134,7 +133,7 @@ def profiled(rank: int, world: int, layout: Layout) -> tuple[Profile, float]:
     Profile.begin(trainer.mesh)
     with recorder.span("update"):
         trainer.train_step(batches)
-    profile = Profile.of(trainer, stop(recorder))
+    profile = Profile.of(trainer, recorder.stop())
     own = profile.ranks[rank].recording
     assert own is not None
     return profile, own.spans[0].stop
@@ -183,7 +182,7 @@ def one_is_late(rank: int, world: int, late_s: float) -> tuple[RankProfile, ...]
         work = start_all_reduce(values, group)
         time.sleep(works_beside)
         work.wait()
-        recordings.append(stop(mesh.recorder))
+        recordings.append(mesh.recorder.stop())
     all_reduce(values, group)
     late = [recordings[0].messages["replicas"][0][0], recordings[1].messages["replicas"][0][0]]
     dist.all_reduce(last := torch.tensor(late, dtype=torch.float64), dist.ReduceOp.MAX)
@@ -232,7 +231,7 @@ def test_what_a_recorded_collective_reads_stays_until_it_is_waited_for(
         monkeypatch.setattr(dist, function, lambda group: 0 if group is None else 1)
     monkeypatch.setattr(torch.accelerator, "current_stream", Mock())
     monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
-    monkeypatch.setattr(recording, "Moment", Mock())
+    monkeypatch.setattr("pangu.topology.recorder.Moment", Mock())
     recorder = Recorder(watches=True)
     recorder.tape = Tape("update", torch.device("cuda", 0))
     monkeypatch.setattr(Tape, "is_elsewhere", False)
