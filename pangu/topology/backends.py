@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pangu.topology.connections import shut_down
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.launch import ALLOCATOR, CONNECTIONS, GROWING
 
@@ -56,12 +57,46 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
 
 
+_noted = set[tuple[int, int]]()
+"""Device and inode of the sockets of this process's groups."""
+
+
+@contextmanager
+def noted_connections() -> Iterator[None]:
+    """Note the connections of the groups that are created within the block."""
+    before = _sockets().keys()
+    yield
+    _noted.update(_sockets().keys() - before)
+
+
+def _shut_down_connections() -> None:
+    """Shut down the gloo connections of all groups: whoever waits in a collective fails, at both ends."""
+    # gloo itself closes those of a group that nothing refers to
+    for identity, number in _sockets().items():
+        if identity in _noted:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.getpeername()  # gloo aborts the process if a socket that listens is shut down
+                connection.shutdown(socket.SHUT_RDWR)
+    _noted.clear()
+
+
+def _sockets() -> dict[tuple[int, int], int]:
+    """Return the sockets of this process, each with its number."""
+    found = {}
+    for path in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # the listing itself is closed by now
+            status = os.fstat(int(path.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_dev, status.st_ino] = int(path.name)
+    return found
+
+
 def abort_groups() -> None:
     """Abort the communicators of this process: a thread that waits in a collective fails at once.
 
     Without that NCCL waits for a peer that is gone until a timeout, and gloo for one that is still there.
     """
-    shut_down()
+    _shut_down_connections()
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return
     names = dict(dist.distributed_c10d._world.pg_names)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
+from threading import enumerate as enumerate_threads
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pangu.common.cores import cpu_quota
 from pangu.common.errors import LocalError, UserError, shown
-from pangu.topology.accelerator import PLUG_IN, VISIBLE, load_plug_in, not_imported
 
-if TYPE_CHECKING:  # composing a configuration needs the rank, but not torch
+if TYPE_CHECKING:  # composing a configuration needs the rank, but not torch, which a broken plug-in breaks
     import torch
 
 
@@ -125,6 +131,15 @@ def choose_settings(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(name, value)
 
 
+VISIBLE = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+}
+"""Device type -> variables that restrict which devices of the node a process sees."""
+PLUG_IN = "torch_npu"
+"""Plug-in package that registers Ascend's `npu` device type with torch."""
+
+
 def load_torch(requested: object) -> ModuleType:
     """Import and return torch, with the Ascend plug-in if `requested` (`train.device`) needs it.
 
@@ -141,11 +156,35 @@ def load_torch(requested: object) -> ModuleType:
         # after `choose_settings`, whose variables it reads; composing a configuration does without
         import torch  # noqa: PLC0415
     except RuntimeError as error:
-        raise not_imported(requested, error) from error
+        raise _not_imported(requested, error) from error
     finds_none = requested == "auto" and not torch.accelerator.is_available()
     if (requested == "npu" or (finds_none and find_spec(PLUG_IN) is not None)) and not hasattr(torch, "npu"):
-        load_plug_in(requested)
+        _load_plug_in(requested)
     return torch
+
+
+def _load_plug_in(requested: object) -> None:
+    """Import the Ascend plug-in of torch; raise `UserError` if it is missing or cannot be loaded."""
+    if find_spec(PLUG_IN) is None:
+        release = version("torch").partition("+")[0]
+        raise UserError(
+            f"train.device = {requested}: needs Ascend's plug-in for torch, which is not installed; pip install "
+            f"{PLUG_IN}=={release} (the release of torch) and install Huawei's CANN, or set train.device=cpu"
+        )
+    try:
+        import_module(PLUG_IN)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise _not_imported(requested, error) from error
+
+
+def _not_imported(requested: object, error: Exception) -> UserError:
+    """Return the `UserError` for a failed import of torch or of the Ascend plug-in."""
+    cause = " ".join(f"{error} {'' if error.__cause__ is None else f'({error.__cause__})'}".split())
+    return UserError(
+        f"train.device = {requested}: torch cannot be imported with its plug-ins ({cause}); for an Ascend "
+        f"({PLUG_IN}), run `source set_env.sh` of Huawei's CANN first; for train.device=cpu or cuda, set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    )
 
 
 def choose_device(
@@ -178,6 +217,13 @@ def choose_device(
     return device
 
 
+def number_on_node(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the number of a device among all devices of its node, from the visible-devices variable if it is set."""
+    visible = next((environment[name] for name in VISIBLE.get(device.type, ()) if name in environment), "")
+    numbers, index = [number.strip() for number in visible.split(",")], device.index or 0
+    return numbers[index] if index < len(numbers) and numbers[index] else str(index)
+
+
 def num_threads(local_world: int, environment: Mapping[str, str]) -> int:
     """Return this process's CPU threads: OMP_NUM_THREADS if the user set it, else a share of the usable cores.
 
@@ -203,3 +249,27 @@ def _is_users_choice(name: str, environment: Mapping[str, str]) -> bool:
     with suppress(OSError):  # the parent is gone or another user's, or there is no /proc
         return f"\0{name}=".encode() in b"\0" + Path("/proc", str(os.getppid()), "environ").read_bytes()
     return False
+
+
+WATCH_SECONDS = 1.0
+"""Polling interval of `end_with_launcher`, in seconds."""
+
+
+def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Exit without saving soon after the torchrun that started this process is gone, even if this process hangs."""
+    # A torchrun killed by force cannot end its processes: they would hold devices and write where restarted ones do.
+    if "TORCHELASTIC_RUN_ID" not in environment or any(thread.name == "launcher" for thread in enumerate_threads()):
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        # orphans are adopted by another parent process
+        while os.getppid() == launcher:
+            time.sleep(WATCH_SECONDS)
+        try:
+            name = f"rank {environment.get('RANK')} on {socket.gethostname()}"
+            print(f"\n{name}: torchrun is gone (process {launcher}); exiting too", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)  # `sys.exit` would wait for the other threads
+
+    Thread(target=watch, name="launcher", daemon=True).start()

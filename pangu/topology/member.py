@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pangu.common.errors import SAVE_SECONDS, LostError
 from pangu.topology.backends import abort_groups
 from pangu.topology.launch import MEMBER as VARIABLE
-from pangu.topology.orphan import end_with_launcher
+from pangu.topology.launch import end_with_launcher
 
 QUERY_SECONDS = 60.0
 

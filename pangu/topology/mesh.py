@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memory, shown
 from pangu.topology import experts
-from pangu.topology.accelerator import VISIBLE, number_on_node
-from pangu.topology.backends import abort_groups, connect_groups, group_options
-from pangu.topology.connections import noted
+from pangu.topology.backends import abort_groups, connect_groups, group_options, noted_connections
+from pangu.topology.launch import VISIBLE, end_with_launcher, number_on_node
 from pangu.topology.layout import GROUPS, Coordinates, Layout
-from pangu.topology.orphan import end_with_launcher, missing_ranks
 from pangu.topology.recorder import AxisGroup, Recorder
 
 BACKGROUND = "background"
@@ -71,7 +69,7 @@ class Mesh:
             try:
                 store, rank, world = _open_store(timeout_s, attempt)
                 timeout = timedelta(seconds=timeout_s)
-                with noted():
+                with noted_connections():
                     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # compare layouts before creating groups: two different ones would deadlock in that
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
@@ -83,7 +81,7 @@ class Mesh:
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
-                raise _lost(layout.world, timeout_s, missing_ranks(store, layout.world), error) from error
+                raise _lost(layout.world, timeout_s, _missing_ranks(store, layout.world), error) from error
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:
             raise UserError(f"{layout} needs {layout.world} processes, got {dist.get_world_size()}")
@@ -137,7 +135,7 @@ class Mesh:
         if dist.get_backend() == "nccl" and backend is None:
             options = group_options(axis, timeout)
         # only members take part: by default every process of the run would have to call this for every group
-        with noted():
+        with noted_connections():
             group = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
         assert group is not None
         return group
@@ -207,6 +205,18 @@ def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> Lo
         f"to {place} within {timeout_s:g} s (parallel.timeout_s){missing}; read the output of the missing ones, then "
         f"check that address and the firewall ({str(error).splitlines()[0]})"
     )
+
+
+def _missing_ranks(store: dist.Store | None, world: int) -> str:
+    """Return a phrase with the first ranks that have not reached the launcher's store, or ""."""
+    if store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    try:
+        ranks = [rank for rank in range(world) if not store.check([f"here-{rank}"])]
+    except RuntimeError:  # the launcher is gone too
+        return ""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f", rank {', '.join(map(str, ranks[:8]))}{more} missing" if ranks else ""
 
 
 def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:

@@ -14,8 +14,15 @@ import torch
 from pangu.common.errors import LocalError, UserError
 from pangu.common.exit_status import USER_ERROR, exit_status
 from pangu.topology import launch
-from pangu.topology.accelerator import number_on_node
-from pangu.topology.launch import MEMBER, REMEMBERED_SHAPES, Launch, choose_device, choose_settings, is_first_process
+from pangu.topology.launch import (
+    MEMBER,
+    REMEMBERED_SHAPES,
+    Launch,
+    choose_device,
+    choose_settings,
+    is_first_process,
+    number_on_node,
+)
 from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL

@@ -11,7 +11,7 @@ from tests.spawn import repository
 WORKER = """
 import os, time
 from threading import Thread
-from pangu.topology.orphan import end_with_launcher
+from pangu.topology.launch import end_with_launcher
 end_with_launcher()
 Thread(target=time.sleep, args=(600,)).start()  # such a thread keeps a process that returns alive
 print("ready", flush=True)
