@@ -14,8 +14,7 @@ from pangu.checkpoint.files import Slice
 from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import load as load_slices
 from pangu.checkpoint.reading import load_weights, read_tensor
-from pangu.checkpoint.states import state_of, weights_of
-from pangu.checkpoint.together import write_together
+from pangu.checkpoint.writing import state_of, weights_of, write_together
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import largest_of
 from pangu.common.errors import UserError, reading

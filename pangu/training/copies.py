@@ -42,7 +42,7 @@ from pangu.checkpoint.index import read_index
 from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, transfers
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
-from pangu.checkpoint.together import discarding, write_own
+from pangu.checkpoint.writing import discarding, write_own
 from pangu.collectives.agreement import (
     StuckError,
     agree,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pangu.checkpoint.files import tidy
+from pangu.checkpoint.files import Slice, tidy
 from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.standing import continuation_order
-from pangu.checkpoint.states import weights_of
-from pangu.checkpoint.upcycling import of_dense_model, require_kind
+from pangu.checkpoint.writing import weights_of
 from pangu.collectives.agreement import agree, agree_on_first
 from pangu.common.errors import UserError
 from pangu.config.build import read
@@ -30,6 +30,9 @@ from pangu.training.step import Trainer
 from pangu.training.uploading import all_checkpoints, fetch
 
 log = logging.getLogger("pangu")
+
+_EXPERT = re.compile(r"(layers\.\d+\.mlp)\.experts\.\d+")
+_ROUTER = re.compile(r"layers\.\d+\.mlp\.router\..*")
 
 
 def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -> Path | None:
@@ -152,11 +155,14 @@ def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> No
 
 
 def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
-    """Initialize a new run with a checkpoint's weights, a dense one's with `checkpoint.upcycle`. Raises UserError."""
+    """Initialize a new run with a checkpoint's weights. Raises UserError.
+
+    With `checkpoint.upcycle`, those of a dense model fill the experts (Komatsuzaki et al. 2022, section 3).
+    """
     weights, model, upcycle = weights_of(trainer.parameters), config.model, config.checkpoint.upcycle
     if model.experts is not None:
-        require_kind(intact(path, trainer.mesh), upcycle)
-        weights, model = (of_dense_model(weights), model.without_experts) if upcycle else (weights, model)
+        _require_kind(intact(path, trainer.mesh), upcycle)
+        weights, model = (_of_dense_model(weights), model.without_experts) if upcycle else (weights, model)
     index = load_weights(path, trainer.mesh, weights, model.layers)
     trainer.parameters.publish()
     if trainer.balance is not None and index.get("experts") is not None:
@@ -164,6 +170,24 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     for key, now, before in _changes(index["identity"], replace(config, model=model)):
         if key.startswith("model."):
             log.warning("%s = %s: the weights of %s were trained with %s", key, now, path, before)
+
+
+def _of_dense_model(weights: Iterable[tuple[str, Slice]]) -> Iterator[tuple[str, Slice]]:
+    """Yield a model's slices named by the dense tensors that fill them, without routers, which a dense model lacks."""
+    for name, part in weights:
+        if not _ROUTER.fullmatch(name):
+            yield _EXPERT.sub(r"\1", name), part
+
+
+def _require_kind(path: Path, dense: bool) -> None:
+    """Raise UserError unless a checkpoint is of a dense model, or of one with experts."""
+    experts = any("/layers." in name and ".mlp.experts." in name for name in read_index(path)["tensors"])
+    if dense and experts:
+        raise UserError(f"{path}: its model has experts; set checkpoint.upcycle=false to start from its weights")
+    if not dense and not experts:
+        raise UserError(
+            f"{path}: its model has no experts; set checkpoint.upcycle=true to copy its dense layers into experts"
+        )
 
 
 MAY_CHANGE = (

@@ -19,7 +19,7 @@ from pangu.checkpoint.reading import damage, intact
 from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.run_folder import flush_figures, identity
 from pangu.checkpoint.standing import Standing, write_standing
-from pangu.checkpoint.together import write_together
+from pangu.checkpoint.writing import write_together
 from pangu.collectives.agreement import StuckError, agree_on_first, agree_on_long_work, complete, in_thread
 from pangu.common.errors import SAVE_SECONDS, LocalError, UserError
 from pangu.config.schema import RunConfig

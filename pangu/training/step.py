@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.files import Slice
-from pangu.checkpoint.states import state_of
+from pangu.checkpoint.writing import state_of
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pangu.checkpoint import files, together
+from pangu.checkpoint import files, writing
 from pangu.checkpoint.files import list_checkpoints
 from pangu.common.errors import UserError
 from pangu.data.order import ORDER_VERSION
@@ -178,7 +178,7 @@ def test_figures_that_cannot_be_written_do_not_end_a_run(
 def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut loses what is written and not synced: a run that continues would lack lines of steps before it."""
     synced: dict[int, int] = {}
-    fsync, commit = os.fsync, together.commit
+    fsync, commit = os.fsync, writing.commit
 
     def noted(handle: int) -> None:
         fsync(handle)
@@ -192,7 +192,7 @@ def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, m
         commit(path, *arguments)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(together, "commit", checked)
+    monkeypatch.setattr(writing, "commit", checked)
     assert len(train(tmp_path, 2)) == 2
 
 

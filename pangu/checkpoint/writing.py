@@ -1,18 +1,51 @@
-"""Writing of a checkpoint by all ranks together, each the rectangles that it owns."""
+"""Writing of a checkpoint by all ranks together, each the rectangles of logical tensors that it owns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from pangu.checkpoint.arena import as_saved
 from pangu.checkpoint.files import Slice, Written, commit, discard, start, write_slices
 from pangu.collectives.agreement import StuckError, agree_on_long_work
 from pangu.common.errors import UserError
+from pangu.metrics.progress import noted
 from pangu.topology.mesh import Mesh
+from pangu.zero.flat_parameter import Shard
+from pangu.zero.sharded import ShardedParameters
+
+
+def weights_of(parameters: ShardedParameters) -> Iterator[tuple[str, Slice]]:
+    """Yield the names of logical tensors with the rectangles of their main parameters on this rank."""
+    for shard in parameters.shards:
+        yield from _rectangles(shard, shard.main)
+
+
+def state_of(
+    parameters: ShardedParameters, optimizer: Optimizer | None, kinds: Collection[str], owned: bool = False
+) -> Iterator[tuple[str, Slice]]:
+    """Yield this rank's rectangles as `KIND/NAME`: kind `weight`, the main parameters, or a state of the optimizer.
+
+    States that are not elementwise are left out. `owned`: of ranks that hold the same, only the one that writes it.
+    """
+    shards = [shard for shard in parameters.shards if not owned or parameters.counts(shard)]
+    states = {} if optimizer is None else optimizer.state
+    for kind in kinds:
+        for shard in shards:
+            values = shard.main if kind == "weight" else states.get(shard.main, {}).get(kind)
+            if isinstance(values, Tensor) and values.shape == shard.main.shape:
+                yield from ((f"{kind}/{name}", part) for name, part in _rectangles(shard, values))
+
+
+def _rectangles(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
+    for part, offsets in shard.rectangles(values):
+        yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 def write_together(
@@ -54,10 +87,4 @@ def discarding(path: Path, runs_here: bool) -> Iterator[None]:
 
 def write_own(path: Path, rank: int, slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Written:
     """Write the slices of a rank into a partial checkpoint, and note progress before each of them."""
-    return write_slices(path, rank, as_saved(_noting(slices, note_progress)))
-
-
-def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
-    for part in slices:
-        note_progress()
-        yield part
+    return write_slices(path, rank, as_saved(noted(slices, note_progress)))
