@@ -10,29 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pangu
-from pangu.common.commands import FILES, print_error
+from pangu.common.commands import PROGRAMS, print_error
 from pangu.common.exit_status import INTERRUPTED, USER_ERROR
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
 from pangu.pretrain import find_configs
 
-PROGRAMS = {
-    "train": "train a model, or show its configuration or dry run",
-    "launch": "start a command on several processes, with torchrun's options",
-    "plan": "memory, communication and time of a layout, or a search for the fastest ones",
-    "prepare": "encode text into indexed token files",
-    "tokenizer": "train a SentencePiece vocabulary",
-    "data": "show and verify indexed token files",
-    "convert": "convert checkpoints from and to other formats",
-    "inspect": "show what a checkpoint holds",
-    "translate": "translate settings of Megatron-LM, DeepSpeed and others",
-    "generate": "continue prompts, or answer them",
-    "evaluate": "measure perplexity, or accuracy on tasks",
-    "report": "compare runs on an HTML page",
-    "calibrate": "measure this machine for plans",
-}
-"""Mapping from a command to what it does."""
 FLAGS = {
     *("-h", "--help", "-m", "--module", "--standalone"),
     *(f"--{name.replace('-', mark)}" for name in ("no-python", "run-path", "virtual-local-rank") for mark in "-_"),
@@ -51,13 +35,13 @@ Completion in bash: complete -o default -o nospace -C "pangu complete" pangu
 
 def file_of(command: str) -> Path:
     """Return the file of a command: inside an installed package, or next to the package in a checkout."""
-    package, name = Path(pangu.__file__).resolve().parent, f"{FILES[command]}.py"
+    package, name = Path(pangu.__file__).resolve().parent, f"{PROGRAMS[command][0]}.py"
     return next(path for path in (package / name, package.parent / name) if path.is_file())
 
 
 def help_text() -> str:
     """Return the list of commands."""
-    commands = "\n".join(f"  {name:<10} {does}" for name, does in PROGRAMS.items())
+    commands = "\n".join(f"  {name:<10} {does}" for name, (_, does) in PROGRAMS.items())
     return _HELP.format(description=str(pangu.__doc__).partition("\n")[0], commands=commands)
 
 

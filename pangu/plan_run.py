@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pangu.collectives.agreement import agree_on_long_work, meet_all, name_silent_ranks
 from pangu.common.errors import UserError
@@ -18,33 +18,30 @@ from pangu.report.forecast import forecast_run
 from pangu.topology.launch import Launch
 from pangu.topology.mesh import Mesh
 
-__all__ = ["Planned", "cluster_here", "forecast_run", "plan_layout", "show_dry_run", "with_cluster_here"]
+__all__ = ["cluster_here", "forecast_run", "plan_layout", "show_dry_run", "with_cluster_here"]
 
 SAME_RATE = 0.9
 """Fraction of its file's rate that a device must reach: slower ones of the same name are others, e.g. PCIe cards."""
 
 
-class Planned(NamedTuple):
-    """Configuration with the layout that `parallel=auto` stands for."""
+def plan_layout(
+    folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch
+) -> tuple[Mapping[str, Any], list[str], Mesh | None]:
+    """Choose the layout of a run as `prepare_choice` says: the first process searches, all others take its choice.
 
-    values: Mapping[str, Any]
-    lines: list[str]
-    """Log lines that say which layout was chosen, and why."""
-    meeting: Any = None
-    """Mesh in which the processes agreed. Keep it until the run has its own: the first process may serve its store."""
-
-
-def plan_layout(folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch) -> Planned:
-    """Choose the layout of a run as `prepare_choice` says: the first process searches, all others take its choice."""
+    Returns:
+        The configuration with the layout that `parallel=auto` stands for, log lines that say why, and the mesh in which
+        the processes agreed. Keep it until the run has its own: the first process may serve its store.
+    """
     config, choose = prepare_choice(folder, values, given, launch)
     if launch.world == 1:
-        return Planned(*choose())
+        return (*choose(), None)
     mesh = Mesh.without_layout(launch.world, config.parallel.timeout_s, launch.attempt)
     with name_silent_ranks(mesh, lambda: "choosing a layout"):
         chosen = agree_on_long_work(mesh, "choosing a layout", choose, runs_here=mesh.is_first)
         shared = [({key: one[key] for key in CHOSEN_GROUPS}, lines) for one, lines in filter(None, chosen)]
         layout, lines = meet_all(mesh, shared, lambda of_all: of_all[0][0])
-    return Planned({**values, **layout}, lines, mesh)
+    return {**values, **layout}, lines, mesh
 
 
 def with_cluster_here(folder: Path, values: Mapping[str, Any], launch: Launch, planned: bool) -> Mapping[str, Any]:

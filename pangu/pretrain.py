@@ -74,10 +74,10 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
         if planned or torch.accelerator.is_available():
             planned_values = planner().with_cluster_here(configs / "cluster", values, launch, planned)
         if planned:
-            plan = planner().plan_layout(configs / "cluster", planned_values, given, launch)
-            planned_values = plan.values
+            plan_layout = planner().plan_layout
+            planned_values, lines, _mesh = plan_layout(configs / "cluster", planned_values, given, launch)
             if launch.rank == 0:
-                print(*plan.lines, sep="\n", flush=True)
+                print(*lines, sep="\n", flush=True)
         status = run(planned_values, forecast, read_benchmarks, preparation, stop_signals)
         if not status and values["dry_run"] and launch.rank == 0:
             planner().show_dry_run(planned_values)

@@ -42,7 +42,7 @@ with ending_at_once():
     from torch.distributed.run import main as torchrun
 
     from pangu.collectives.agreement import answer_of_store
-    from pangu.common.commands import FILES, as_typed, is_installed_command, print_error
+    from pangu.common.commands import PROGRAMS, as_typed, is_installed_command, print_error
     from pangu.common.console import guard_console
     from pangu.common.errors import STORE_SECONDS, shown
     from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
@@ -200,7 +200,7 @@ def report(failed: ChildFailedError) -> int:
 
 def programs() -> list[str]:
     """Return the names of the programs: commands of `pangu`, or files of a checkout."""
-    names = list(FILES) if is_installed_command() else [f"{file}.py" for file in FILES.values()]
+    names = list(PROGRAMS) if is_installed_command() else [f"{file}.py" for file, _ in PROGRAMS.values()]
     return [name for name in names if "launch" not in name]
 
 

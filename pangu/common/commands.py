@@ -6,23 +6,23 @@ import re
 import sys
 from pathlib import Path
 
-FILES = {
-    "train": "pretrain",
-    "launch": "scripts/launch",
-    "plan": "tools/plan",
-    "prepare": "tools/preprocess_data",
-    "tokenizer": "tools/train_tokenizer",
-    "data": "tools/inspect_data",
-    "convert": "tools/convert_checkpoint",
-    "inspect": "tools/inspect_checkpoint",
-    "translate": "tools/translate_config",
-    "generate": "scripts/generate",
-    "evaluate": "scripts/evaluate",
-    "report": "tools/report",
-    "calibrate": "tools/calibrate",
+PROGRAMS = {
+    "train": ("pretrain", "train a model, or show its configuration or dry run"),
+    "launch": ("scripts/launch", "start a command on several processes, with torchrun's options"),
+    "plan": ("tools/plan", "memory, communication and time of a layout, or a search for the fastest ones"),
+    "prepare": ("tools/preprocess_data", "encode text into indexed token files"),
+    "tokenizer": ("tools/train_tokenizer", "train a SentencePiece vocabulary"),
+    "data": ("tools/inspect_data", "show and verify indexed token files"),
+    "convert": ("tools/convert_checkpoint", "convert checkpoints from and to other formats"),
+    "inspect": ("tools/inspect_checkpoint", "show what a checkpoint holds"),
+    "translate": ("tools/translate_config", "translate settings of Megatron-LM, DeepSpeed and others"),
+    "generate": ("scripts/generate", "continue prompts, or answer them"),
+    "evaluate": ("scripts/evaluate", "measure perplexity, or accuracy on tasks"),
+    "report": ("tools/report", "compare runs on an HTML page"),
+    "calibrate": ("tools/calibrate", "measure this machine for plans"),
 }
-"""Mapping from a command of `pangu` to its file in a checkout, without suffix."""
-_COMMANDS = {f"{file}.py": command for command, file in FILES.items()}
+"""Command of `pangu` -> its file in a checkout, without suffix, and what it does."""
+_COMMANDS = {f"{file}.py": command for command, (file, _) in PROGRAMS.items()}
 _LAUNCHED = r"(?:(?:torchrun|scripts/launch\.py) ((?:--\S+ )+))?"
 _FILE = re.compile(rf"(?:python )?(?<![\w/]){_LAUNCHED}({'|'.join(map(re.escape, _COMMANDS))})")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from pangu.common.commands import FILES, is_installed_command
+from pangu.common.commands import PROGRAMS, is_installed_command
 from pangu.common.errors import UserError, writing
 from pangu.common.files import read_json_object, write_atomically
 from pangu.config.data import InstructionsData, StdlibData
@@ -150,4 +150,4 @@ def _program(command: str) -> list[str]:
     """Return the words that start a program of this project, the last of which is its name or file."""
     if is_installed_command():
         return ["pangu", command] if shutil.which("pangu") else ["python", "-m", "pangu", command]
-    return ["python", str(Path(sys.argv[0]).parent / f"{FILES[command]}.py")]
+    return ["python", str(Path(sys.argv[0]).parent / f"{PROGRAMS[command][0]}.py")]

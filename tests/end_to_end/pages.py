@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser as hydra_parser
 
 from pangu.cli import file_of, launched
-from pangu.common.commands import FILES
+from pangu.common.commands import PROGRAMS as FILES
 from scripts.launch import Options
 from tests.configs import config
 from tests.end_to_end.commands import SMALL
@@ -132,7 +132,7 @@ class Command:
             processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
             script, arguments = options.training_script, options.training_script_args
             if options.module and script == "pangu":
-                return cls(FILES[arguments[0]], arguments[1:], processes)
+                return cls(FILES[arguments[0]][0], arguments[1:], processes)
             return cls(_of_module(script) if options.module else script.removesuffix(".py"), arguments, processes)
         if words[0] == "python" and words[1].endswith(".py"):
             return cls(words[1].removesuffix(".py").removeprefix(f"{repository()}/").removeprefix("pangu/"), words[2:])

@@ -16,8 +16,8 @@ from torch.distributed.run import get_args_parser
 
 import pangu
 from pangu import __version__
-from pangu.cli import FLAGS, PROGRAMS, complete, completions, file_of, launched, main
-from pangu.common.commands import FILES, as_typed
+from pangu.cli import FLAGS, complete, completions, file_of, launched, main
+from pangu.common.commands import PROGRAMS, as_typed
 from pangu.common.errors import PrintableFormatter
 from pangu.config.build import build
 from pangu.config.help import START
@@ -51,7 +51,6 @@ def test_every_program_of_a_checkout_has_a_command() -> None:
 
 
 def test_messages_name_the_commands_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(FILES) == list(PROGRAMS)
     text = f"{START}\nsee /home/me/tools/plan.py; written by tools/preprocess_data.py"
     monkeypatch.setattr(sys, "argv", [str(repository() / "pretrain.py")])
     assert as_typed(text) == text
@@ -101,7 +100,7 @@ def test_a_shell_completes_the_options_of_a_program(command: str, monkeypatch: p
     for reads in ("parse_args", "parse_known_args", "parse_intermixed_args"):
         monkeypatch.setattr(argparse.ArgumentParser, reads, keep)
     with pytest.raises(SystemExit):
-        import_module(FILES[command].replace("/", ".")).parse([])
+        import_module(PROGRAMS[command][0].replace("/", ".")).parse([])
     options = {name for action in parsers[0]._actions for name in action.option_strings if name.startswith("--")}
     options = {name for name in options if name.replace("--no-", "--") not in options - {name}}
     found = set(completions(f"pangu {command} --"))

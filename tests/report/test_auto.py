@@ -268,8 +268,8 @@ def planned_on(rank: int, world: int, port: int) -> tuple[int, int, list[str]]:
         return {**values, "parallel": {**values["parallel"], "tensor": 4 + rank}}, [f"rank {rank} counted"]
 
     with patch.dict(os.environ, place), patch.object(auto, "choose_automatically", choose):
-        plan = plan_layout(CLUSTERS, composed(*RECIPE), set(), Launch(rank, world))
-    return num_choices, plan.values["parallel"]["tensor"], plan.lines
+        planned, lines, _mesh = plan_layout(CLUSTERS, composed(*RECIPE), set(), Launch(rank, world))
+    return num_choices, planned["parallel"]["tensor"], lines
 
 
 def test_one_process_counts_for_all_nodes(pool: Pool) -> None:
