@@ -17,11 +17,8 @@ log = logging.getLogger("pangu")
 
 _MOST_NAMED = 5
 """Largest number of damaged lines that a warning names."""
-_OPTIONAL = (
-    *("mtp_", "validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_"),
-    *("max_attention_logit", "rollbacks", "goodput", "damaged_"),
-)
-"""Prefixes of the fields that are omitted from a line when they are None."""
+_NULLABLE = "mfu", "loss_scale"
+"""Fields that may be null in a line; the others are left out."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,8 @@ class StepRecord:
     """Largest and least expert `load` relative to the layer mean, fraction of `dropped` choices, and both losses."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, without those that are optional (`_OPTIONAL`) and None."""
-        return {
-            name: value for name, value in vars(self).items() if value is not None or not name.startswith(_OPTIONAL)
-        }
+        """Return all fields that are not None, and of those that are None the ones that every line has."""
+        return {name: value for name, value in vars(self).items() if value is not None or name in _NULLABLE}
 
 
 class Speed(TypedDict):

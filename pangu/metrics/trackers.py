@@ -23,21 +23,8 @@ FINISH_SECONDS = 60
 """Longest time in seconds that a tracker may take to start and to finish."""
 _GROUPS = {
     "train": (
-        "loss",
-        "mtp_loss",
-        "max_attention_logit",
-        "lr",
-        "grad_norm",
-        "tokens",
-        "skipped",
-        "loss_scale",
-        "padding",
-        "continued_from",
-        "rollbacks",
-        "failed_saves",
-        "failed_copies",
-        "failed_uploads",
-        "damaged_checkpoints",
+        *("loss", "mtp_loss", "max_attention_logit", "lr", "grad_norm", "tokens", "skipped", "loss_scale", "padding"),
+        *("continued_from", "rollbacks", "failed_saves", "failed_copies", "failed_uploads", "damaged_checkpoints"),
     ),
     "speed": ("goodput", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),
