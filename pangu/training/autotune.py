@@ -86,7 +86,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     own = {"attention": kernels, "products": precisions(config.precision.fp32_matmul, compute, device)}
     own |= {"compile": compiles, **{use: apex.candidates(use, config, device) for use in apex.USES}}
     processors, of_ranks = zip(*gather_objects((processor_name(device), own), mesh.group("world")), strict=True)
-    candidates = {key: _common([names[key] for names in of_ranks]) for key in own}
+    candidates = {key: [one for one in of_ranks[0][key] if all(one in names[key] for names in of_ranks)] for key in own}
     device_kinds, every = ", ".join(sorted(set(processors))), candidates["attention"]
     candidates["attention"] = _affordable(config.model, every)
     if config.train.deterministic:  # times differ from start to start
@@ -141,11 +141,6 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
             best,
             best,
         )
-
-
-def _common(lists: Sequence[list[str]]) -> list[str]:
-    """Return the candidates that are in all lists, in the order of the first."""
-    return [name for name in lists[0] if all(name in names for names in lists)]
 
 
 def _affordable(model: ModelConfig, kernels: list[str]) -> list[str]:

@@ -51,15 +51,11 @@ class SpikeDetector:
 
     def fault(self, result: StepResult) -> str | None:
         """Return the fault of a step, or None. Call this once for every step."""
-        fault = self._judge(result)
-        self.good_steps += fault is None and not result.skipped
-        return fault
-
-    def _judge(self, result: StepResult) -> str | None:
         self._skipped = self._skipped + 1 if result.skipped else 0
         fault = self._spike(result.loss)
         if fault is None and self._skipped > self._config.max_skipped:
-            return f"skipped steps in a row: {self._skipped} (faults.max_skipped = {self._config.max_skipped})"
+            fault = f"skipped steps in a row: {self._skipped} (faults.max_skipped = {self._config.max_skipped})"
+        self.good_steps += fault is None and not result.skipped
         return fault
 
     def _spike(self, loss: float) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pangu.collectives.agreement import name_silent_ranks
 from pangu.collectives.reduce import gather_objects
@@ -34,10 +34,7 @@ from pangu.training.stages import BatchStages
 from pangu.training.staying import exchange
 from pangu.training.step import PendingResult, StepResult, Trainer
 from pangu.training.stragglers import Stragglers
-from pangu.training.validation import in_training, trust_ratios
-
-if TYPE_CHECKING:
-    from pangu.training.validation import Benchmarks, Validation
+from pangu.training.validation import Benchmarks, Validation, in_training, trust_ratios
 
 log = logging.getLogger("pangu")
 

@@ -44,12 +44,10 @@ def find_replica_difference(trainer: Trainer) -> str | None:
         for (name, place, shape), digest in rounded.items()
         if digests[f"local/{name.partition('/')[2]}", place, shape] != digest
     ]
+    shared = {key: digest for key, digest in digests.items() if not key[0].startswith("local/")}
     for axis in AXES:
-        if (group := mesh.group(axis)) is not None:
-            rows = dict(zip(group.ranks, gather_objects(_without_local(digests), group), strict=True))
-            found += _differences(mesh, axis, rows)
-    texts = list(dict.fromkeys(text for texts in gather_objects(found, mesh.group("world")) for text in texts))
-    return None if not texts else texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
+        found += _differences(mesh, axis, shared)
+    return _first_text(mesh, found)
 
 
 def find_weight_difference(trainer: Trainer, sums: Tensor) -> str:
@@ -58,22 +56,23 @@ def find_weight_difference(trainer: Trainer, sums: Tensor) -> str:
     assert compared is not None
     mesh, found, values = trainer.mesh, list[str](), sums.tolist()
     for axis in COPY_AXES:
-        if (group := mesh.group(axis)) is not None:
-            pairs = zip(compared.rows, values, strict=True)
-            mine = {(name, (), ()): value for (of_axis, name), value in pairs if of_axis == axis}
-            found += _differences(mesh, axis, dict(zip(group.ranks, gather_objects(mine, group), strict=True)))
+        pairs = zip(compared.rows, values, strict=True)
+        found += _differences(mesh, axis, {(name, (), ()): value for (own, name), value in pairs if own == axis})
+    without = "the sums that each rank keeps are equal, so the message that compares them was changed on its way"
+    return _first_text(mesh, found) or without
+
+
+def _first_text(mesh: Mesh, found: list[str]) -> str | None:
+    """Return the first text that any rank has `found`, with the number of others; None: there is none."""
     texts = list(dict.fromkeys(text for texts in gather_objects(found, mesh.group("world")) for text in texts))
-    if not texts:
-        return "the sums that each rank keeps are equal, so the message that compares them was changed on its way"
-    return texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
+    return None if not texts else texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
 
 
-def _without_local(digests: Mapping[Key, Any]) -> dict[Key, Any]:
-    return {key: digest for key, digest in digests.items() if not key[0].startswith("local/")}
-
-
-def _differences(mesh: Mesh, axis: str, rows: Mapping[int, Mapping[Key, Any]]) -> Iterator[str]:
-    """Yield a text for each part of a tensor whose copies differ; `rows`: digests of each rank of the axis."""
+def _differences(mesh: Mesh, axis: str, digests: Mapping[Key, Any]) -> Iterator[str]:
+    """Yield a text for each part of a tensor whose copies along an axis differ, given this rank's digests."""
+    if (group := mesh.group(axis)) is None:
+        return
+    rows = dict(zip(group.ranks, gather_objects(digests, group), strict=True))
     for key in dict.fromkeys(key for row in rows.values() for key in row):
         copies = {rank: row[key] for rank, row in rows.items() if key in row}
         if len(set(copies.values())) < 2:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, one_micro_batch, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Mesh
+from pangu.training.autotune import Choices
 from pangu.training.step_check import StepCheck
 from pangu.zero.gradients import Norms, layer_products_add
 from pangu.zero.matrices import WholeMatrices
@@ -46,9 +46,6 @@ from pangu.zero.sharded import ShardedParameters
 from pangu.zero.stage_parameters import FlatNumbers
 from pangu.zero.weight_products import WeightProducts
 from pangu.zero.weight_sums import NUMBERS
-
-if TYPE_CHECKING:
-    from pangu.training.autotune import Choices
 
 
 @dataclass(frozen=True)

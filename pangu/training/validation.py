@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pangu.collectives.reduce import gather_objects
 from pangu.config.schema import RunConfig
@@ -11,14 +11,11 @@ from pangu.data.batch import Batch, Row, batch_of
 from pangu.data.boundaries import begin_id
 from pangu.data.sources import Sources
 from pangu.data.stream import Stream
+from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.inference import LoadedModel, mean_loss, padded_length
 from pangu.metrics.record import perplexity
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-
-if TYPE_CHECKING:
-    from pangu.data.tokenizers import Tokenizer
-
 
 Benchmarks = Callable[[LoadedModel], dict[str, float]]
 """Function that asks a model all questions and returns the figures by `task/measure`, on all processes."""

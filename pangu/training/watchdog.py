@@ -13,15 +13,13 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from pangu.collectives.agreement import FAILED, absent, answer_of_store
 from pangu.common.errors import STORE_SECONDS, LostError, printable
 from pangu.topology.backends import abort_groups
 from pangu.topology.mesh import Mesh, is_silence
-
-if TYPE_CHECKING:
-    from pangu.training.step import Trainer
+from pangu.training.step import Trainer
 
 BEAT_SECONDS = 5.0
 """Interval of a process's messages to the store; less if `parallel.timeout_s` is short."""
