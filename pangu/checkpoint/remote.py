@@ -119,10 +119,7 @@ class RemoteRun:
         """Fetch what `send_start` has sent, unless it is there."""
         target, source = local / START, f"{self._root}/checkpoints/{START}"
         if not target.exists() and self._size(source) is not None:
-            with writing(target):
-                local.mkdir(parents=True, exist_ok=True)
-                with new_path(target) as partial:
-                    self._fetch_file(source, partial, MOST_INDEX_BYTES)
+            self._fetch_new(source, target, MOST_INDEX_BYTES)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete remote checkpoints, their index first: one that is cut short leaves no damaged checkpoint."""
@@ -179,10 +176,7 @@ class RemoteRun:
             target, source = path.parent.parent / name, f"{self._root}/{name}"
             # the longer one: a machine that trained before has the figures up to there
             if (self._size(source) or 0) > (target.stat().st_size if target.exists() else 0):
-                with writing(target):
-                    target.parent.mkdir(exist_ok=True)
-                    with new_path(target) as partial:
-                        self._fetch_file(source, partial)
+                self._fetch_new(source, target)
         adopt(path)
 
     def _path(self, name: str, file: str) -> str:
@@ -238,6 +232,12 @@ class RemoteRun:
             _require_same(source, digest.hexdigest(), sent, expected)
         if arrived != sent:
             raise UserError(f"{self.url}: {target} has {arrived} bytes after {sent} were sent")
+
+    def _fetch_new(self, source: str, target: Path, most: int | None = None) -> None:
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with new_path(target) as partial:
+                self._fetch_file(source, partial, most)
 
     def _fetch_file(
         self, source: str, target: Path, most: int | None = None, expected: Mapping[str, Any] | None = None

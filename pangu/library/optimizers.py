@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -21,18 +21,12 @@ from pangu.optim.lamb import Lamb
 Groups = Sequence[Mapping[str, Any]]
 
 
-class Owner(Protocol):
-    """Sharded model, which knows whether it is calling an optimizer."""
-
-    is_stepping: bool
+_owners: MutableMapping[Tensor, ReferenceType[Any]] = WeakTensorKeyDictionary()
+"""Sharded models that own main parameters, and the parameters that the models had before."""
 
 
-_owners: MutableMapping[Tensor, ReferenceType[Owner]] = WeakTensorKeyDictionary()
-"""Owners of main parameters, and of the parameters that the models had before."""
-
-
-def watch(tensors: Iterable[Tensor], owner: Owner) -> None:
-    """Let an optimizer of these tensors step within `owner.step` only."""
+def watch(tensors: Iterable[Tensor], owner: Any) -> None:
+    """Let an optimizer of these tensors step only while the sharded model `owner` is stepping."""
     for tensor in tensors:
         _owners[tensor] = ref(owner)
 

@@ -12,7 +12,8 @@ Parameters outside of all regions form one more, which stays gathered throughout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -157,17 +158,11 @@ def nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
+@dataclass(eq=False)
 class _Use:
     """Use of a region in one forward; in backward it is open from an output's gradient to those of all inputs."""
 
-    def __init__(self, name: str, hooks: RegionHooks) -> None:
-        self.name, self._hooks = name, hooks
-
-    def open(self, _: Tensor | None = None) -> None:
-        self._hooks.open(self)
-
-    def close(self) -> None:
-        self._hooks.close(self)
+    name: str
 
 
 def hiding(kind: type[T], is_pending: Callable[[], bool], **members: Any) -> type[T]:
@@ -291,7 +286,7 @@ class RegionHooks:
 
     def _before(self, name: str) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            use = _Use(name, self)
+            use = _Use(name)
             self._stack.append(use)
             self.require_ended()
             self.begin(name, {} if self._in_backward else None)
@@ -302,7 +297,8 @@ class RegionHooks:
             places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
             if not (places and torch.is_grad_enabled()):
                 return None
-            for place, x in zip(places, _Ending.apply(use.close, *(leaves[i] for i in places)), strict=True):
+            close = partial(self.close, use)
+            for place, x in zip(places, _Ending.apply(close, *(leaves[i] for i in places)), strict=True):
                 leaves[place] = x
             return tree_unflatten(leaves, structure)
 
@@ -320,7 +316,7 @@ class RegionHooks:
         self.end(name, following)
         if name not in self._regions.lookups:
             for x in outputs:
-                x.register_hook(use.open)
+                x.register_hook(lambda _: self.open(use))
             if torch.is_grad_enabled() and output is not None and next(tensors_in(output), None) is None:
                 raise UserError(
                     f"{name or type(module).__name__}: its forward returns {type(output).__name__}, in which no tensor "

@@ -17,11 +17,12 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ WRITER = "copies in memory"
 """Name of the thread."""
 
 
-class Copies:
+class Copies(AbstractContextManager["Copies"]):
     """Writer and finder of generations in the memory of nodes; a context manager, as a run that ends leaves none."""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
@@ -188,10 +189,6 @@ class Copies:
     def clear(self) -> None:
         """Delete all generations on all nodes, because the run continues from elsewhere. The last one has settled."""
         agree(self._mesh, lambda: self._delete(list_checkpoints(self._folder)), runs_here=self._leads)
-
-    def __enter__(self) -> Self:
-        """Return the copies."""
-        return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         """Wait for the last generation, or end it if this process fails; free the memory if the run has ended."""

@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pangu.checkpoint.arena import Arena
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, partial_of, prune, step_of, tidy
@@ -95,7 +96,7 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     return facts
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Writer of checkpoints during training; each element is written once, by one of the ranks that hold it.
 
     Use it as a context manager; its end waits for the writer, but not forever.
@@ -275,10 +276,6 @@ class Saver:
             self.uploader.continue_from(self._trainer.step)
             self.uploader.wait(min(SAVE_SECONDS, self._mesh.timeout_s / 2))  # others wait for this rank meanwhile
         return index
-
-    def __enter__(self) -> Self:
-        """Return the saver."""
-        return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         """Wait for the last save, unless this process must end at once."""
