@@ -39,12 +39,6 @@ def file_of(command: str) -> Path:
     return next(path for path in (package / name, package.parent / name) if path.is_file())
 
 
-def help_text() -> str:
-    """Return the list of commands."""
-    commands = "\n".join(f"  {name:<10} {does}" for name, (_, does) in PROGRAMS.items())
-    return _HELP.format(description=str(pangu.__doc__).partition("\n")[0], commands=commands)
-
-
 def launched(words: Sequence[str]) -> list[str]:
     """Return the words of a launcher with `-m pangu` before a command's name; a file stays as it is."""
     place = 0
@@ -101,7 +95,8 @@ def main() -> None:
     """Carry out the command line; end the process with its exit status."""
     match sys.argv[1:]:
         case [] | ["--help" | "-h" | "help", *_]:
-            print(help_text(), end="")
+            commands = "\n".join(f"  {name:<10} {does}" for name, (_, does) in PROGRAMS.items())
+            print(_HELP.format(description=str(pangu.__doc__).partition("\n")[0], commands=commands), end="")
         case ["--version", *_]:
             print(pangu.__version__)
         case [command, *words] if command in PROGRAMS:

@@ -158,19 +158,15 @@ def _problems(index: Mapping[str, Any]) -> Iterator[str]:
             yield f"tensors: {name!r:.200}: not a valid tensor entry"
             continue
         for piece in entry["pieces"]:
-            yield from (f"{name}: {problem}" for problem in _problems_of_piece(piece, entry, files))
+            if piece["file"] not in files:
+                yield f"{name}: {piece['file']!r:.200} is not among the files"
+            elif math.prod(piece["shape"]) * _DTYPES[entry["dtype"]][1] > files[piece["file"]]["bytes"]:
+                yield f"{name}: a piece {piece['shape']} does not fit into {piece['file']}"
             if (place := (piece["file"], piece["key"])) in keys:
                 yield f"{name}: {piece['key']!r:.200} of {piece['file']} is used twice"
             keys.add(place)
         if not cover(entry["shape"], entry["pieces"]):
             yield f"{name}: its pieces do not cover {entry['shape']} exactly once"
-
-
-def _problems_of_piece(piece: Mapping[str, Any], entry: Mapping[str, Any], files: Mapping[str, Any]) -> Iterator[str]:
-    if piece["file"] not in files:
-        yield f"{piece['file']!r:.200} is not among the files"
-    elif math.prod(piece["shape"]) * _DTYPES[entry["dtype"]][1] > files[piece["file"]]["bytes"]:
-        yield f"a piece {piece['shape']} does not fit into {piece['file']}"
 
 
 def cover(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> bool:

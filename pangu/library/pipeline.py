@@ -14,7 +14,6 @@ from pangu.common.errors import UserError
 from pangu.layers.linear import ParallelLinear
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 from pangu.layers.weight_gradient_store import WeightGradientStore
-from pangu.library.requirements import storage_of
 from pangu.library.sharded_model import ShardedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
@@ -125,11 +124,11 @@ class Pipeline:
         self.sharded = ShardedModel(
             self.modules,
             mesh,
-            storage_of(self.modules, mesh, **storage),
             {chunk: str(chunk) for chunk in local},
             regions,
             reduces=self.schedule.reduce_each,
             turns=self._last in local,
+            **storage,
         )
         """Sharded model with `lamb`, `adamw` and `step`, and the argument of `save` and `load`; names of parameters
         begin with their chunk's index."""

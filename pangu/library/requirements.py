@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,6 @@ from pangu.topology.placement import Placement, PlacementTable, TensorRank
 Offload = Literal["optimizer", "parameters"]
 
 
-class Storage(NamedTuple):
-    """Storage and communication options of parameters, as in `shard`."""
-
-    dtype: torch.dtype
-    bucket_bytes: float
-    offload: tuple[str, ...]
-    overlap: bool
-    message: torch.dtype | None
-
-
 def storage_of(
     model: nn.Module,
     mesh: Mesh,
@@ -39,8 +29,8 @@ def storage_of(
     offload: Sequence[Offload] = (),
     overlap: bool = True,
     message: torch.dtype | None = None,
-) -> Storage:
-    """Return the storage of a module's parameters. Arguments and errors are those of `shard`."""
+) -> tuple[torch.dtype, float, tuple[str, ...], bool, torch.dtype | None]:
+    """Return dtype, bytes per bucket, offload, overlap and message. Arguments and errors are those of `shard`."""
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh = {shown(mesh)}: must be a mesh, as `pangu.connect` returns it")
     formats: dict[torch.dtype, str] = {}
@@ -70,7 +60,7 @@ def storage_of(
     if bucket_mib is not None and not bucket_mib > 0:
         raise UserError(f"bucket_mib = {bucket_mib}: must be above 0")
     mib = usual_bucket_mib(layout.zero, layout.replicas) if bucket_mib is None else bucket_mib
-    return Storage(kind, 2**20 * mib, tuple(offload), overlap, message)
+    return kind, 2**20 * mib, tuple(offload), overlap, message
 
 
 def require_no_tensor_hooks(model: nn.Module) -> None:

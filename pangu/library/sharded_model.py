@@ -18,7 +18,6 @@ from pangu.library.optimizers import Groups, options_of, require_alone, watch
 from pangu.library.regions import COPIES, Hook, Names, RegionHooks, nothing, regions_of
 from pangu.library.requirements import (
     Offload,
-    Storage,
     placed,
     require_agreement,
     require_no_tensor_hooks,
@@ -52,16 +51,17 @@ class ShardedModel:
         self,
         model: nn.Module,
         mesh: Mesh,
-        storage: Storage,
         chunks: Mapping[int, str],
         regions: Names | None = None,
         reduces: bool | None = None,
         turns: bool = True,
+        **storage: Any,
     ) -> None:
         """Shard the `chunks` (paths by index) of `model`; `turns`: backward begins with the last chunk.
 
-        `reduces`: reduce gradients after each backward; None: the caller decides when.
+        `reduces`: reduce gradients after each backward; None: the caller decides when. `storage`: as of `shard`.
         """
+        dtype, bucket_bytes, offload, overlap, message = storage_of(model, mesh, **storage)
         self.model, self.mesh = model, mesh
         _require_unsharded(model)
         require_no_tensor_hooks(model)
@@ -73,9 +73,8 @@ class ShardedModel:
         watch(names, self)
         parts = regions_of(model, chunks, regions)
         each = shards_sums(mesh.layout) if reduces is None else reduces
-        grouping = storage.bucket_bytes, storage.offload, each, storage.overlap
-        stage = StageParameters.of(table, parts, mesh.layout, mesh.at, *grouping)
-        self.parameters = ShardedParameters(model, stage, mesh, storage.dtype, storage.message)
+        stage = StageParameters.of(table, parts, mesh.layout, mesh.at, bucket_bytes, offload, each, overlap)
+        self.parameters = ShardedParameters(model, stage, mesh, dtype, message)
         for first, *others in names.values():
             for name in others:
                 owner, _, leaf = name.rpartition(".")
@@ -337,8 +336,9 @@ def shard(
         UserError: Ranks disagree about values, parameters are not floating-point, of several formats without
             `dtype`, or without values, `regions` are not separate submodules, or a part is sharded already.
     """
-    storage = storage_of(model, mesh, dtype, bucket_mib, offload, overlap, message)
-    return ShardedModel(model, mesh, storage, {0: ""}, None if regions is None else {0: regions})
+    storage: dict[str, Any] = {"dtype": dtype, "bucket_mib": bucket_mib, "offload": offload, "overlap": overlap}
+    chosen = None if regions is None else {0: regions}
+    return ShardedModel(model, mesh, {0: ""}, chosen, message=message, **storage)
 
 
 def _require_unsharded(model: nn.Module) -> None:

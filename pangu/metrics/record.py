@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from pangu.common.errors import printable
 from pangu.common.files import open_regular, parse_json
@@ -93,17 +93,10 @@ class StepRecord:
         return {name: value for name, value in vars(self).items() if value is not None or name in _NULLABLE}
 
 
-class Speed(TypedDict):
-    """Fields of a record that tell how fast a step was."""
-
-    step_time_s: float
-    tokens_per_s: float
-    tflops_per_device: float
-    mfu: float | None
-
-
-def speed(tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_tflops: float | None) -> Speed:
-    """Return the throughput and MFU of a step.
+def speed(
+    tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_tflops: float | None
+) -> dict[str, Any]:
+    """Return the fields of a record that say how fast a step was.
 
     `flops_per_token` counts forward and backward pass of the whole model; `peak_tflops` is per device, None if unknown.
     """

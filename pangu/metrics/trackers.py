@@ -126,17 +126,18 @@ class Alert(NamedTuple):
     message: str
 
 
-class _AlertHandler(logging.Handler):
+class AlertHandler(logging.Handler):
     """Handler that passes the alerts of a log to a function."""
 
-    def __init__(self, send: Callable[[Alert], object]) -> None:
+    def __init__(self, receive: Callable[[Alert], object]) -> None:
+        """Pass the alerts to `receive`, once a logger has this handler."""
         super().__init__()
-        self._send = send
+        self._receive = receive
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass on a record that asks for an alert."""
         if kind := getattr(record, "alert", None):
-            self._send(Alert(kind, record.getMessage()))
+            self._receive(Alert(kind, record.getMessage()))
 
 
 class Service(NamedTuple):
@@ -164,7 +165,7 @@ class TrackerWriter:
         # What is left to send; an integer is the exit status and ends the thread.
         self._queue: queue.SimpleQueue[StepRecord | Alert | int] = queue.SimpleQueue()
         self._service, self._failed = service, False
-        self._alerts = _AlertHandler(self._queue.put)
+        self._alerts = AlertHandler(self._queue.put)
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         try:
             # Not in the thread: concurrent imports from two threads can see half-initialized modules.

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from pangu.common.errors import UserError
+from pangu.metrics.trackers import Alert, AlertHandler
 
 log = logging.getLogger("pangu")
 
@@ -36,7 +37,7 @@ APART_SECONDS = 60.0
 MOST_WAITING = 100
 
 
-class Alerts(logging.Handler):
+class Alerts(AlertHandler):
     """Runner of `train.alert_command`, with one JSON line on its standard input for each alert.
 
     Use it as a context manager on the first rank. A thread runs the commands, one after the other, so that training
@@ -45,21 +46,16 @@ class Alerts(logging.Handler):
 
     def __init__(self, command: Sequence[str], run: Path) -> None:
         """Prepare the command for the run folder `run`. Raises UserError if there is no such program."""
-        super().__init__()
+        super().__init__(self._send)
         self._command, self._run = tuple(command), run
         self._sent_s: dict[str, float] = {}
         """Time of the last alert of each kind."""
         self._left_out: Counter[str] = Counter()
-        self._waiting: Queue[tuple[str, str] | None] = Queue(MOST_WAITING)
+        self._waiting: Queue[Alert | None] = Queue(MOST_WAITING)
         self._thread = Thread(target=self._work, name="alerts", daemon=True)
         if command and shutil.which(command[0]) is None:
             rule = "is no program that this machine can execute; use a path, or [] for no alerts"
             raise UserError(f"train.alert_command: {command[0]}: {rule}")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send an alert for a record that asks for one."""
-        if kind := getattr(record, "alert", None):
-            self._send(kind, record.getMessage())
 
     def __enter__(self) -> Self:
         """Listen to the log."""
@@ -74,22 +70,22 @@ class Alerts(logging.Handler):
             return
         log.removeHandler(self)
         if error is not None:
-            self._send("failed", str(error) or type(error).__name__)
+            self._send(Alert("failed", str(error) or type(error).__name__))
         elif "stopped" not in self._sent_s:
-            self._send("ended", f"{self._run}: the run is complete")
+            self._send(Alert("ended", f"{self._run}: the run is complete"))
         with suppress(Full):
             self._waiting.put_nowait(None)
         self._thread.join(LIMIT_SECONDS)
 
-    def _send(self, kind: str, message: str) -> None:
-        now = time.monotonic()
+    def _send(self, alert: Alert) -> None:
+        kind, now = alert.kind, time.monotonic()
         if now - self._sent_s.get(kind, -APART_SECONDS) < APART_SECONDS:
             self._left_out[kind] += 1
             return
         self._sent_s[kind] = now
         content = {
             "event": kind,
-            "message": message,
+            "message": alert.message,
             "left_out": self._left_out.pop(kind, 0),
             "run": str(self._run.absolute()),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,7 +93,7 @@ class Alerts(logging.Handler):
             "process": os.getpid(),
         }
         with suppress(Full):  # the command takes longer than events take to happen
-            self._waiting.put_nowait((kind, f"{json.dumps(content)}\n"))
+            self._waiting.put_nowait(Alert(kind, f"{json.dumps(content)}\n"))
 
     def _work(self) -> None:
         while (alert := self._waiting.get()) is not None:

@@ -6,13 +6,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,8 +23,7 @@ from pangu.collectives.agreement import agree_on_first, agree_on_long_work, name
 from pangu.collectives.reduce import gather_objects
 from pangu.common.console import outlive_console
 from pangu.common.errors import PrintableFormatter, UserError, allocating
-from pangu.config.data import DataConfig, InstructionsData
-from pangu.config.model import ModelConfig
+from pangu.config.data import InstructionsData
 from pangu.config.schema import RunConfig
 from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, pack, tokenizer_of, with_ids
@@ -70,32 +70,21 @@ Expect = Callable[[RunConfig, Layout, Stages, Callable[[], None]], ForecastWrite
 progress. Raises UserError if the run needs more memory than a device has."""
 ReadBenchmarks = Callable[[RunConfig], Benchmarks]
 """Function that reads the benchmarks of a run. Raises UserError if their files are missing or wrong."""
-
-
-class Corpora(Protocol):
-    """Module that makes the files of data=stdlib and data=instructions: `pangu.prepare.corpora`."""
-
-    def prepare(
-        self, data: DataConfig, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None]
-    ) -> None:
-        """Create the files unless they exist."""
-
-    def portable_template(self, data: InstructionsData) -> str:
-        """Return the chat template of conversations, for any program."""
+T = TypeVar("T")
 
 
 def run(
     values: Mapping[str, Any],
     expect: Expect | None = None,
     read_benchmarks: ReadBenchmarks | None = None,
-    corpora: Corpora | None = None,
+    corpora: ModuleType | None = None,
     stop_signals: Callable[[float, float | None], StopSignals] = StopSignals,
 ) -> int:
     """Check the configuration, composed as plain dictionaries, then train, and return the exit status.
 
     `expect` makes the forecast if the cluster is known, `read_benchmarks` reads the benchmarks in `evaluate.tasks`, and
-    `corpora` prepares data=stdlib and data=instructions; without it they must be prepared. `stop_signals`
-    makes the handler of signals. Raises UserError for all errors that the user can fix.
+    `corpora` prepares data=stdlib and data=instructions (`prepare`, `portable_template`); without it they must be
+    prepared. `stop_signals` makes the handler of signals. Raises UserError for all errors that the user can fix.
     """
     began = time.perf_counter()
     launch = Launch.from_environment()
@@ -124,7 +113,10 @@ def run(
             raise_open_files(launch.world)
         stack.enter_context(Interrupts(speaks=launch.rank == 0))
         if device.type != "cpu":
-            stack.enter_context(_told_backend(device, launch, output))
+            given = dict(os.environ)
+            if launch.world > 1 and backend_of(device) == "nccl":
+                stack.enter_context(record_collectives(output))
+            log.info("%-12s %s", "environment", describe_environment(given))
         if config.train.deterministic:
             stack.enter_context(deterministic())
             log.info("%-12s bitwise reproducible on this hardware with these library versions", "determinism")
@@ -140,7 +132,8 @@ def run(
         agree_on_first(mesh, lambda: bool(stack.enter_context(Alerts(alerts, output))))
         forecast = None
         if expect is not None and config.cluster is not None:
-            forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
+            measure = partial(expect, config, layout, stages)
+            forecast = _do_long_work(mesh, watchdog, "measuring the layers", measure, mesh.is_first)
         signals = stop_signals(began, config.train.stop_after_s)
         copies = stack.enter_context(Copies(config, mesh)) if config.checkpoint.memory_every else None
         return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora, copies)
@@ -164,24 +157,18 @@ def _set_up_logging(is_first: bool) -> None:
         handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == log.name)
 
 
-@contextmanager
-def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterator[None]:
-    """Configure the backend of a device within the block, and log its environment."""
-    given = dict(os.environ)
-    is_nccl = launch.world > 1 and backend_of(device) == "nccl"
-    with record_collectives(output) if is_nccl else nullcontext():
-        log.info("%-12s %s", "environment", describe_environment(given))
-        yield
-
-
-def _shared_forecast(
-    forecast: Callable[[Callable[[], None]], ForecastWriter | None], mesh: Mesh, watchdog: Watchdog | None
-) -> ForecastWriter | None:
-    """Return the first process's forecast; None elsewhere. Raises UserError on all if memory does not suffice."""
-    if watchdog is None:
-        return forecast(lambda: None)
-    doing = "measuring the layers"
-    results = agree_on_long_work(mesh, doing, forecast, runs_here=mesh.is_first, watch=watchdog.look_at)
+def _do_long_work(
+    mesh: Mesh,
+    watchdog: Watchdog | None,
+    doing: str,
+    action: Callable[[Callable[[], None]], T],
+    runs_here: bool,
+    leave: Callable[[], None] = lambda: None,
+) -> T | None:
+    """Carry out work like `agree_on_long_work`, and return the first process's result there, None elsewhere."""
+    if watchdog is None:  # nobody waits, and Ctrl-C reaches the work in this thread
+        return action(lambda: None) if runs_here else None
+    results = agree_on_long_work(mesh, doing, action, runs_here=runs_here, watch=watchdog.look_at, leave=leave)
     return results[0] if results else None
 
 
@@ -194,7 +181,7 @@ def _train(
     forecast: ForecastWriter | None,
     watchdog: Watchdog | None,
     read_benchmarks: ReadBenchmarks | None,
-    corpora: Corpora | None,
+    corpora: ModuleType | None,
     copies: Copies | None,
 ) -> int:
     output = Path(config.train.output)
@@ -265,7 +252,7 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
 
 
 def _describe_folder(
-    output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]], corpora: Corpora | None
+    output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]], corpora: ModuleType | None
 ) -> None:
     """Write configuration, tokenizer, chat template, choices and ranks, so that the run folder is self-contained."""
     save_config(output, config)
@@ -282,7 +269,7 @@ def _describe_folder(
 
 
 def _sources(
-    config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None, corpora: Corpora | None
+    config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None, corpora: ModuleType | None
 ) -> Sources:
     """Prepare the data once per file system, then open it; this may be slow, but must report progress.
 
@@ -301,22 +288,15 @@ def _sources(
         sizes = config.batch.global_size, num_validation
         opened.append(open_sources(config.data, config.model, config.train.seed, *sizes, note_progress))
 
-    def carry_out(action: Callable[[Callable[[], None]], None], runs_here: bool) -> None:
-        if watchdog is not None:
-            doing, watch = f"preparing data={config.data.kind}", watchdog.look_at
-            agree_on_long_work(mesh, doing, action, runs_here=runs_here, watch=watch, leave=end_workers)
-        elif runs_here:  # nobody waits, and Ctrl-C reaches the work in this thread
-            action(lambda: None)
-
     before = set(active_children())
 
     def end_workers() -> None:
         for worker in {*active_children()} - before:
             worker.kill()  # Python would wait for one that hangs
 
-    carry_out(make, mesh.is_first)
-    carry_out(make, launch.local_rank == 0 and not mesh.is_first)
-    carry_out(open_all, True)
+    doing, is_first_on_node = f"preparing data={config.data.kind}", launch.local_rank == 0 and not mesh.is_first
+    for action, runs_here in ((make, mesh.is_first), (make, is_first_on_node), (open_all, True)):
+        _do_long_work(mesh, watchdog, doing, action, runs_here, end_workers)
     if watchdog is not None:
         watchdog.look_at()
     (sources,) = opened

@@ -13,9 +13,7 @@ from pangu.models.language_model import ModuleHooks
 from pangu.schedule.actions import MESSAGES, Action, Kind
 from pangu.schedule.expand import UPDATE, StepOp, expand
 from pangu.schedule.schedule import Schedule
-from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.homes import publish_order
-from pangu.zero.rules import Operation
 from pangu.zero.unshard import passing
 
 if TYPE_CHECKING:
@@ -48,9 +46,10 @@ class StepCheck(ModuleHooks):
         """Operations of the step so far."""
         self._below, trainer.model.hooks = trainer.model.hooks, self
         self._unsharder = parameters.unsharder
-        parameters.unsharder.note = parameters.gradients.note = self._note_flat
+        parameters.unsharder.note = lambda operation, flat: self._note(StepOp(operation.value, flat=flat.numbers))
+        parameters.gradients.note = parameters.unsharder.note
         trainer.runner.note = self._begin_action
-        trainer.optimizer.register_step_pre_hook(lambda *_: self._note_update())
+        trainer.optimizer.register_step_pre_hook(lambda *_: self._note(StepOp(UPDATE)))
 
     def follow(self, schedule: Schedule) -> None:
         """Expect the operations of another schedule from the next step on."""
@@ -101,12 +100,6 @@ class StepCheck(ModuleHooks):
         is_forward = op.kind == Kind.FORWARD
         alone = op.kind == Kind.BACKWARD_WEIGHT or (op.module in self._stage.regions.lookups and not is_forward)
         return not op.module or not alone
-
-    def _note_flat(self, operation: Operation, flat: FlatParameter) -> None:
-        self._note(StepOp(operation.value, flat=flat.numbers))
-
-    def _note_update(self) -> None:
-        self._note(StepOp(UPDATE))
 
     def _note(self, op: StepOp) -> None:
         if self._expected is None:

@@ -285,7 +285,7 @@ def forecast_on(rank: int, world: int) -> tuple[int, Any]:
         return f"rank {rank}'s"
 
     watchdog: Any = SimpleNamespace(look_at=lambda *_: None)
-    given = running._shared_forecast(forecast, mesh, watchdog)
+    given = running._do_long_work(mesh, watchdog, "measuring the layers", forecast, mesh.is_first)
     return len(made), given
 
 
