@@ -74,6 +74,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
+def list_standings(folder: Path) -> list[tuple[Path, Standing]]:
+    """Return the checkpoints of `list_checkpoints` with their standings."""
+    return [(path, read_standing(path)) for path in list_checkpoints(folder)]
+
+
 def start(path: Path) -> None:
     """Create the empty folder of an uncommitted checkpoint next to `path`. Raises UserError."""
     partial = partial_of(path)
@@ -151,8 +156,7 @@ def prune(folder: Path, config: CheckpointConfig) -> None:
     Raises UserError that names those that the disk refuses to delete; they stay complete.
     """
     problems = []
-    checkpoints = [(path, read_standing(path)) for path in list_checkpoints(folder)] if config.keep else []
-    for path in superseded(checkpoints, config):
+    for path in superseded(list_standings(folder) if config.keep else [], config):
         try:
             _delete(path)
         except OSError as error:

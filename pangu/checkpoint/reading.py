@@ -13,9 +13,9 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pangu.checkpoint.files import Slice, list_checkpoints
+from pangu.checkpoint.files import Slice, list_standings
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
-from pangu.checkpoint.standing import continuation_order, read_standing
+from pangu.checkpoint.standing import continuation_order
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import ConfigError, UserError, reading
@@ -97,21 +97,20 @@ def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | No
 
 
 def damage(path: Path, mesh: Mesh) -> list[str]:
-    """Return the damage of a checkpoint, on all ranks; each reads its share. May raise NewerFormatError on all."""
+    """Return the damage of a checkpoint, on all ranks; each reads its share.
 
-    def look() -> tuple[list[str], str | None]:
+    Raises UserError on all ranks if a newer pangu has written it: it is intact, so no older one may take its place.
+    """
+
+    def look() -> list[str]:
         try:
-            return find_damage(path, read_index(path), mesh.rank, mesh.layout.world), None
-        except NewerFormatError as error:
-            return [], str(error)
+            return find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
+        except NewerFormatError:
+            raise
         except UserError as error:
-            return [str(error)], None
+            return [str(error)]
 
-    answers = [answer for answer in agree(mesh, look, runs_here=True) if answer is not None]
-    for _, newer in answers:
-        if newer is not None:
-            raise NewerFormatError(newer)
-    return list(dict.fromkeys(line for lines, _ in answers for line in lines))
+    return list(dict.fromkeys(line for lines in agree(mesh, look, runs_here=True) for line in lines or ()))
 
 
 def intact(path: Path, mesh: Mesh) -> Path:
@@ -151,7 +150,7 @@ def load_weights(
 
 def newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint that is not condemned if `path` is a run folder; otherwise `path`."""
-    checkpoints = [(checkpoint, read_standing(checkpoint)) for checkpoint in list_checkpoints(path / "checkpoints")]
+    checkpoints = list_standings(path / "checkpoints")
     return next(iter(continuation_order(checkpoints)), checkpoints[-1][0] if checkpoints else path)
 
 

@@ -5,7 +5,6 @@ Each works without a network where its package can: into `trackers/NAME` of the 
 
 from __future__ import annotations
 
-import netrc
 import os
 import re
 import secrets
@@ -13,9 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from pangu.common.errors import ConfigError, Problem
 from pangu.common.flat import flatten
@@ -54,16 +51,10 @@ def logged_in() -> bool:
     """Return whether this machine holds a wandb key, in the environment or in the user's netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in candidates:
-        try:
-            entry = netrc.netrc(Path(path).expanduser()).authenticators(host)
-            if entry and entry[2]:
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    import requests.utils  # noqa: PLC0415 - comes with wandb, an optional package
+
+    entry = requests.utils.get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    return bool(entry and entry[1])
 
 
 def wandb_service(mode: str) -> Service:

@@ -6,9 +6,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.checkpoint.files import list_checkpoints, step_of
+from pangu.checkpoint.files import list_standings, step_of
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
+from pangu.checkpoint.standing import continuation_order, read_standing, write_standing
 from pangu.collectives.agreement import agree_on_first
 from pangu.common.errors import UserError
 from pangu.topology.mesh import Mesh
@@ -31,8 +31,7 @@ class Standings:
     def load(self) -> None:
         """Find the checkpoints that the steps from here on may prove."""
         found: list[tuple[Path, int]] = []
-        for path in reversed(list_checkpoints(self._folder) if self._mesh.is_first else []):
-            standing = read_standing(path)
+        for path, standing in reversed(list_standings(self._folder) if self._mesh.is_first else []):
             if standing.proven or standing.condemned:
                 break
             try:
@@ -75,12 +74,11 @@ class Standings:
         def count() -> str:
             self.note(good_steps, writing=False)
             texts: list[str] = []
-            for path in reversed(list_checkpoints(self._folder)):
-                standing = read_standing(path)
+            for path, standing in reversed(list_standings(self._folder)):
                 if not texts or (standing.proven and not standing.condemned):
-                    standing = standing.blamed(f"step {step}: {fault}")
-                    write_standing(path, standing)
-                    texts.append(f"{path}, {step - step_of(path)} steps before, is {standing.word}")
+                    blamed = standing.blamed(f"step {step}: {fault}")
+                    write_standing(path, blamed)
+                    texts.append(f"{path}, {step - step_of(path)} steps before, is {blamed.word}")
                     if standing.proven or not goes_back:
                         break
             return "; ".join(texts) or "there is no checkpoint yet"
@@ -91,15 +89,10 @@ class Standings:
         """Condemn all checkpoints after `step`; return how to continue, equal on all ranks. May raise UserError."""
 
         def condemn() -> str:
-            paths = list_checkpoints(self._folder)
-            standings: list[tuple[Path, Standing]] = []
-            for path in paths:
-                standing = read_standing(path)
+            for path, standing in list_standings(self._folder):
                 if step_of(path) > step:
-                    standing = standing.blamed(fault, condemn=True)
-                    write_standing(path, standing)
-                standings.append((path, standing))
-            order = continuation_order(standings)
+                    write_standing(path, standing.blamed(fault, condemn=True))
+            order = continuation_order(list_standings(self._folder))
             if not order:
                 return "no checkpoint is old enough to continue from: set another train.output to start over"
             return f"start the same command again to continue from {order[0]}, which is older than the fault"

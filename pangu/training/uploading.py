@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Lock, Thread
 
-from pangu.checkpoint.files import list_checkpoints
+from pangu.checkpoint.files import list_checkpoints, list_standings
 from pangu.checkpoint.remote import DAMAGED, RemoteRun
-from pangu.checkpoint.standing import Standing, read_standing
+from pangu.checkpoint.standing import Standing
 from pangu.collectives.agreement import agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.config.checkpoint import CheckpointConfig
@@ -145,7 +145,7 @@ def all_checkpoints(config: RunConfig, is_running: bool) -> tuple[list[tuple[Pat
     that does not answer, which is a warning to a run that `is_running`.
     """
     folder = Path(config.train.output) / "checkpoints"
-    found, copies = {path: read_standing(path) for path in list_checkpoints(folder)}, {}
+    found, copies = dict(list_standings(folder)), {}
     if config.checkpoint.remote is not None:
         try:
             remote = RemoteRun(config.checkpoint.remote)
