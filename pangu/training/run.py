@@ -102,13 +102,7 @@ def run(
     place = f"rank {launch.rank} on {socket.gethostname()}"
     with ExitStack() as stack, allocating(lambda: place, advise_less_memory(config)):
         device = choose_device(config.train.device, launch, threads=config.train.threads)
-        if device.type != "cpu":
-            require_format(config.precision.compute, device)
-        attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
-        for use in apex.USES:
-            apex.candidates(use, config, device)  # likewise
-        if (matmul := config.precision.matmul) != "compute":
-            log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device, matmul))
+        _require_support(config, device)
         if launch.world > 1:
             raise_open_files(launch.world)
         stack.enter_context(Interrupts(speaks=launch.rank == 0))
@@ -148,6 +142,18 @@ def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
     if layout.pipeline > 1:
         for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
             log.info(line)
+
+
+def _require_support(config: RunConfig, device: torch.device) -> None:
+    """Raise UserError at once for formats and kernels that a device does not have."""
+    compute, matmul = config.precision.compute, config.precision.matmul
+    if device.type != "cpu":
+        require_format(compute, device)
+    attention_kernels(config.model, compute, device)
+    for use in apex.USES:
+        apex.candidates(use, config, device)
+    if matmul != "compute":
+        log.info("%-12s %s", "fp8", require_fp8(compute, device, matmul))
 
 
 def _set_up_logging(is_first: bool) -> None:
