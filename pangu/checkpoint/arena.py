@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pangu.checkpoint.files import Slice
+from pangu.collectives.agreement import in_thread
 from pangu.topology.copy_stream import CopyStream, Moment, host_memory
 
 CHUNK_BYTES = 2**30
@@ -33,9 +33,7 @@ class _CopiesMade(Moment):
     def __init__(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Start the thread for `pairs` of host tensors (copy, original)."""
         super().__init__(device)
-        thread = ThreadPoolExecutor(1, "copies for a checkpoint")
-        self._copied = thread.submit(_copy, pairs)
-        thread.shutdown(wait=False)
+        self._copied = in_thread("copies for a checkpoint", lambda: [copied.copy_(tensor) for copied, tensor in pairs])
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
@@ -46,11 +44,6 @@ class _CopiesMade(Moment):
         """Delay the next update until the copies are complete; host threads, too, change offloaded state."""
         self._copied.exception()  # it is the save's
         super().precede()
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for copied, tensor in pairs:
-        copied.copy_(tensor)
 
 
 class Arena:

@@ -134,12 +134,11 @@ COPIES = (
 )
 
 
+@dataclass(eq=False)
 class Hook:
     """Hook of a sharded module; a deep copy of the module, which is no longer sharded, gets one that does nothing."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Wrap the function that the hook calls."""
-        self.function = function
+    function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

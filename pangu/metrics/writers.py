@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import statistics
+import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +22,15 @@ from rich.text import Text
 from pangu.common.errors import writing
 from pangu.common.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
-from pangu.metrics.prometheus import PrometheusWriter
 from pangu.metrics.record import StepRecord, read_lines, to_json
 from pangu.metrics.services import service_of, wandb_service
 from pangu.metrics.text import compact, duration, figure
-from pangu.metrics.trackers import TensorBoardWriter, TrackedRun, TrackerWriter
+from pangu.metrics.trackers import TensorBoardWriter, TrackedRun, TrackerWriter, tracked
+
+log = logging.getLogger("pangu")
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Type of Prometheus's text format."""
 
 
 class Writer(Protocol):
@@ -122,6 +133,70 @@ class JsonLinesWriter:
         """Close the file."""
         with writing(self._path):
             self._file.close()
+
+
+def exposed(record: StepRecord, seconds: float) -> str:
+    """Return the metrics of a step at the time `seconds` in Prometheus's text format: gauges such as pangu_train_loss.
+
+    Source: Prometheus documentation, exposition formats, version 0.0.4.
+    """
+    figures = {"step": float(record.step), "step_timestamp_seconds": seconds, **tracked(record)}
+    lines = []
+    for tag, value in figures.items():
+        name = "pangu_" + re.sub(r"[^a-zA-Z0-9_]", "_", tag)
+        lines += [f"# TYPE {name} gauge", f"{name} {float(value)!r}"]
+    return "\n".join(lines) + "\n"
+
+
+class PrometheusWriter:
+    """Writer that serves the metrics of the last step at `/metrics`; without its port, it warns and does nothing."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Serve `host`:`port` until `close`."""
+        self._text, self._server = "", None
+        self._validated: dict[str, Any] = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # seconds that a client may take for its request
+
+            def do_GET(handler) -> None:  # noqa: N805 - named by the library
+                found = handler.path.partition("?")[0] == "/metrics"
+                content = self._text.encode() if found else b"the metrics are at /metrics\n"
+                handler.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
+                handler.send_header("Content-Type", CONTENT_TYPE)
+                handler.send_header("Content-Length", str(len(content)))
+                handler.end_headers()
+                handler.wfile.write(content)
+
+            def log_message(handler, *_: object) -> None:  # noqa: N805
+                """Print no line per request."""
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            log.warning(
+                "no metrics for Prometheus at %s:%d (%s); set another metrics.prometheus_port", host, port, error
+            )
+            return
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int | None:
+        """Port that is served, or None."""
+        return None if self._server is None else self._server.server_port
+
+    def write(self, record: StepRecord) -> None:
+        """Serve the metrics of a step from now on, and the last scores, of which few steps have any."""
+        figures = record.as_dict().items()
+        self._validated |= {name: value for name, value in figures if name.startswith(("validation", "evaluation"))}
+        self._text = exposed(replace(record, **self._validated), time.time())
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
 def make_writers(

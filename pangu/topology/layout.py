@@ -82,11 +82,6 @@ class Layout:
         """True if the experts are placed on other ranks than the remaining weights would be (`topology.experts`)."""
         return self.expert > 1 or self.expert_tensor not in (0, self.tensor)
 
-    @property
-    def model(self) -> int:
-        """Number of ranks that together hold one copy of the model."""
-        return self.tensor * self.pipeline
-
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world, (rank, self)

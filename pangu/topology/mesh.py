@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -160,9 +160,10 @@ class Mesh:
         """Name of this rank in messages, with its host in multi-node runs."""
         return self.named([self.rank])
 
-    def named(self, ranks: Iterable[int]) -> str:
-        """Return ranks as text: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in multi-node runs."""
-        return f"rank {', '.join(f'{rank} on {self.hosts[rank]}' if self.hosts else str(rank) for rank in ranks)}"
+    def named(self, ranks: Sequence[int], most: int | None = None) -> str:
+        """Return ranks as text, at most so many: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in multi-node runs."""
+        texts = [f"{rank} on {self.hosts[rank]}" if self.hosts else str(rank) for rank in ranks[:most]]
+        return f"rank {', '.join(texts)}" + f" and {len(ranks) - len(texts)} more" * (len(ranks) > len(texts))
 
     def group(self, axis: str) -> AxisGroup | None:
         """Return the group along an axis, or None if this rank is alone on it."""

@@ -1,4 +1,4 @@
-"""Profile of a step: time by category on each rank, trace and picture; detection of slow ranks."""
+"""Profile of a step: time by category on each rank, trace and picture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -221,11 +222,8 @@ class Profile:
         }
 
     def _worst(self) -> dict[str, tuple[int, float]]:
-        ranks = range(len(self.ranks))
-        return {
-            part: max(((rank, self.ranks[rank].parts[part]) for rank in ranks), key=lambda pair: pair[1])
-            for part in PARTS
-        }
+        """Return the slowest rank by category, with its seconds."""
+        return {part: max(enumerate(one.parts[part] for one in self.ranks), key=itemgetter(1)) for part in PARTS}
 
     def _mean(self, field: str) -> dict[str, float]:
         values: list[dict[str, float]] = [getattr(rank, field) for rank in self.ranks]

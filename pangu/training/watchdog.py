@@ -177,12 +177,12 @@ class Watchdog:
             ranks.setdefault(place, []).append(rank)
             longest[place] = max(longest.get(place, 0.0), still_s)
         places = sorted(ranks, key=lambda place: (place[0], -longest[place]))
-        limit_s = self._mesh.timeout_s
+        limit_s, named = self._mesh.timeout_s, partial(self._mesh.named, most=NAMED_RANKS)
         return "\n".join(
             [
                 f"{self._mesh.name}: no progress for {PATIENCE * limit_s:g} s (parallel.timeout_s = {limit_s:g}); "
                 f"stacks are in {self._folder / 'stacks'}; ranks by place, those that others wait for first:",
-                *(f"  {self._named(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
+                *(f"  {named(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
             ]
         )
 
@@ -197,7 +197,3 @@ class Watchdog:
         missing = set(absent(store, keys))
         begun = [rank for rank, key in enumerate(keys) if key not in missing]
         return dict(zip(begun, map(json.loads, store.multi_get([keys[rank] for rank in begun])), strict=True))
-
-    def _named(self, ranks: list[int]) -> str:
-        more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
-        return f"{self._mesh.named(ranks[:NAMED_RANKS])}{more}"

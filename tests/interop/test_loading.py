@@ -69,7 +69,7 @@ def test_every_layout_gives_the_scores_and_the_texts_of_one_process(pool: Pool, 
     for ours in pool.run(layout.world, ask, folder, layout):
         torch.testing.assert_close(ours["logits"], one["logits"], rtol=1e-12, atol=1e-12)
         assert all(ours[key] == one[key] for key in ("greedy", "drawn"))
-        assert (ours["numbers"] < one["numbers"]) == (layout.model > 1)
+        assert (ours["numbers"] < one["numbers"]) == (layout.tensor * layout.pipeline > 1)
 
 
 def test_the_newest_checkpoint_of_a_run_folder_or_the_one_that_is_named(folder: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pangu.metrics.prometheus import CONTENT_TYPE, PrometheusWriter, exposed
 from pangu.metrics.record import StepRecord
+from pangu.metrics.writers import CONTENT_TYPE, PrometheusWriter, exposed
 
 Make = Callable[..., StepRecord]
 LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*) (\S+)")
