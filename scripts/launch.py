@@ -236,13 +236,17 @@ def refusal(options: Namespace) -> str:
         return f"{shown(options.training_script)}: no such program: use {near}, or the path of a Python file"
     try:
         config, *_ = config_from_args(options)
-        if config.nproc_per_node > 0:
+        leads = options.spares is not None and options.node_rank == 0 and config.max_nodes > 1
+        if config.nproc_per_node > 0 or (leads and config.nproc_per_node == 0):
             return ""
         reason = "there is nothing to start"
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = str(error).rstrip(".")
     numbers = f"--nproc-per-node={options.nproc_per_node} --nnodes={options.nnodes}"
-    rule = "--nproc-per-node takes a number from 1 on, cpu, gpu or auto; --nnodes a number from 1 on, or MIN:MAX"
+    rule = (
+        "--nproc-per-node takes a number from 1 on, cpu, gpu or auto (or 0 on node 0 of several nodes with --spares, "
+        "which then only leads); --nnodes a number from 1 on, or MIN:MAX"
+    )
     return f"torchrun cannot start {numbers} ({reason}): {rule}"
 
 

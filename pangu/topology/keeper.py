@@ -6,6 +6,8 @@ and says who has which rank:
     epoch 0   ranks 0 1 2 3, spare 4
               process 2 is killed: its launcher says so
     epoch 1   ranks 0 1 4 3         0, 1 and 3 meet again, without having been restarted
+
+Node 0 may have no processes: then its machine needs no devices, and every node with ranks can be lost.
 """
 
 from __future__ import annotations
@@ -75,16 +77,26 @@ class Leader:
         """News of processes that ended before all launchers had come."""
         self._status = RETRYABLE
         """Status to end with: that of the process which ended last."""
+        self._is_stopping = False
         self.order()
 
     def order(self, end: int | None = None) -> None:
-        """Tell all launchers which processes to kill, and with what status to end."""
+        """Tell all launchers which processes to kill, whether all ranks stop, and with what status to end."""
         self._end = self._end if end is None else end
-        self._store.set("orders", json.dumps({"kill": sorted(self._killed), "end": self._end}))
+        orders = {"kill": sorted(self._killed), "stop": self._is_stopping, "end": self._end}
+        self._store.set("orders", json.dumps(orders))
+
+    def stop(self, number: int, _: object) -> None:
+        """Handle a signal: all ranks get SIGTERM at the next `look`; without any, or at the second one, exit."""
+        if self._is_stopping or not self._beats:
+            sys.exit(128 + number)
+        self._is_stopping = True
 
     def look(self) -> None:
         """Read the news, and act on it."""
         lost: list[int] = []
+        if self._is_stopping:
+            self.order()
         for kind, number, *facts in self._news():
             if kind == "here":
                 lost += self._welcome(number, *facts)
@@ -252,22 +264,27 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
         place: Host and port of the launchers' store, on node 0; port 0: any.
         node: Number of this node.
         nodes: Number of nodes in the beginning.
-        count: Ranks of each node.
+        count: Ranks of each node; 0 on node 0: it has no processes, and only leads.
         spares: Spares of each node.
     """
     host, port = place
     limit = timedelta(seconds=MEET_SECONDS if node else LOST_SECONDS)
     store = dist.TCPStore(host, port, is_master=node == 0, timeout=limit, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=LOST_SECONDS))
-    leader = Leader(store, host, nodes) if node == 0 else None
-    first = store.add("members", count + spares) - count - spares
-    numbers = list(range(first, first + count + spares))
+    if node == 0:
+        store.set("leaders without ranks", str(int(not count)))
+    leaders = int(store.get("leaders without ranks"))
+    world, own_first = (nodes - leaders) * count, (node - leaders) * count
+    leader = Leader(store, host, nodes - leaders) if node == 0 else None
+    members = count + spares if count else 0
+    first = store.add("members", members) - members
+    numbers = list(range(first, first + members))
     environment = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns whenever a store that somebody waits in is closed
         **os.environ,
         "MASTER_ADDR": host,
         "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(nodes * count),
+        "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(count),
         "TORCHELASTIC_RUN_ID": store.compare_set("run", "", os.urandom(8).hex()).decode(),  # the first one names it
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -277,12 +294,18 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
     try:
         for local, number in enumerate(numbers):
             # a spare is not rank 0, which speaks for all, and gets its rank with its place
-            rank = node * count + local if local < count else nodes * count + number
+            rank = own_first + local if local < count else world + number
             own = {VARIABLE: f"{number}@{host}:{store.port}", "RANK": str(rank), "LOCAL_RANK": str(local)}
             children[number] = subprocess.Popen(command, env=environment | own, start_new_session=True)
-        send_news(store, "here", node, numbers, count)
+        if members:
+            send_news(store, "here", node, numbers, count)
+        elif leader is not None:  # no process passes a signal on to the others
+            signal.set_wakeup_fd(-1)
+            for number in map(abs, ENDING):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, leader.stop)
         Thread(target=_end_if_cut_off, args=(children, answers), daemon=True).start()
-        return _watch(store, leader, first, children, answers)
+        return _watch(store, leader, children, answers)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not answer ({reason})")
@@ -295,16 +318,16 @@ def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, 
 def _watch(
     store: dist.Store,
     leader: Leader | None,
-    first: int,
     children: dict[int, subprocess.Popen[bytes]],
     answers: SimpleQueue[bool],
 ) -> int:
     """Report what ends, and carry out orders, until the run has ended; return its status."""
-    beat_s = 0.0
+    beat_s, first, is_stopping = 0.0, min(children, default=None), False
     while True:
         if time.monotonic() - beat_s > BEAT_SECONDS:
             beat_s = time.monotonic()
-            store.add(f"beat-{first}", 1)
+            if first is not None:
+                store.add(f"beat-{first}", 1)
             answers.put(True)
         for number, child in list(children.items()):
             if (status := child.poll()) is not None:
@@ -319,10 +342,14 @@ def _watch(
         for number in orders["kill"]:
             if number in children:
                 _signal(children[number], signal.SIGKILL)
+        if orders["stop"] and not is_stopping:
+            is_stopping = True
+            for child in children.values():
+                _signal(child, signal.SIGTERM)
         if orders["end"] is not None:
             status = int(orders["end"])
             if leader is not None:
-                time.sleep(2 * BEAT_SECONDS * (len(leader._beats) > 1))  # the others read it, too
+                time.sleep(2 * BEAT_SECONDS * bool(leader._beats.keys() - {0}))  # the others read it, too
             return status
         time.sleep(INTERVAL_SECONDS)
 

@@ -27,11 +27,19 @@ ADDRESSES = ("10.83.0.1", "10.83.0.2")
 
 
 class Node:
-    """A launcher with two ranks."""
+    """A launcher with two ranks, or without."""
 
-    def __init__(self, folder: Path, number: int, spares: int, host: str, port: int, *prefix: str) -> None:
-        line = [*prefix, sys.executable, "scripts/launch.py", "--nproc-per-node=2", f"--spares={spares}", "--nnodes=2"]
-        line += [f"--node-rank={number}", f"--master-addr={host}", f"--master-port={port}", str(folder / "dying.py")]
+    def __init__(
+        self, folder: Path, number: int, spares: int, host: str, port: int, *prefix: str, ranks: int = 2, nodes: int = 2
+    ) -> None:
+        line = [*prefix, sys.executable, "scripts/launch.py", f"--nproc-per-node={ranks}", f"--nnodes={nodes}"]
+        line += [
+            f"--spares={spares}",
+            f"--node-rank={number}",
+            f"--master-addr={host}",
+            f"--master-port={port}",
+            str(folder / "dying.py"),
+        ]
         self.memory = folder / "memory" / str(number)
         own = {"PANGU_MEMORY": str(self.memory)} | ({"GLOO_SOCKET_IFNAME": f"v{number}"} if prefix else {})
         self._log = (folder / f"said-{number}").open("a")
@@ -78,27 +86,31 @@ def has_begun(folder: Path, ranks: int) -> bool:
 
 
 @contextmanager
-def cluster(folder: Path, spares: int, spaces: tuple[str, ...] = ()) -> Iterator[list[Node]]:
-    """Two nodes of a run that waits in step `HOLDS_AFTER`, once it has met again, while there is a file `holds`."""
+def cluster(folder: Path, spares: int, spaces: tuple[str, ...] = (), leads: bool = False) -> Iterator[list[Node]]:
+    """Two nodes of a run that waits in step `HOLDS_AFTER`, once it has met again, while there is a file `holds`.
+
+    If another machine `leads`, it is the first of three nodes.
+    """
     prepare(folder)
     (folder / "holds").touch()
     host, port = ("127.0.0.1", free_port()) if not spaces else (ADDRESSES[0], 29400)
     nodes: list[Node] = []
     with ExitStack() as stack:
-        for number in (0, 1):
+        for number in range(2 + leads):
             prefix = ("ip", "netns", "exec", spaces[number]) if spaces else ()
-            nodes.append(Node(folder, number, spares if number == 0 else 0, host, port, *prefix))
+            ranks, spare = (0 if leads and number == 0 else 2), (spares if number in (0, 2) else 0)
+            nodes.append(Node(folder, number, spare, host, port, *prefix, ranks=ranks, nodes=2 + leads))
         stack.callback(lambda: [node.end() for node in nodes])
         wait_until(lambda: len(metrics(folder / "run")) >= 5 if (folder / "run/metrics.jsonl").exists() else False)
         yield nodes
 
 
-def finish(folder: Path, node: Node, *worlds: int) -> list[list[list[int]]]:
-    """Let the run end, and return its epochs; the first two processes stay in all of them."""
+def finish(folder: Path, node: Node, *worlds: int, first: int = 0) -> list[list[list[int]]]:
+    """Let the run end, and return its epochs; two processes, from rank `first` on, stay in all of them."""
     (folder / "holds").unlink()
     assert node.launcher.wait(300) == 0, (folder / "said-0").read_text()
     found = epochs(folder, *worlds)
-    assert len({tuple(process for _, process, _ in ranks[:2]) for ranks in found}) == 1
+    assert len({tuple(process for _, process, _ in ranks[first : first + 2]) for ranks in found}) == 1
     assert [line["step"] for line in metrics(folder / "run")] == list(range(1, STEPS + 1))
     return found
 
@@ -135,6 +147,28 @@ def test_spares_take_the_ranks_of_a_node(ends: str, tmp_path_factory: pytest.Tem
     assert after[0][2] >= 4, "five steps were recorded, and more than one of them is repeated"
     assert "/memory/" in (folder / "said-0").read_text().partition("continuing from")[2].partition("\n")[0]
     assert figures(folder / "run") == expected
+
+
+@pytest.mark.long
+def test_the_node_of_rank_0_can_be_lost_where_another_machine_leads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A signal to the machine that leads reaches all ranks: the run saves and stops."""
+    expected = whole(tmp_path_factory, LAYOUT)
+    folder = tmp_path_factory.mktemp("nodes") / "of"
+    with cluster(folder, 2, leads=True) as nodes:
+        nodes[1].signal(signal.SIGKILL)
+        shutil.rmtree(nodes[1].memory)
+        wait_until(lambda: has_begun(folder, 8))
+        _, after = finish(folder, nodes[0], 4, first=2)
+        assert nodes[2].launcher.wait(60) == 0
+    assert after[0][2] >= 4, "five steps were recorded, and more than one of them is repeated"
+    assert figures(folder / "run") == expected
+    folder = tmp_path_factory.mktemp("nodes") / "of"
+    with cluster(folder, 0, leads=True) as nodes:
+        nodes[0].launcher.send_signal(signal.SIGTERM)
+        (folder / "holds").unlink()
+        statuses = [node.launcher.wait(120) for node in nodes]
+    assert statuses == [0, 0, 0], (folder / "said-1").read_text()
+    assert len(metrics(folder / "run")) < STEPS
 
 
 @pytest.mark.long

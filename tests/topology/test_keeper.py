@@ -47,6 +47,20 @@ def test_a_process_that_ends_before_all_launchers_have_come_is_replaced_or_ends_
     assert run.orders() == ([], USER_ERROR)
 
 
+def test_a_leader_without_ranks_stops_all_ranks_at_its_first_signal_and_exits_at_the_second() -> None:
+    run = Launchers()
+    with pytest.raises(SystemExit):  # there is nobody to stop
+        run.leader.stop(signal.SIGTERM, None)
+    run.say("here", 1, [0, 1], 2)
+    run.say("here", 2, [2, 3], 2)
+    assert run.ranks(0) == [0, 1, 2, 3]
+    run.leader.stop(signal.SIGTERM, None)
+    run.leader.look()
+    assert json.loads(run.store.get("orders")) == {"kill": [], "stop": True, "end": None}
+    with pytest.raises(SystemExit):
+        run.leader.stop(signal.SIGTERM, None)
+
+
 def test_a_launcher_that_is_started_again_gives_its_old_ranks_away_and_the_run_grows_back() -> None:
     run = Launchers()
     run.say("here", 0, [0, 1], 2)
