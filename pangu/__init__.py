@@ -27,15 +27,15 @@ _NAMES = {
     "topology.layout": "Layout",
     "topology.mesh": "Mesh",
 }
-_HOMES = {name: f"pangu.{home}" for home, names in _NAMES.items() for name in names.split()}
-__all__ = ["__version__", *_HOMES]
+_MODULE_OF = {name: f"pangu.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'pangu' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_MODULE_OF]

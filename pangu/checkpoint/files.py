@@ -188,7 +188,7 @@ def tidy(folder: Path, step: int) -> list[Path]:
 
     Later checkpoints are damaged, condemned or of an abandoned course; partial ones of killed processes are deleted.
     """
-    for pattern in (partial_of(Path("step-????????")).name, _doomed(Path("step-????????")).name):
+    for pattern in (partial_of(Path("step-????????")).name, _to_delete(Path("step-????????")).name):
         for rest in folder.glob(pattern):
             shutil.rmtree(rest, ignore_errors=True)
     aside = []
@@ -206,14 +206,14 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _doomed(path: Path) -> Path:
+def _to_delete(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
 def _delete(path: Path) -> None:
     # renamed first: a deletion that is cut short must not leave a damaged checkpoint behind
-    path.rename(_doomed(path))
-    shutil.rmtree(_doomed(path), ignore_errors=True)
+    path.rename(_to_delete(path))
+    shutil.rmtree(_to_delete(path), ignore_errors=True)
 
 
 def _saving(path: Path) -> AbstractContextManager[None]:

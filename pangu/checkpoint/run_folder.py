@@ -138,8 +138,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def require_inside(folder: Path, file: Path) -> None:
     """Raise UserError for a link out of a foreign folder, as a copy could leak it; Hugging Face's cache may link."""
     target = file.resolve()
-    homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
-    if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):
+    folders = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
+    if file.is_symlink() and not any(target.is_relative_to(one.resolve()) for one in folders):
         raise UserError(
             f"{file}: is a link to {target}, outside the folder, and is not copied; replace it with the file"
         )

@@ -37,7 +37,7 @@ class StuckError(UserError):
 
 
 @contextmanager
-def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
+def report_unresponsive_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
     """Turn a collective that times out in the block into a `LostError` with `where()` and the silent ranks if known."""
     try:
         yield
@@ -46,7 +46,7 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
             raise
         place = where()
         try:
-            silent = answer_of_store(SILENCE_SECONDS + STORE_SECONDS, partial(silent_ranks, mesh))
+            silent = answer_of_store(SILENCE_SECONDS + STORE_SECONDS, partial(unresponsive_ranks, mesh))
         except RuntimeError:
             silent = [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
         others = mesh.named(silent) if silent else "another process"
@@ -136,7 +136,7 @@ def _meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     return result
 
 
-def silent_ranks(mesh: Mesh) -> list[int]:
+def unresponsive_ranks(mesh: Mesh) -> list[int]:
     """Return the rank that says it has failed, or those that do not report the same timeout soon after this one."""
     if mesh.store is None:
         return []

@@ -191,7 +191,7 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
     Torch would read memory that is not there yet, or no longer. Weights in flight are waited for; sharded ones are
     refused by name.
     """
-    homes = {
+    owners = {
         id(parameter): (flat, name)
         for flat in unsharder.flat_parameters
         for (parameter, _), (name, _) in zip(flat.parameters, flat.tensors, strict=True)
@@ -208,7 +208,7 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
             name_read = of_property if is_property else function.__name__
             if name_read in _VIEWS if is_property else name_read not in _HARMLESS:
                 for tensor in tensors_in((args, kwargs or {})):
-                    flat, name = homes.get(id(tensor), (None, ""))
+                    flat, name = owners.get(id(tensor), (None, ""))
                     if flat is not None and flat.sharding.stage < 3:
                         unsharder.wait()
                     elif flat is not None and not unsharder.in_use(flat):

@@ -108,7 +108,7 @@ class Copies(AbstractContextManager["Copies"]):
         """Nodes that hold each file of the generation that was found."""
         self.failed = 0
         """Generations in a row that could not be written."""
-        self._is_told = False
+        self._has_logged_sizes = False
 
     def find(self, has_newer: Callable[[int], bool]) -> Path | None:
         """Return the newest whole generation, unless the disk has an intact checkpoint after its step.
@@ -258,8 +258,8 @@ class Copies(AbstractContextManager["Copies"]):
         # only now: until every node has this one, the two before may be all that is whole
         if self._leads:
             self._delete(list_checkpoints(self._folder)[:-GENERATIONS])
-        if moves and not self._is_told:
-            self._is_told = True
+        if moves and not self._has_logged_sizes:
+            self._has_logged_sizes = True
             own, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
             log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(own), size(kept))
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pangu.collectives.agreement import name_silent_ranks
+from pangu.collectives.agreement import report_unresponsive_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import DeviceError, UserError
 from pangu.config.schema import RunConfig
@@ -25,7 +25,7 @@ from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
 from pangu.training.copies import Copies
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
-from pangu.training.process import Heartbeat, Request, StopSignals
+from pangu.training.process import Heartbeat, StopSignals, read_flags
 from pangu.training.profile import PROFILED, Profile
 from pangu.training.recheck import DeviceChecks
 from pangu.training.replicas import find_replica_difference
@@ -106,10 +106,10 @@ class Loop:
             self._open_writers()
             saver = stack.enter_context(Saver(config, trainer, self._copies))
             while trainer.step < config.train.steps and self.stopped is None:
-                with name_silent_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
+                with report_unresponsive_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._make_step(loader, saver)
             self._note("saving")
-            with name_silent_ranks(mesh, partial(self._place, trainer.step)):
+            with report_unresponsive_ranks(mesh, partial(self._place, trainer.step)):
                 saver.finish()
                 self.checkpoint = saver.newest
                 saver.finish_uploads()
@@ -186,14 +186,14 @@ class Loop:
         return True
 
     def _obey(self, saver: Saver) -> None:
-        request, self._asked = Request.of(self._asked), []
-        if request.stop and self.trainer.step < self.config.train.steps:
-            self.stopped = request.stop
-        if request.settle:
+        (save, stop, settle), self._asked = read_flags(self._asked), []
+        if stop and self.trainer.step < self.config.train.steps:
+            self.stopped = stop
+        if settle:
             with self._interlude("saving"):
                 saver.settle()
         every, slow = self.config.checkpoint.every, self._stragglers.slow
-        if self._due(every) or ((request.save or slow) and every):
+        if self._due(every) or ((save or slow) and every):
             with self._interlude("saving"):
                 self._save(saver)
         saver.save_in_memory(self.samples, self.spikes.state(), self._position)

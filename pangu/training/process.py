@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -143,24 +143,17 @@ def save_nodes(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
         write_atomically(folder / "nodes.json", f"[\n{lines}\n]\n".encode())
 
 
-@dataclass(frozen=True)
-class Request:
-    """Actions of all ranks after a step."""
+def read_flags(flags: Sequence[bool]) -> tuple[bool, str | None, bool]:
+    """Return what the flags of `StopSignals` that any rank raised ask for after a step.
 
-    save: bool
-    """Save a checkpoint now."""
-    stop: str | None
-    """Reason to stop after saving; None: continue."""
-    settle: bool
-    """Read the result of the last save now, which has failed on some rank."""
-
-    @classmethod
-    def of(cls, flags: Sequence[bool]) -> Self:
-        """Return the actions for the flags (`StopSignals.flags`) that any rank raised."""
-        save, *stops, settle = flags
-        reasons = [*(number.name for number in STOPS), "train.stop_after"]
-        stop = next((reason for reason, is_asked in zip(reasons, stops, strict=True) if is_asked), None)
-        return cls(save or stop is not None, stop, settle)
+    Returns:
+        Whether to save a checkpoint now, the reason to stop after that (None: continue), and whether to read the result
+        of the last save, which has failed on some rank.
+    """
+    save, *stops, settle = flags
+    reasons = [*(number.name for number in STOPS), "train.stop_after"]
+    stop = next((reason for reason, is_asked in zip(reasons, stops, strict=True) if is_asked), None)
+    return save or stop is not None, stop, settle
 
 
 class StopSignals:

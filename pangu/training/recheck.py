@@ -43,7 +43,7 @@ class DeviceChecks:
         """Fault found before the current step, which the next result is told, and the last intact step."""
         self.wrong: Sequence[int] = ()
         """Ranks that the last recheck has found to compute wrongly."""
-        self._told: str | None = None
+        self._last_difference: str | None = None
         """Difference of the weights in the last step."""
         self.rechecks = config.faults.recheck > 0
         if self.rechecks and trainer.mesh.layout.data < 2 * coupled_replicas(trainer.mesh.layout):
@@ -68,17 +68,17 @@ class DeviceChecks:
     def find(self, result: StepResult) -> tuple[str, int] | None:
         """Return the fault of a device that a step shows, and the last step that is intact; equal on all ranks."""
         found, self._found = self._found, None
-        told, self._told = self._told, None
+        last, self._last_difference = self._last_difference, None
         if found is not None:
             return self._note(*found)
         self.wrong = ()
         if result.weight_sums is None:
             return None
-        self._told = find_weight_difference(self._trainer, result.weight_sums)
-        if self._told == told and self._trainer.config.faults.action == "warn":
-            return None  # nothing has changed since it was told
+        self._last_difference = find_weight_difference(self._trainer, result.weight_sums)
+        if self._last_difference == last and self._trainer.config.faults.action == "warn":
+            return None  # nothing has changed since it was logged
         # the weights of this step are those after the one before
-        fault = f"weights differ (faults.verify_weights): {self._told}; check the device"
+        fault = f"weights differ (faults.verify_weights): {self._last_difference}; check the device"
         return self._note(fault, self._trainer.step - 2)
 
     def _note(self, fault: str, intact: int) -> tuple[str, int]:

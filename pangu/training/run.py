@@ -19,7 +19,7 @@ import torch
 
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import keep_generation, keep_template, keep_tokenizer, make_run_folder, save_config
-from pangu.collectives.agreement import agree_on_first, agree_on_long_work, name_silent_ranks
+from pangu.collectives.agreement import agree_on_first, agree_on_long_work, report_unresponsive_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.common.console import outlive_console
 from pangu.common.errors import PrintableFormatter, UserError, allocating
@@ -116,7 +116,7 @@ def run(
             log.info("%-12s bitwise reproducible on this hardware with these library versions", "determinism")
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
         stack.push(lambda kind, *_: mesh.close(failed=kind is not None))
-        stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
+        stack.enter_context(report_unresponsive_ranks(mesh, lambda: "before or after training"))
         watchdog = None if mesh.store is None else stack.enter_context(Watchdog(mesh, output))
         agree_on_first(mesh, lambda: make_run_folder(output))
         if launch.world > 1:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.collectives import agreement
-from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, name_silent_ranks
+from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, report_unresponsive_ranks
 from pangu.common.errors import LostError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -155,7 +155,7 @@ def test_work_that_nobody_waits_for_ends_and_cleans_up(pace: float) -> None:
 @at_some_pace
 def test_ranks_that_do_not_come_are_named(absent: int, pace: float) -> None:
     def come(mesh: Mesh) -> None:
-        with name_silent_ranks(mesh, lambda: "saving"):
+        with report_unresponsive_ranks(mesh, lambda: "saving"):
             if mesh.rank not in (absent, 6):
                 agree(mesh, lambda: None, runs_here=True)
 
@@ -192,7 +192,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     with (
         patch.multiple(agreement, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
         pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not respond .*the store does not answer"),
-        name_silent_ranks(mesh, lambda: "saving"),
+        report_unresponsive_ranks(mesh, lambda: "saving"),
     ):
         agree(mesh, lambda: None, runs_here=True)
     store.ended.set()

@@ -18,7 +18,7 @@ from pangu.checkpoint import files
 from pangu.checkpoint.files import list_checkpoints
 from pangu.checkpoint.remote import RemoteRun
 from pangu.collectives import agreement
-from pangu.collectives.agreement import StuckError, agree_on_long_work, name_silent_ranks
+from pangu.collectives.agreement import StuckError, agree_on_long_work, report_unresponsive_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LocalError
 from pangu.topology.layout import Layout
@@ -100,7 +100,7 @@ def stopped(rank: int, world: int, keeps: bool, pace: float) -> str:
         with (
             patch.multiple(agreement, SILENCE_SECONDS=0.2 * pace, STORE_SECONDS=pace),
             pytest.raises(LocalError) as raised,
-            name_silent_ranks(mesh, lambda: "saving"),
+            report_unresponsive_ranks(mesh, lambda: "saving"),
         ):
             agree_on_long_work(background, "writing", lambda _: None, runs_here=True)
     finally:

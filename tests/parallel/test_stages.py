@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pangu.collectives import agreement
-from pangu.collectives.agreement import name_silent_ranks
+from pangu.collectives.agreement import report_unresponsive_ranks
 from pangu.common.errors import LocalError
 from pangu.pipeline.runner import Runner, StageError, _key
 from pangu.schedule.actions import CONTENTS, Action
@@ -151,7 +151,7 @@ def alone(rank: int, world: int, pace: float) -> str:
         with (
             patch.object(agreement, "SILENCE_SECONDS", 0.2 * pace),
             pytest.raises(LocalError) as told,
-            name_silent_ranks(trainer.mesh, lambda: f"step 1, {trainer.doing}"),
+            report_unresponsive_ranks(trainer.mesh, lambda: f"step 1, {trainer.doing}"),
         ):
             trainer.train_step(batches)
         return str(told.value)
@@ -170,6 +170,6 @@ def test_a_collective_without_the_others_ends_in_time(pool: Pool, pace: float) -
 def test_other_errors_keep_their_traceback() -> None:
     with (
         pytest.raises(RuntimeError, match="shapes"),
-        name_silent_ranks(Mesh(Layout(), 0, torch.device("cpu")), lambda: "step 1"),
+        report_unresponsive_ranks(Mesh(Layout(), 0, torch.device("cpu")), lambda: "step 1"),
     ):
         raise RuntimeError("shapes do not fit")

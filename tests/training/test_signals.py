@@ -24,7 +24,7 @@ from pangu.common.exit_status import INTERRUPTED
 from pangu.topology.member import Member
 from pangu.training import interrupts, staying
 from pangu.training.interrupts import Interrupts
-from pangu.training.process import Request
+from pangu.training.process import read_flags
 from pangu.training.run import run
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
@@ -56,7 +56,7 @@ def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(m
         with stop_signals(0.0, None) as signals:
             if not stops:
                 os.kill(os.getpid(), signal.SIGTERM)
-            stops.append(Request.of(signals.flags(0.0, save_has_failed=False)).stop)
+            stops.append(read_flags(signals.flags(0.0, save_has_failed=False))[1])
             if len(stops) == 1:
                 raise LostError("a rank is lost")
         return 0
@@ -113,7 +113,7 @@ def test_a_signal_while_a_lost_run_ends_stops_the_next_attempt(monkeypatch: pyte
         with ExitStack() as run:
             run.callback(end)
             signals = run.enter_context(stop_signals(0.0, None))
-            stops.append(Request.of(signals.flags(0.0, save_has_failed=False)).stop)
+            stops.append(read_flags(signals.flags(0.0, save_has_failed=False))[1])
             if len(stops) == 1:
                 raise LostError("a rank is lost")
         return 0

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.collectives import agreement
-from pangu.collectives.agreement import answer_of_store, name_silent_ranks
+from pangu.collectives.agreement import answer_of_store, report_unresponsive_ranks
 from pangu.common.errors import SILENCE_SECONDS, LostError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -113,7 +113,7 @@ def test_where_a_rank_fails_the_others_abort_what_they_wait_in_and_name_it(
     with (
         pytest.raises(LostError, match="rank 0 did not respond") if aborts else suppress(LostError),
         patch.object(agreement, "time", SimpleNamespace(sleep=waits.append)),
-        name_silent_ranks(mesh(1, 2, store), lambda: "step 7"),
+        report_unresponsive_ranks(mesh(1, 2, store), lambda: "step 7"),
     ):
         raise dist.DistBackendError("NCCL communicator was aborted on rank 1")
     assert waits == [SILENCE_SECONDS]  # the one that failed ends first, and the launcher has its message and status
