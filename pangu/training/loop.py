@@ -24,16 +24,15 @@ from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
 from pangu.training.copies import Copies
+from pangu.training.device_checks import DeviceChecks, Stragglers
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.process import Heartbeat, StopSignals, read_flags
 from pangu.training.profile import PROFILED, Profile
-from pangu.training.recheck import DeviceChecks
 from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
 from pangu.training.staying import exchange
 from pangu.training.step import PendingResult, StepResult, Trainer
-from pangu.training.stragglers import Stragglers
 from pangu.training.validation import Benchmarks, Validation, in_training, trust_ratios
 
 log = logging.getLogger("pangu")

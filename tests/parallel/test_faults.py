@@ -13,9 +13,9 @@ from pangu.pipeline.runner import Runner
 from pangu.schedule.actions import Action
 from pangu.topology.layout import Layout
 from pangu.topology.recorder import Recorder, Tape
+from pangu.training.device_checks import find_stragglers
 from pangu.training.faults import not_finite
 from pangu.training.step import Trainer
-from pangu.training.stragglers import find_stragglers
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks, replaced_here
 

@@ -13,8 +13,8 @@ import torch
 
 from pangu.data.batch import Batch
 from pangu.topology.layout import Layout
+from pangu.training.device_checks import DeviceChecks, coupled_replicas, wrong_ranks
 from pangu.training.process import Heartbeat
-from pangu.training.recheck import DeviceChecks, coupled_replicas, wrong_ranks
 from pangu.training.step import Trainer
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks

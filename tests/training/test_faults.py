@@ -23,11 +23,11 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training import recheck, stragglers
+from pangu.training import device_checks
+from pangu.training.device_checks import Stragglers, above_median
 from pangu.training.faults import Goodput, SpikeDetector, culprits
 from pangu.training.process import Heartbeat
 from pangu.training.step import PendingResult, StepResult, Trainer
-from pangu.training.stragglers import Stragglers, above_median
 from tests.configs import composed, config
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train
@@ -410,9 +410,9 @@ def test_slow_ranks_are_those_for_which_there_are_spares_before_anything_is_save
 ) -> None:
     asked, trainer = [], MagicMock(step=0)
     trainer.mesh.recorder.tape = None
-    monkeypatch.setenv(stragglers.VARIABLE, "0@host:1")
-    monkeypatch.setattr(stragglers, "find_stragglers", lambda *_: {1: 4.0})
-    monkeypatch.setattr(stragglers, "exchange", lambda *question, now: asked.append((*question, now)) or has_spares)
+    monkeypatch.setenv(device_checks.VARIABLE, "0@host:1")
+    monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: {1: 4.0})
+    monkeypatch.setattr(device_checks, "exchange", lambda *question, now: asked.append((*question, now)) or has_spares)
     found = Stragglers(trainer, config("faults.stragglers=act", "faults.straggler_every=1").faults)
     seen = []
     for _ in range(4):
@@ -481,7 +481,7 @@ def differing(steps: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(result, weight_sums=torch.zeros(0))
 
     monkeypatch.setattr(Trainer, "read", with_sums)
-    monkeypatch.setattr(recheck, "find_weight_difference", lambda trainer, sums: "layers.0: rank 3 on node7")
+    monkeypatch.setattr(device_checks, "find_weight_difference", lambda trainer, sums: "layers.0: rank 3 on node7")
 
 
 DIFFER = "weights differ (faults.verify_weights): layers.0: rank 3 on node7; check the device"
