@@ -1,4 +1,4 @@
-"""Checks of the devices (`faults`): slow ranks, weights compared in every step, micro-batches computed by all replicas."""
+"""Checks of devices (`faults`): slow ranks, weights compared in every step, micro-batches computed by all replicas."""
 
 from __future__ import annotations
 
