@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -14,35 +15,26 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 
 
-class _WatchedSend:
-    """Send with gloo, which reports completion only to a waiter: a thread waits."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._result = in_thread("send", work.wait)
-
-    def is_completed(self) -> bool:
-        return self._result.done()
-
-    def wait(self) -> None:
-        self._result.result()
-
-
 @dataclass(frozen=True)
 class Transfer:
     """Messages in flight; their tensors must stay alive and unchanged until the transfer is done."""
 
     tensors: tuple[Tensor, ...]
-    works: tuple[dist.Work | _WatchedSend, ...]
+    works: tuple[dist.Work | Future[bool], ...]
+    """Handles; gloo reports the completion of a send only to a waiter, so that a thread waits, with this future."""
 
     @property
     def is_done(self) -> bool:
         """True if all messages are complete."""
-        return all(work.is_completed() for work in self.works)
+        return all(work.done() if isinstance(work, Future) else work.is_completed() for work in self.works)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for the tensors and return them; raise `RuntimeError` if the peer is gone or does not answer in time."""
         for work in self.works:
-            work.wait()
+            if isinstance(work, Future):
+                work.result()
+            else:
+                work.wait()
         return self.tensors
 
 
@@ -101,7 +93,9 @@ class Channels:
         group, place = self._groups[kind, self._stage, peer], int(peer > self._stage)
         dense = tuple(tensor.contiguous() for tensor in tensors)
         works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=place)) is not None]
-        return Transfer(dense, tuple(map(_WatchedSend, works) if dist.get_backend(group) == "gloo" else works))
+        if dist.get_backend(group) == "gloo":
+            return Transfer(dense, tuple(in_thread("send", work.wait) for work in works))
+        return Transfer(dense, tuple(works))
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
         """Start to receive tensors of these shapes from the stage `peer`."""

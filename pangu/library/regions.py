@@ -49,20 +49,16 @@ def regions_of(model: nn.Module, chunks: Mapping[int, str], names: Names | None 
         module, inside = model.get_submodule(path), set()
         used: dict[str, list[str]] = {}
         for name in _names(module, (names or {}).get(chunk)):
-            region = module.get_submodule(name)
+            region, full_name = module.get_submodule(name), f"{path}.{name}" if path else name
             if parameters := list(region.parameters()):
-                used[_join(path, name)] = [name_of[parameter] for parameter in parameters]
+                used[full_name] = [name_of[parameter] for parameter in parameters]
                 inside.update(parameters)
             if type(region) is nn.Embedding:
-                lookups.add(_join(path, name))
+                lookups.add(full_name)
         rest = [name_of[parameter] for parameter in module.parameters() if parameter not in inside]
         uses[chunk] = {path: rest, **used} if rest else used
     # what is not the first chunk has inputs with a gradient
     return Regions(uses, lookups, chunks[min(chunks)], bottom=next(iter(uses.get(0, ())), ""))
-
-
-def _join(*names: str) -> str:
-    return ".".join(name for name in names if name)
 
 
 def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:

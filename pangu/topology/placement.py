@@ -163,10 +163,6 @@ class PlacementTable:
         """Iterate over the logical tensors."""
         return iter(self._by_name.values())
 
-    def __len__(self) -> int:
-        """Return the number of logical tensors."""
-        return len(self._by_name)
-
     def __getitem__(self, name: str) -> Placement:
         """Return the logical tensor of a global name."""
         return self._by_name[name]
@@ -186,8 +182,3 @@ class PlacementTable:
     def is_trained(self, parameter: str) -> bool:
         """Return whether a module parameter is trained."""
         return all(placement.trained for placement in self.stored_in(parameter))
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of all logical tensors."""
-        return sum(entry.numel for entry in self)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from pangu.common.errors import LAUNCHER_SECONDS, UserError, writing
@@ -198,7 +198,7 @@ class StopSignals:
         for number in (*STOPS, signal.SIGUSR1):
             is_ignored = number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) is signal.SIG_IGN
             if not is_ignored:
-                self._handlers[number] = signal.signal(number, self._note)
+                self._handlers[number] = signal.signal(number, lambda number, _: self._received.add(number))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -211,6 +211,3 @@ class StopSignals:
     def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._received.add(number)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread, get_native_id
-from typing import Any
 
 from pangu.checkpoint.files import list_checkpoints
 from pangu.checkpoint.index import read_index
@@ -117,7 +116,8 @@ def _read_slowly(file: Path) -> tuple[str, int]:
     """Return the SHA-256 of a file, from the disk rather than from memory, and its size."""
     digest, size = hashlib.sha256(), 0
     with open_regular(file, "rb", buffering=0) as opened:
-        _forget(opened)
+        with suppress(AttributeError, OSError):  # pages that memory still holds hide what the disk has become
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while True:
             began = time.perf_counter()
             chunk = opened.read(CHUNK_BYTES)
@@ -126,10 +126,3 @@ def _read_slowly(file: Path) -> tuple[str, int]:
             digest.update(chunk)
             size += len(chunk)
             time.sleep(REST * (time.perf_counter() - began))
-
-
-def _forget(opened: Any) -> None:
-    """Drop the pages of an open file that memory still holds, which hide what the disk has become."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -143,7 +143,7 @@ def test_sizes_count_the_modules(changes: dict[str, object]) -> None:
     """Each has a layer, three norms, a matrix of two hidden states, and the head once more."""
     config = variant(kind="gpt", **changes)
     _, table = make(replace(config, mtp_layers=2))
-    assert num_parameters(replace(config, mtp_layers=2)) == table.numel
+    assert num_parameters(replace(config, mtp_layers=2)) == sum(tensor.numel for tensor in table)
     longer, width = replace(config, layers=config.layers + 2), config.hidden
     more = training_flops_per_token(replace(config, mtp_layers=2)) - training_flops_per_token(longer)
     assert more == pytest.approx(3 * 2 * 2 * (2 * width**2 + config.vocab * width))
