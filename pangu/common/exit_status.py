@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,9 +81,9 @@ def _require_output() -> None:
             raise failure
 
 
-def tell_launcher(text: str, environment: Mapping[str, str] = os.environ) -> None:
+def tell_launcher(text: str) -> None:
     """Write a message where torchrun looks for the cause of a failure; its final report on the screen ends with it."""
-    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -93,9 +93,9 @@ SINGLE = {
 _FIX = "start with torchrun, which sets it, or `unset {0}` for a single process"
 
 
-def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
+def is_first_process() -> bool:
     """Return whether this is rank 0, which speaks for all; works before the environment is validated."""
-    return environment.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _natural(environment: Mapping[str, str], name: str) -> int:

@@ -13,6 +13,7 @@ from threading import Event, Thread, current_thread, main_thread
 from typing import Self
 
 from pangu.common.exit_status import INTERRUPTED
+from pangu.topology.launch import is_first_process
 
 SAME_SECONDS = 0.3
 """Time within which interrupts count as one: a terminal and a launcher may both pass it on."""
@@ -36,7 +37,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _end_now(*_: object) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         with suppress(OSError):
             os.write(2, f"{ENDED}\n".encode())  # a handler may interrupt Python's own print
     os._exit(INTERRUPTED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -23,8 +22,6 @@ from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import RecordedSpan, Recording, Tape
 from pangu.training.step import Trainer
-
-log = logging.getLogger("pangu")
 
 INTERLUDE = "interlude"
 """Name of spans that belong to no step."""

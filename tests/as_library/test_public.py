@@ -32,11 +32,11 @@ def test_the_stub_names_the_same() -> None:
         for alias in node.names
         if alias.name == alias.asname
     }
-    assert homes == pangu._HOMES
+    assert homes == pangu._MODULE_OF
     assert set(pangu.__all__) == {"__version__", *homes}
 
 
-@pytest.mark.parametrize("name", sorted(pangu._HOMES))
+@pytest.mark.parametrize("name", sorted(pangu._MODULE_OF))
 def test_every_name_is_documented(name: str) -> None:
     public = getattr(pangu, name)
     assert (inspect.getdoc(public) or "").strip()
