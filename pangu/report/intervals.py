@@ -44,7 +44,7 @@ class Expectation(NamedTuple):
     """Nearest group that enough sources measured: the interval is that group's."""
     interval: Interval
     assumed: str = ""
-    """Assumption about the routing of tokens to experts."""
+    """Assumptions: how tokens are routed to experts, and that nothing is compiled."""
 
     @property
     def words(self) -> str:
@@ -64,6 +64,8 @@ def expectation(space: Space, plan: Plan) -> Expectation:
     if plan.expert > 1 and not space.config.parallel.fixed_exchange:
         load = fullest_load(space.config.model, space.config.parallel.expert_imbalance, plan.expert)
         assumed = f"; the fullest device that shares experts gets {load:.3g} times the mean (parallel.expert_imbalance)"
+    if space.config.compile:
+        assumed += f"; compile = {str(space.config.compile).lower()} is not counted: the times are those without it"
     return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind), assumed)
 
 

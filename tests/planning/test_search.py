@@ -186,6 +186,13 @@ def test_a_plan_names_the_load_that_it_assumes(words: tuple[str, ...], load: str
             assert not said
 
 
+@pytest.mark.parametrize("given", ["true", "auto"])
+def test_a_plan_says_that_it_does_not_count_compiled_layers(given: str) -> None:
+    where = space(8, *SMALL, f"compile={given}")
+    plan = next(enumerate_plans(where, Counter()))
+    assert f"compile = {given} is not counted" in expectation(where, plan).words
+
+
 def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
     """Divisors of the experts and of the ranks, with experts that tensor ranks cut and with whole ones."""
     where = space(8, *SMALL, "model.experts=12")
