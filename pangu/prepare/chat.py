@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import TemplateError
 
@@ -25,8 +26,9 @@ from pangu.data.token_spans import APART, encode_parts
 from pangu.data.tokenizers import Tokenizer, cached_tokenizer
 from pangu.prepare.messages import BEGIN, END, Dialog, Message, map_text, unwritten
 from pangu.prepare.sandbox import Allowance, template_environment
-from pangu.prepare.templates import TEMPLATES
 
+TEMPLATES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "templates.yaml").read_text(encoding="utf-8"))
+"""Built-in chat templates by name."""
 FINE_TUNED = "{# Chat template of the conversations that this model was fine-tuned on #}\n"
 """First line of `ChatTemplate.portable`. Jinja removes it together with its newline."""
 

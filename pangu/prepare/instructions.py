@@ -29,11 +29,10 @@ from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer, 
 from pangu.data.workers import parallel_map
 from pangu.metrics.progress import ProgressBar, noted
 from pangu.prepare import sandbox
-from pangu.prepare.chat import ChatTemplate, read_template, spelled_end
+from pangu.prepare.chat import TEMPLATES, ChatTemplate, read_template, spelled_end
 from pangu.prepare.indexed_writer import IndexedWriter
 from pangu.prepare.messages import read_dialog
 from pangu.prepare.sandbox import Allowance
-from pangu.prepare.templates import TEMPLATES
 
 log = logging.getLogger("pangu")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -144,7 +146,8 @@ def test_every_format_has_a_card(tmp_path: Path, options: list[str], usage: str)
 )
 def test_a_card_names_code_that_is_trusted_and_code_that_is_missing(tmp_path: Path, preset: str, files: str) -> None:
     recipe = config(f"+config={preset}")
-    job = Job(recipe, None, tmp_path / "export", 1, (), (), iter(()))
+    source: Any = SimpleNamespace(training=None, generation={})
+    job = Job(recipe, None, tmp_path / "export", 1, (), (), iter(()), source, None, {})
     (tmp_path / "modeling_pangu.py").touch()
     write_hub_card(tmp_path, job, write_model(recipe.model))
     text = (tmp_path / "README.md").read_text()

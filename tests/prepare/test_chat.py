@@ -15,10 +15,9 @@ import pytest
 from pangu.common.errors import UserError
 from pangu.data.token_spans import APART
 from pangu.prepare import sandbox
-from pangu.prepare.chat import ChatTemplate
+from pangu.prepare.chat import TEMPLATES, ChatTemplate
 from pangu.prepare.messages import Dialog, messages_of, read_dialog
 from pangu.prepare.sandbox import Allowance
-from pangu.prepare.templates import TEMPLATES
 
 SPECIAL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 TALK = [

@@ -50,9 +50,9 @@ def write_card(file: Path, job: Job, kind: str, usage: Iterable[str], front_matt
         "",
         *usage,
         "",
-        *(["The weights were converted; how they were trained is not known."] if job.training is None else []),
+        *(["The weights were converted; how they were trained is not known."] if job.source.training is None else []),
         *([f"Fine-tuned from {_plain(base)}.", ""] if (base := base_of(job)) else []),
-        *([] if job.training is None else _training(job.training)),
+        *([] if job.source.training is None else _training(job.source.training)),
         "",
         "## License",
         "",
@@ -68,13 +68,13 @@ def card_name(job: Job) -> str:
 
 def base_of(job: Job) -> str:
     """Return the name of the imported model, or else of the run, that was fine-tuned, perhaps in several runs."""
-    checkpoint = None if job.training is None else job.training.config.get("checkpoint")
+    checkpoint = None if job.source.training is None else job.source.training.config.get("checkpoint")
     began = checkpoint.get("init_from") if isinstance(checkpoint, Mapping) else None
     if not isinstance(began, str):
         return ""
     path = Path(began)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    return str(job.generation.get(BASE_MODEL, {}).get("name") or run.name)
+    return str(job.source.generation.get(BASE_MODEL, {}).get("name") or run.name)
 
 
 def write_hub_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:

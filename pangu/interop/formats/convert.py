@@ -170,9 +170,8 @@ def convert(
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
-            kept = (balance, source.generation, source.chat_template, source.training, card or {})
             meta = [join(entry, map(described, entry.parts)) for entry in table]
-            job = Job(config, tokenizer, output, tensor, table, meta, contents(), *kept)
+            job = Job(config, tokenizer, output, tensor, table, meta, contents(), source, balance, card or {})
             target.write(partial, job)
 
 

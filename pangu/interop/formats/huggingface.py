@@ -261,10 +261,10 @@ def _ids(job: Job, file: str) -> dict[str, Any]:
         "eos_token_id": [packing.eod, *packing.stop] if packing.stop else packing.eod,
         "pad_token_id": packing.eod if packing.pad is None else packing.pad,
     }
-    if "config.json" not in job.generation:
+    if "config.json" not in job.source.generation:
         return ids
-    kept = dict(job.generation.get(file, job.generation["config.json"]))
-    ends = [each.get("eos_token_id") for each in job.generation.values()]
+    kept = dict(job.source.generation.get(file, job.source.generation["config.json"]))
+    ends = [each.get("eos_token_id") for each in job.source.generation.values()]
     known = {token for end in ends for token in (end if isinstance(end, list) else [end])} - {None}
     # the tokenizer's own end may have come to those of the files
     if not known or {packing.eod, *packing.stop} not in (known, {packing.eod, *known}):
@@ -285,8 +285,8 @@ def write(path: Path, job: Job) -> None:
         shutil.copy(Path(__file__).with_name("modeling_pangu.py"), path)
     if job.tokenizer is not None:
         _write_tokenizer(path, job.tokenizer)
-        if job.chat_template is not None:
-            _write_template(path, job.chat_template, job.tokenizer)
+        if job.source.chat_template is not None:
+            _write_template(path, job.source.chat_template, job.tokenizer)
     write_hub_card(path, job, config)
     shards: list[dict[str, Tensor]] = [{}]
     for stored, tensor in zip(job.table, job.described, strict=True):

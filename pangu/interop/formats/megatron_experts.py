@@ -11,16 +11,15 @@ from typing import Any
 from pangu.common.errors import Problem
 from pangu.config.model import MOST_LAYERS, ModelConfig, RouterConfig
 from pangu.interop.formats.fields import read_fields, wrong_field
+from pangu.interop.formats.megatron_latent import Options, Shapes
 from pangu.interop.formats.stored import UNTOLD
 
 _SHARED = "moe_shared_expert_intermediate_size"
 _GROUPS = {"groups": "moe_router_num_groups", "groups_per_token": "moe_router_group_topk"}
 """Options of groups of experts, by keys of `RouterConfig`."""
-_Options = Mapping[str, Any]
-_Shapes = Mapping[str, tuple[int, ...]]
 
 
-def expert_of(shapes: _Shapes) -> str:
+def expert_of(shapes: Shapes) -> str:
     """Return the name of an expert's second matrix. Raises KeyError if there is none."""
     name = next((name for name in shapes if re.search(r"local_experts\.0\.linear_fc2\.weight$", name)), None)
     if name is None:
@@ -28,7 +27,7 @@ def expert_of(shapes: _Shapes) -> str:
     return name
 
 
-def read_experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
+def read_experts(options: Options, shapes: Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     """Return keys of `ModelConfig`; takes `experts_per_token` out of `numbers`. Raises UserError."""
     chosen = numbers.pop("experts_per_token", 2 if options else UNTOLD)
     routers = {
@@ -62,7 +61,7 @@ def read_experts(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[s
 _ROUTER = ("router.normalised", "router.score", "router.scale", "router.selection")
 
 
-def _router(options: _Options, chosen: int) -> dict[str, Any]:
+def _router(options: Options, chosen: int) -> dict[str, Any]:
     score, pre = options.get("moe_router_score_function", "softmax"), options.get("moe_router_pre_softmax") is True
     names = _GROUPS | {"scale": "moe_router_topk_scaling_factor"}
     router = read_fields(RouterConfig, options, names, "args")
@@ -88,12 +87,12 @@ def _router(options: _Options, chosen: int) -> dict[str, Any]:
     return keys
 
 
-def _has_experts(shapes: _Shapes) -> list[int]:
+def _has_experts(shapes: Shapes) -> list[int]:
     numbers = [int(found[1]) for name in shapes if (found := re.search(r"layers\.(\d+)\.mlp\.", name))]
     return [int(f"decoder.layers.{layer}.mlp.router.weight" in shapes) for layer in range(max(numbers) + 1)]
 
 
-def experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
+def experts_agree(options: Options, keys: Mapping[str, Any], shapes: Shapes) -> dict[str, Sequence[Any]]:
     """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
     has = _has_experts(shapes)
     if spread(has) is None:

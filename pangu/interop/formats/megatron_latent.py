@@ -14,14 +14,14 @@ from pangu.interop.formats.fields import disagreements, refuse
 from pangu.interop.formats.stored import UNTOLD
 from pangu.layers.rotary import yarn_attention_factor
 
-_SIZES = {
+LATENT_OPTIONS = {
     "kv_rank": "kv_lora_rank",
     "q_rank": "q_lora_rank",
     "nope_head_dim": "qk_head_dim",
     "rope_head_dim": "qk_pos_emb_head_dim",
     "value_head_dim": "v_head_dim",
 }
-"""Options by fields of `LatentConfig`."""
+"""Megatron's options by fields of `LatentConfig`."""
 _YARN = {
     "factor": "rotary_scaling_factor",
     "original_sequence": "original_max_position_embeddings",
@@ -30,11 +30,13 @@ _YARN = {
 }
 """Options of YaRN by fields of `YarnScaling`."""
 _ATTENTION = "decoder.layers.0.self_attention."
-_Options = Mapping[str, Any]
-_Shapes = Mapping[str, tuple[int, ...]]
+Options = Mapping[str, Any]
+"""Megatron's options, the `args` of a checkpoint."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors on a tensor-parallel rank, by name."""
 
 
-def read_latent(options: _Options, shapes: _Shapes, ranks: int) -> dict[str, Any]:
+def read_latent(options: Options, shapes: Shapes, ranks: int) -> dict[str, Any]:
     """Return keys of `ModelConfig`, of which `latent` may be a function of the number of heads. Raises UserError."""
     if f"{_ATTENTION}linear_kv_up_proj.weight" not in shapes:
         return {"latent": None}
@@ -68,7 +70,7 @@ def read_latent(options: _Options, shapes: _Shapes, ranks: int) -> dict[str, Any
     }
 
 
-def read_scaling(options: _Options, where: str = "args") -> YarnScaling | None:
+def read_scaling(options: Options, where: str = "args") -> YarnScaling | None:
     """Return YaRN, which latent attention has unless `rope_type` is given. Raises UserError."""
     yarn = options.get("rope_type") != "rope"
     start = {key: options[name] for key, name in _YARN.items() if options.get(name) is not None}
@@ -110,7 +112,7 @@ def latent_agrees(keys: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
         "softmax_scale": [None],
     }
     if isinstance(keys["latent"], LatentConfig):
-        agree |= {option: [getattr(keys["latent"], key)] for key, option in _SIZES.items()}
+        agree |= {option: [getattr(keys["latent"], key)] for key, option in LATENT_OPTIONS.items()}
     return agree
 
 
@@ -118,7 +120,7 @@ def write_latent(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's options of the attention of a model."""
     if model.latent is None:
         return {"multi_latent_attention": False}
-    values: dict[str, Any] = {option: getattr(model.latent, key) for key, option in _SIZES.items()}
+    values: dict[str, Any] = {option: getattr(model.latent, key) for key, option in LATENT_OPTIONS.items()}
     values |= {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}
     # some versions have another default of the last one
     values |= {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}

@@ -14,7 +14,7 @@ from pangu.config.model import ModelConfig
 from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, read_fields, refuse, wrong_field
 from pangu.interop.formats.megatron_experts import expert_of, experts_agree, read_experts, write_experts
-from pangu.interop.formats.megatron_latent import latent_agrees, read_latent, write_latent
+from pangu.interop.formats.megatron_latent import Options, Shapes, latent_agrees, read_latent, write_latent
 from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
 
 ROWS = 128
@@ -35,12 +35,10 @@ TOP = "language_model.topQueryEmbedding.top_query_embeddings.weight"
 """Name of PanGu-α's query embedding, which no GPT has."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_Options = Mapping[str, Any]
-_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_model(
-    options: _Options, shapes: _Shapes, ranks: int, layout: Mapping[str, Sequence[Any]], where: object
+    options: Options, shapes: Shapes, ranks: int, layout: Mapping[str, Sequence[Any]], where: object
 ) -> dict[str, Any]:
     """Return keys of `ModelConfig` of a checkpoint.
 
@@ -82,7 +80,7 @@ def read_model(
     return keys | {"layers": layers + pangu}
 
 
-def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
+def _port(options: Options, shapes: Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     rows, hidden = shapes["language_model.embedding.word_embeddings.weight"]
     keys = {
         "kind": "pangu",
@@ -97,7 +95,7 @@ def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     return {key: value for key, value in numbers.items() if key not in others} | keys
 
 
-def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
+def _core(options: Options, shapes: Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     rows, hidden = shapes["embedding.word_embeddings.weight"]
     layer = "decoder.layers.0.self_attention."
     experts = read_experts(options, shapes, ranks, numbers)
@@ -148,7 +146,7 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     return numbers | keys | latent | experts
 
 
-def _rope_scaling(options: _Options) -> RopeScaling | None:
+def _rope_scaling(options: Options) -> RopeScaling | None:
     """Return the scaling that the options name, or None. Raises UserError for one that we do not compute."""
     yarn, llama = options.get("position_embedding_type") == "yarn", options.get("use_rope_scaling") is True
     linear = not yarn and options.get(INTERPOLATION) not in (None, 1)
@@ -184,7 +182,7 @@ def inexpressible_scaling(model: ModelConfig) -> list[Problem]:
     return [Problem("model.rope_scaling", scaling, rule, fix)] if rule else []
 
 
-def _core_agrees(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) -> dict[str, Sequence[Any]]:
+def _core_agrees(options: Options, keys: Mapping[str, Any], shapes: Shapes) -> dict[str, Sequence[Any]]:
     agree: dict[str, Sequence[Any]] = {option: [value] for option, value in _implied(keys).items()}
     agree |= {
         "add_qkv_bias": [keys["biases"] is not False, keys["biases"] == "qkv"],

@@ -122,10 +122,10 @@ def write(path: Path, job: Job) -> None:
     if config.model.experts is not None:
         facts["experts"] = (job.balance or ExpertBalance(config.model)).state()
     commit(checkpoint, [written], facts)
-    if job.chat_template is not None:
-        (path / CHAT_TEMPLATE).write_text(job.chat_template, encoding="utf-8")
-    if job.generation:
-        (path / GENERATION).write_text(json.dumps(job.generation, indent=2), encoding="utf-8")
+    if job.source.chat_template is not None:
+        (path / CHAT_TEMPLATE).write_text(job.source.chat_template, encoding="utf-8")
+    if job.source.generation:
+        (path / GENERATION).write_text(json.dumps(job.source.generation, indent=2), encoding="utf-8")
     save_config(path, config)
     name = card_name(job)
     usage = (

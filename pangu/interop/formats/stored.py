@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -132,11 +132,10 @@ class Job:
     """Meta tensors in the order of `table`."""
     contents: Iterator[Tensor]
     """Values of the tensors, one at a time."""
-    balance: ExpertBalance | None = None
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
-    training: Training | None = None
-    card: Mapping[str, str | None] = field(default_factory=dict)
+    source: WeightSource
+    balance: ExpertBalance | None
+    """Load balance of the routers, which the files may have among their tensors."""
+    card: Mapping[str, str | None]
     """Fields of the model card: `license`, an identifier of the Hugging Face hub, and `name`, a repository there."""
 
 

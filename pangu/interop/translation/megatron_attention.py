@@ -5,16 +5,10 @@ from __future__ import annotations
 import re
 
 from pangu.interop.formats.megatron_experts import layer_pattern
-from pangu.interop.formats.megatron_latent import read_scaling
+from pangu.interop.formats.megatron_latent import LATENT_OPTIONS, read_scaling
 from pangu.interop.translation.table import Translation
 
-_SIZES = {
-    "kv_rank": "kv-lora-rank",
-    "q_rank": "q-lora-rank",
-    "nope_head_dim": "qk-head-dim",
-    "rope_head_dim": "qk-pos-emb-head-dim",
-    "value_head_dim": "v-head-dim",
-}
+_SIZES = {key: option.replace("_", "-") for key, option in LATENT_OPTIONS.items()}
 """Options by fields of `LatentConfig`."""
 _LATENT_ALONE = (
     *_SIZES.values(),

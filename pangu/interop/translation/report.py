@@ -9,15 +9,15 @@ from typing import Literal
 from pangu.common.errors import printable, shown
 from pangu.interop.formats.huggingface_config import kinds
 from pangu.interop.translation.checked import Checked
-from pangu.interop.translation.table import Table, Text, Translation, load_table
+from pangu.interop.translation.table import Table, Translation, load_table
 
 Language = Literal["en", "zh"]
 
 
-_KEYS = Text("| there | here | |", "| 对方 | 这里 | |")
-_ABSENT = Text("| no counterpart | why |", "| 没有对应项 | 原因 |")
-_DIFFERS = Text("Different in effect:", "效果上的差别：")
-_SAME = Text("Without effect on what is computed, or not needed here:", "不影响计算结果，或这里无需给出：")
+_KEYS = {"en": "| there | here | |", "zh": "| 对方 | 这里 | |"}
+_ABSENT = {"en": "| no counterpart | why |", "zh": "| 没有对应项 | 原因 |"}
+_DIFFERS = {"en": "Different in effect:", "zh": "效果上的差别："}
+_SAME = {"en": "Without effect on what is computed, or not needed here:", "zh": "不影响计算结果，或这里无需给出："}
 
 
 def describe(source: Translation, checked: Checked) -> str:
@@ -35,11 +35,11 @@ def describe(source: Translation, checked: Checked) -> str:
         lines.append(f"# other commands there: {others}; the one with most options is used")
     conditional = {name: shown(value) for name, value in source.command.conditional.items()}
     lines += _section("set under a condition there, the last value is used", conditional)
-    lines += _section("no counterpart", {_named(source, name): text.en for name, text in source.absent.items()})
+    lines += _section("no counterpart", {_named(source, name): text["en"] for name, text in source.absent.items()})
     lines += _section("unknown, and left out", {source.shown(n): shown(source.given[n]) for n in source.unknown})
     if source.differences:
         lines.append("# different in effect:")
-        lines += [f"#   {source.table.texts[name].en}" for name in source.differences]
+        lines += [f"#   {source.table.texts[name]['en']}" for name in source.differences]
     return printable("\n".join(lines))
 
 
@@ -72,18 +72,18 @@ def _of_program(table: Table, language: Language) -> str:
     by_key: dict[str, list[str]] = {}
     for name, key in {**table.direct, **table.read}.items():
         by_key.setdefault(key, []).append(name)
-    lines = [f"## {table.title}", "", getattr(_KEYS, language), "|---|---|---|"]
+    lines = [f"## {table.title}", "", _KEYS[language], "|---|---|---|"]
     for key, names in by_key.items():
         texts = {table.notes.get(name) for name in names} - {None}
-        remark = " ".join(getattr(table.texts[str(text)], language) for text in sorted(map(str, texts)))
+        remark = " ".join(table.texts[str(text)][language] for text in sorted(map(str, texts)))
         lines.append(f"| {_names(table, names)} | {_code(key.split(', '))} | {remark} |")
-    lines += ["", getattr(_ABSENT, language), "|---|---|"]
+    lines += ["", _ABSENT[language], "|---|---|"]
     for text, absent in table.absent.items():
-        lines.append(f"| {_names(table, absent.split())} | {getattr(table.texts[text], language)} |")
-    lines += ["", getattr(_DIFFERS, language), ""]
+        lines.append(f"| {_names(table, absent.split())} | {table.texts[text][language]} |")
+    lines += ["", _DIFFERS[language], ""]
     listed = {*table.absent, *table.notes.values(), "value"}
-    lines += [f"- {getattr(text, language)}" for name, text in table.texts.items() if name not in listed]
-    lines += ["", f"{getattr(_SAME, language)} {_names(table, table.same.split())}", ""]
+    lines += [f"- {text[language]}" for name, text in table.texts.items() if name not in listed]
+    lines += ["", f"{_SAME[language]} {_names(table, table.same.split())}", ""]
     return "\n".join(lines)
 
 
@@ -94,10 +94,10 @@ def _of_transformers(language: Language) -> str:
         for key, field in kind.keys.items():
             by_key.setdefault(f"model.{key}", {})[field] = None
     lines = [f"## {table.title}", "", f"`model_type`: {_code(list(kinds()))}", ""]
-    lines += [getattr(_KEYS, language), "|---|---|---|"]
+    lines += [_KEYS[language], "|---|---|---|"]
     lines += [f"| {_code(list(fields))} | `{key}` | |" for key, fields in by_key.items()]
-    lines += ["", getattr(_DIFFERS, language), ""]
-    lines += [f"- {getattr(text, language)}" for text in table.texts.values()]
+    lines += ["", _DIFFERS[language], ""]
+    lines += [f"- {text[language]}" for text in table.texts.values()]
     return "\n".join([*lines, ""])
 
 

@@ -27,7 +27,6 @@ def translate(source: str, words: Sequence[str]) -> Translation:
     if source == "megatron":
         command = _megatron(words)
         given = read_flags(command.words)
-        rules: Callable[[Translation], None] = megatron.translate
     else:
         if len(words) != 1:
             raise UserError(f"--from {source} needs one file, not {len(words)}")
@@ -36,11 +35,11 @@ def translate(source: str, words: Sequence[str]) -> Translation:
         if source == "huggingface":
             return _not_empty(huggingface.translate(values, path), path)
         with reading(path, ValueError, rule="is too large"):
-            given, rules = flatten(values), _RULES[source]
+            given = flatten(values)
     where = f"{words[0]}: {', '.join(command.empty)} is not set; set it with NAME=VALUE" if command.empty else words[0]
     translation = _not_empty(Translation(load_table(source), given), where)
     translation.command = command
-    rules(translation)
+    _RULES[source](translation)
     translation.ask_for_unset()
     return translation
 
@@ -103,6 +102,7 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "torchtitan": ("TOML", tomllib.loads),
 }
 _RULES: dict[str, Callable[[Translation], None]] = {
+    "megatron": megatron.translate,
     "deepspeed": deepspeed.translate,
     "mindformers": mindformers.translate,
     "torchtitan": torchtitan.translate,

@@ -23,6 +23,8 @@ LLAMA: Mapping[str, Any] = {
     **{"dropout": 0.0, "attention_dropout": 0.0},
 }
 """Keys of `ModelConfig` that every Llama has."""
+Text = Mapping[str, str]
+"""Remark by language of the documentation, `en` and `zh`."""
 UNSAID = "???"
 """OmegaConf's mark of a value that has to be given."""
 _PLACEHOLDER = re.compile(
@@ -31,14 +33,6 @@ _PLACEHOLDER = re.compile(
     re.IGNORECASE,
 )
 """Placeholders that a user has to fill in, and values that only a shell knows."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """Remark in both languages of the documentation."""
-
-    en: str
-    zh: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,7 @@ class Table:
     always: Sequence[str]
     """Texts of differences that always apply."""
     texts: Mapping[str, Text]
+    """Remarks by name."""
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     """Our values by those of a setting."""
     prefix: str = ""
@@ -100,8 +95,7 @@ def _listed(name: str, names: str) -> bool:
 @cache
 def load_table(source: str) -> Table:
     """Return the table of SOURCE.yaml."""
-    values = yaml.safe_load((Path(__file__).parent / f"{source}.yaml").read_text(encoding="utf-8"))
-    return Table(**{**values, "texts": {name: Text(**text) for name, text in values["texts"].items()}})
+    return Table(**yaml.safe_load((Path(__file__).parent / f"{source}.yaml").read_text(encoding="utf-8")))
 
 
 class Translation:
@@ -150,7 +144,7 @@ class Translation:
     @property
     def lost(self) -> dict[str, str]:
         """Settings that change the model, or may change it, and have no effect here, with the reason."""
-        absent = {name: text.en for name, text in self.absent.items() if self.table.touches_model(name)}
+        absent = {name: text["en"] for name, text in self.absent.items() if self.table.touches_model(name)}
         return {**absent, **dict.fromkeys(self.unknown, "is unknown, and may change the model")}
 
     def shown(self, name: str) -> str:
