@@ -40,9 +40,9 @@ class Wrong:
 WRONG: Any = Wrong()
 
 
-def build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a dataclass of `schema` from nested dictionaries; raises ConfigError with a line per wrong key or value."""
-    built, problems = read(kind, values)
+def build(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Return the dataclass of group `path` for nested dictionaries. Raises ConfigError that names all wrong ones."""
+    built, problems = read(kind, values, path)
     if problems:
         raise ConfigError(problems)
     return built

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from pangu.common.errors import ConfigError
 from pangu.config.bounds import Bounds, Count, Filename, NotNegative, Positive
-from pangu.config.build import read
+from pangu.config.build import build
 
 Part = Annotated[float, Bounds(above=0, most=1)]
 """Fraction of a peak that is reached."""
@@ -158,7 +157,4 @@ class ClusterConfig:
 
 def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:
     """Return the cluster in group `path` of a configuration. Raises ConfigError with all problems."""
-    cluster, problems = read(ClusterConfig, values, path)
-    if problems:
-        raise ConfigError(problems)
-    return cluster
+    return build(ClusterConfig, values, path)

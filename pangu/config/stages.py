@@ -26,28 +26,30 @@ def in_stage(config: RunConfig, number: int) -> RunConfig:
     return replace(config, batch=batch, model=model)
 
 
+def stages_of(config: RunConfig, steps: int) -> Iterator[tuple[int, int, RunConfig]]:
+    """Yield the stages that the first `steps` steps reach: steps before the stage and up to its end, configuration."""
+    begin = 0
+    for number, until in enumerate([*(stage.until for stage in config.batch.stages), steps]):
+        if (end := min(until, steps)) > begin:
+            yield begin, end, in_stage(config, number)
+            begin = end
+
+
 def describe_stages(config: RunConfig) -> list[str]:
     """Return one text per stage that the run reaches, e.g. `steps 1 to 100: 16 sequences of 512 tokens`."""
-    texts, begin, steps = list[str](), 0, config.train.steps
-    for number, until in enumerate([*(stage.until for stage in config.batch.stages), steps]):
-        if begin >= steps:
-            break
-        one, end = in_stage(config, number), min(until, steps)
+    texts = []
+    for begin, end, one in stages_of(config, config.train.steps):
         span = f"steps {begin + 1:,} to {end:,}" if end > begin + 1 else f"step {end:,}"
         texts.append(f"{span}: {one.batch.global_size:,} sequences of {one.model.sequence:,} tokens")
-        begin = end
     return texts
 
 
 def num_samples(config: RunConfig, steps: int) -> int:
     """Return how many samples of `model.sequence` tokens the first `steps` steps take."""
-    samples = begin = 0
-    for number, end in enumerate([*(stage.until for stage in config.batch.stages), steps]):
-        one = in_stage(config, number)
-        count = max(0, min(end, steps) - begin)
-        samples += count * one.batch.global_size * one.model.sequence // config.model.sequence
-        begin = max(begin, end)
-    return samples
+    return sum(
+        (end - begin) * one.batch.global_size * one.model.sequence // config.model.sequence
+        for begin, end, one in stages_of(config, steps)
+    )
 
 
 def stage_problems(config: RunConfig) -> Iterator[Problem]:

@@ -6,7 +6,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pangu.data.tokenizers import Tokenizer
 
 APART = "\ufdd2"
 """Noncharacter that prevents its neighbors from merging into one token; it produces no token in the result."""
@@ -20,14 +23,7 @@ class TokenSpan(NamedTuple):
     end: int
 
 
-class SpanTokenizer(Protocol):
-    """Tokenizer that reports which characters a token covers."""
-
-    def encode_spans(self, text: str) -> list[TokenSpan]:
-        """Encode a text that may contain special pieces, in order; `APART` produces no token."""
-
-
-def encode_parts(tokenizer: SpanTokenizer, parts: Sequence[str]) -> list[list[int]]:
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> list[list[int]]:
     """Encode the concatenation of `parts` as one text and return the ids of each part.
 
     The ids are those of the full text, except that no token crosses the border of two parts: where one would, the text

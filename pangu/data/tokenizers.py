@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text, without ids that begin or end it."""
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
-        """Encode a text that may contain special pieces; see `token_spans.SpanTokenizer`."""
+        """Encode a text that may contain special pieces, with the characters of each token; `APART` gives no token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; those outside the vocabulary (padding rows of an embedding) are skipped."""

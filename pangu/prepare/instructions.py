@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pangu.common.errors import UserError, writing
 from pangu.common.files import new_path, read_json_object, remove
-from pangu.config.data import InstructionsData, TokenizerConfig
+from pangu.config.data import InstructionsData
 from pangu.config.model import ModelConfig
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.finding import find_inputs, input_record
@@ -39,25 +39,6 @@ log = logging.getLogger("pangu")
 _FORMAT = 2  # version of the recipe; raise it when the files it writes change
 _SECONDS_PER_LINE = 2e-3  # minimum time that a template has for each line of a chunk
 _LINES = re.compile(r"\.jsonl(\.(gz|zst|xz|bz2))?$")
-
-
-@dataclass(frozen=True)
-class ConversationRecipe:
-    """Settings that determine the tokens of a conversation."""
-
-    tokenizer: TokenizerConfig
-    tokenizer_digest: str
-    template: str
-    template_digest: str
-    messages_key: str
-    prompt_key: str
-    response_key: str
-    too_long: str
-    sequence: int
-    eod: int | None = None
-    """End-of-document id; None: the tokenizer's."""
-    bos: int | None = None
-    turns: str = "all"
 
 
 @dataclass
@@ -106,23 +87,25 @@ class TooLongError(ValueError):
 class Encoder:
     """Encoder of conversations as tokens."""
 
-    def __init__(self, recipe: ConversationRecipe) -> None:
-        """Load the tokenizer and the template. Raises UserError if one cannot be read."""
-        self._recipe = recipe
-        self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
-        self._eod = self._tokenizer.eod if recipe.eod is None else recipe.eod
+    def __init__(self, data: InstructionsData, sequence: int) -> None:
+        """Load the tokenizer and the template of data whose ids are known. Raises UserError if one cannot be read."""
+        assert data.tokenizer is not None
+        assert data.packing.bos != "auto"
+        self._data, self._sequence, self._bos = data, sequence, data.packing.bos
+        self._tokenizer: Tokenizer = load_tokenizer(data.tokenizer)
+        self._eod = self._tokenizer.eod if data.packing.eod is None else data.packing.eod
         spelled, self._end = spelled_end(self._tokenizer, self._eod)
-        self._template = ChatTemplate(recipe.template, self._tokenizer.special, spelled, recipe.bos)
+        self._template = ChatTemplate(data.template, self._tokenizer.special, spelled, self._bos)
         # A template file writes the beginning of a text where its model needs it
-        self._before = [recipe.bos] if recipe.bos is not None and recipe.template in TEMPLATES else []
+        self._before = [self._bos] if self._bos is not None and data.template in TEMPLATES else []
 
     def encode(self, record: Any, allowance: Allowance) -> Conversation:
         """Encode the conversation of a record; `allowance` is the time that the template has left.
 
         Raises ValueError, with the reason, if the record holds none; TooLongError if it is too long.
         """
-        recipe = self._recipe
-        dialog = read_dialog(record, recipe.messages_key, recipe.prompt_key, recipe.response_key, recipe.turns)
+        data = self._data
+        dialog = read_dialog(record, data.messages_key, data.prompt_key, data.response_key, data.turns)
         parts = self._template.parts(dialog, allowance)
         ids: list[int] = []
         counted: list[int] = []
@@ -132,14 +115,14 @@ class Encoder:
         if ids[:1] != self._before:
             ids, counted = [*self._before, *ids], [0] * len(self._before) + counted
         if any(counted[:1]):  # no token precedes the response
-            first = self._eod if recipe.bos is None else recipe.bos
+            first = self._eod if self._bos is None else self._bos
             if first is None:
                 raise ValueError("has nothing before its response, and the tokenizer has no end-of-document token")
             ids, counted = [first, *ids], [0, *counted]
         if not any(counted):
             raise ValueError("its response has no tokens")
-        most = recipe.sequence + 1
-        if len(ids) > most and (recipe.too_long != "truncate" or not any(counted[:most])):
+        most = self._sequence + 1
+        if len(ids) > most and (data.too_long != "truncate" or not any(counted[:most])):
             raise TooLongError(f"has {len(ids):,} tokens, more than model.sequence + 1 = {most:,}")
         return Conversation(np.array(ids[:most], np.int32), np.array(counted[:most], np.uint8), len(ids) > most)
 
@@ -147,13 +130,13 @@ class Encoder:
 _encoder = cache(Encoder)  # one per process
 
 
-def encode_chunk(recipe: ConversationRecipe, max_bad: int, chunk: TextChunk) -> EncodedChunk:
-    """Encode a chunk, up to one bad line over `max_bad`. Raises UserError for one too long if that is refused."""
-    encoder, encoded = _encoder(recipe), EncodedChunk()
+def encode_chunk(data: InstructionsData, sequence: int, chunk: TextChunk) -> EncodedChunk:
+    """Encode a chunk, up to one bad line too many. Raises UserError for a conversation too long if that is refused."""
+    encoder, encoded = _encoder(data, sequence), EncodedChunk()
     lines = list(json_lines(chunk))
     with Allowance(max(sandbox.SECONDS, _SECONDS_PER_LINE * len(lines))) as allowance:
         for line, record in lines:
-            if len(encoded.bad) > max_bad:
+            if len(encoded.bad) > data.max_bad:
                 break
             if isinstance(record, BadLine):
                 encoded.bad.append(record)
@@ -161,7 +144,7 @@ def encode_chunk(recipe: ConversationRecipe, max_bad: int, chunk: TextChunk) -> 
             try:
                 encoded.conversations.append(encoder.encode(record, allowance))
             except TooLongError as error:
-                if recipe.too_long == "refuse":
+                if data.too_long == "refuse":
                     raise UserError(
                         f"{BadLine(chunk.source, line, str(error))}; set data.too_long=truncate or leave_out"
                     ) from error
@@ -179,12 +162,13 @@ def prepare_instructions(
     `note_progress` is called for each file and each chunk of one. Raises UserError if a file cannot be read or has more
     lines without a conversation than `data.max_bad`, or if the folder cannot be written.
     """
-    recipe, inputs = _recipe(data, model), _inputs(data, note_progress)
-    wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
+    assert data.tokenizer is not None
+    inputs = _inputs(data, note_progress)
+    wanted = json.loads(json.dumps(_recipe(data, model) | {"inputs": inputs}))
     folder = Path(data.folder) / PREPARED
     manifest = _manifest(folder)
     if manifest is None or manifest["recipe"] != wanted or [*manifest["counts"]] != [*inputs]:
-        fitting_tokenizer(recipe.tokenizer, model.vocab)
+        fitting_tokenizer(data.tokenizer, model.vocab)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with new_path(folder) as partial, ProgressBar(show_progress, note_progress) as progress:
@@ -192,7 +176,7 @@ def prepare_instructions(
                 counts = {}
                 for name, records in progress.through(inputs.items(), "Encoding conversations"):
                     sources, note = [source for source, *_ in records], progress.note_progress
-                    counts[name] = asdict(_write(partial / name, data, recipe, sources, model.vocab, note))
+                    counts[name] = asdict(_write(partial / name, data, model, sources, note))
                 sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
                 manifest = {"recipe": wanted, "counts": counts, "files": sizes}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -203,24 +187,20 @@ def prepare_instructions(
         write_packing(conversation_packing(data, model, prefix), note_progress)
 
 
-def _recipe(data: InstructionsData, model: ModelConfig) -> ConversationRecipe:
+def _recipe(data: InstructionsData, model: ModelConfig) -> dict[str, Any]:
+    """Return the settings that determine the tokens of a conversation, as the manifest has them."""
     assert data.tokenizer is not None
-    assert data.packing.bos != "auto"
-    template = json.dumps(read_template(data.template))
-    return ConversationRecipe(
-        tokenizer=data.tokenizer,
-        tokenizer_digest=tokenizer_digest(data.tokenizer.path),
-        template=data.template,
-        template_digest=blake2b(template.encode(), digest_size=16).hexdigest(),
-        messages_key=data.messages_key,
-        prompt_key=data.prompt_key,
-        response_key=data.response_key,
-        too_long=data.too_long,
-        sequence=model.sequence,
-        turns=data.turns,
-        eod=data.packing.eod,
-        bos=data.packing.bos,
-    )
+    keys = ("template", "messages_key", "prompt_key", "response_key", "too_long", "turns")
+    return {
+        **{key: getattr(data, key) for key in keys},
+        "format": _FORMAT,
+        "tokenizer": asdict(data.tokenizer),
+        "tokenizer_digest": tokenizer_digest(data.tokenizer.path),
+        "template_digest": blake2b(json.dumps(read_template(data.template)).encode(), digest_size=16).hexdigest(),
+        "sequence": model.sequence,
+        "eod": data.packing.eod,
+        "bos": data.packing.bos,
+    }
 
 
 def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[str, list[tuple[str, int, int]]]:
@@ -261,16 +241,15 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 def _write(
     prefix: Path,
     data: InstructionsData,
-    recipe: ConversationRecipe,
+    model: ModelConfig,
     sources: Sequence[str],
-    vocab: int,
     note_progress: Callable[[], None],
 ) -> Counts:
     """Write the tokens and the loss mask of one dataset, and return its counts."""
     counts, limit = Counts(), f"data.max_bad = {data.max_bad} bad lines"
     chunks = read_chunks(sources, data.messages_key)
-    with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
-        for encoded in parallel_map(partial(encode_chunk, recipe, data.max_bad), chunks, data.workers):
+    with IndexedWriter(prefix, model.vocab) as writer, counted_path(prefix).open("wb") as file:
+        for encoded in parallel_map(partial(encode_chunk, data, model.sequence), chunks, data.workers):
             note_progress()
             for line in encoded.bad:
                 counts.bad_lines += 1

@@ -17,9 +17,10 @@ from pangu.data.indexed import open_indexed
 from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.sources import with_ids
 from pangu.data.tokenizers import Tokenizer, encode, load_tokenizer
-from pangu.prepare.instructions import ConversationRecipe, Encoder
+from pangu.prepare.instructions import Encoder
 from pangu.prepare.sandbox import Allowance
 from tests.configs import tiny
+from tests.prepare.test_instructions import instructions
 from tools import inspect_data, preprocess_data
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -240,8 +241,8 @@ def test_a_conversation_begins_with_it_once(tmp_path: Path, template: str) -> No
     (tmp_path / "t.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     name = str(tmp_path / "t.jinja") if template == "file" else template
     tokenizer = TokenizerConfig("huggingface", str(folder))
-    keys = ("messages", "prompt", "response", "truncate", 100)
-    encoder = Encoder(ConversationRecipe(tokenizer, "", name, "", *keys, eod=1, bos=0))
+    packing = PackingConfig(1, None, True, True, bos=0)
+    encoder = Encoder(instructions(tmp_path, (), tokenizer=tokenizer, template=name, packing=packing), 100)
     with Allowance() as allowance:
         ids = encoder.encode({"prompt": "a", "response": "b"}, allowance).ids.tolist()
     assert ids[0] == 0

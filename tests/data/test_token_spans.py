@@ -11,11 +11,12 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from pangu.config.data import TokenizerConfig
+from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.data.token_spans import APART, encode_parts
 from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
-from pangu.prepare.instructions import ConversationRecipe, Encoder
+from pangu.prepare.instructions import Encoder
 from pangu.prepare.sandbox import Allowance
+from tests.prepare.test_instructions import instructions
 
 LINES = [f"[INST] database hello base data [/INST] ok hello\n\n{n}" for n in range(300)]
 PARTS = ["</s>", "[INST] hello  é [/INST]\n\n", " ok", "</s>", "[INST] data", "base", "", "\n"]
@@ -105,9 +106,10 @@ def test_each_unknown_run_beside_a_special_piece_is_unknown(tmp_path: Path) -> N
 @pytest.mark.parametrize("template", ["plain", "chatml", "alpaca", "llama3", "qwen3"])
 def test_files_of_gpt2_work_with_every_template(tmp_path: Path, template: str) -> None:
     tokenizer = config(tmp_path, "gpt2")
-    recipe = ConversationRecipe(tokenizer, "", template, "", "messages", "prompt", "response", "truncate", 512)
+    packing = PackingConfig(None, None, True, True)
+    data = instructions(tmp_path, (), tokenizer=tokenizer, template=template, packing=packing)
     with Allowance() as allowance:
-        found = Encoder(recipe).encode({"prompt": "hello", "response": "data </s>"}, allowance)
+        found = Encoder(data, 512).encode({"prompt": "hello", "response": "data </s>"}, allowance)
     response = load_tokenizer(tokenizer).decode([int(i) for i in found.ids[found.counted > 0]])
     assert "data </s>" in response
     assert json.loads((tmp_path / "vocab.json").read_text())["<|endoftext|>"] == load_tokenizer(tokenizer).eod

@@ -12,14 +12,14 @@ import torch
 
 from pangu.checkpoint.run_folder import CHAT_TEMPLATE
 from pangu.common.errors import UserError, printable
-from pangu.config.data import TokenizerConfig
+from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling
 from pangu.interop.formats.huggingface import _write_template, _write_tokenizer
 from pangu.interop.loading import load_model
 from pangu.prepare import corpora
 from pangu.prepare.chat import ChatPrompts, ChatTemplate
-from pangu.prepare.instructions import ConversationRecipe, Encoder
+from pangu.prepare.instructions import Encoder
 from pangu.prepare.messages import Dialog, read_prompt
 from pangu.prepare.sandbox import Allowance
 from pangu.topology.layout import Layout
@@ -31,6 +31,7 @@ from tests.configs import composed
 from tests.data.test_boundaries import write_folder
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL
 from tests.interop.test_formats import convert
+from tests.prepare.test_instructions import instructions
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,12 +87,12 @@ def test_an_export_and_generate_ask_as_the_training_did(published: str, template
     done = fine_tune(tmp_path, published, template)
     name = {"file": tmp_path / "own.jinja", "tokenizer": tmp_path / "tokenizer"}.get(template, template)
     tokenizer = load_tokenizer(TokenizerConfig("huggingface", str(tmp_path / "tokenizer")))
-    ids = {"eod": tokenizer.eod, "bos": tokenizer.bos}
+    packing = PackingConfig(tokenizer.eod, None, True, True, bos=tokenizer.bos)
     source = TokenizerConfig("huggingface", str(tmp_path / "tokenizer"))
-    recipe = ConversationRecipe(source, "", str(name), "", "messages", "prompt", "response", "refuse", 400, **ids)
+    data = instructions(tmp_path, (), tokenizer=source, template=str(name), packing=packing)
     conversation = [*TALK, {"role": "assistant", "content": "4"}]
     with Allowance() as allowance:
-        trained = Encoder(recipe).encode({"messages": conversation}, allowance)
+        trained = Encoder(data, 400).encode({"messages": conversation}, allowance)
     counted = trained.counted.tolist()
     begin = max(n for n in range(1, len(counted)) if counted[n] and not counted[n - 1])
     expected = trained.ids[:begin].tolist()
