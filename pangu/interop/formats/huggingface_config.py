@@ -257,15 +257,6 @@ def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> 
     keys["router.normalised"] = _flag(config, "norm_topk_prob", path, usual)
 
 
-def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    """Read another name of `experts`, which transformers 5 writes."""
-    twin = read_fields(ModelConfig, config, {"experts": "num_local_experts"}, path)
-    if twin and config.get("num_experts", twin["experts"]) != twin["experts"]:
-        rule = f"must be num_experts = {config['num_experts']}"
-        raise wrong_field(path, "num_local_experts", twin["experts"], rule)
-    keys |= twin
-
-
 def _latent(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """Read latent attention; without `q_lora_rank`, queries are made of the input."""
     numbers = read_fields(LatentConfig, config, LATENT_FIELDS, path)
@@ -321,7 +312,6 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "norm_topk_prob": _normalised,
     "kv_lora_rank": _latent,
     "routed_scaling_factor": _deepseek_router,
-    "num_local_experts": _experts_twin,
     "shared_expert_intermediate_size": _pangu_experts,
 }
 """Readers of several fields together, keyed by a field that only types with all of them have: from config.json into
