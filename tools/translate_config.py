@@ -15,7 +15,6 @@ import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError
 from pangu.common.exit_status import exit_status
-from pangu.interop.translation.checked import check
 from pangu.interop.translation.report import describe, refusal, tables
 from pangu.interop.translation.sources import SOURCES, translate
 
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     translation = translate(options.source, options.words)
     if not options.keep_going and (message := refusal(translation)):
         raise UserError(message)
-    print(as_typed(describe(translation, check(translation, _CONFIGS))))
+    print(as_typed(describe(translation, _CONFIGS)))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,10 +19,9 @@ from pangu.config.data import StreamData, TokenizerConfig
 from pangu.config.optimizer import MuonConfig, ParameterGroup, WeightDecayScheduleConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.formats.huggingface_config import LATENT_FIELDS
-from pangu.interop.translation.checked import hydra_value
 from pangu.interop.translation.launch_script import read_command, read_flags
 from pangu.interop.translation.megatron_recipe import schedule
-from pangu.interop.translation.report import tables
+from pangu.interop.translation.report import hydra_value, tables
 from pangu.interop.translation.table import Translation, load_table
 from pangu.models.size import num_parameters
 from pangu.optim.lr_schedule import learning_rate

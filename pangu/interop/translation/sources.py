@@ -1,10 +1,11 @@
-"""Supported formats: a command line or launch script, JSON, YAML or TOML, and config.json."""
+"""Supported formats: a command line or launch script, JSON, YAML or TOML, and transformers' config.json."""
 
 from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,9 +14,13 @@ import yaml
 from pangu.common.errors import UserError, reading, shown
 from pangu.common.files import parse_json, refuse_expanding
 from pangu.common.flat import flatten
-from pangu.interop.translation import deepspeed, huggingface, megatron, mindformers, torchtitan
+from pangu.config.model import LatentConfig, RouterConfig
+from pangu.config.rope import RopeScaling
+from pangu.interop.formats.fields import load_table as load_fields
+from pangu.interop.formats.huggingface_config import ModelType, kind_in, read_model
+from pangu.interop.translation import deepspeed, megatron, mindformers, torchtitan
 from pangu.interop.translation.launch_script import Command, after_program, read_command, read_flags
-from pangu.interop.translation.table import Translation, load_table
+from pangu.interop.translation.table import Table, Translation, load_table
 
 MOST_BYTES = 16 * 2**20
 """Largest file with settings, bytes."""
@@ -33,7 +38,7 @@ def translate(source: str, words: Sequence[str]) -> Translation:
         path = Path(words[0])
         values = _parsed(path, *_PARSERS[source])
         if source == "huggingface":
-            return _not_empty(huggingface.translate(values, path), path)
+            return _not_empty(_translate_config(values, path), path)
         with reading(path, ValueError, rule="is too large"):
             given = flatten(values)
     where = f"{words[0]}: {', '.join(command.empty)} is not set; set it with NAME=VALUE" if command.empty else words[0]
@@ -42,6 +47,31 @@ def translate(source: str, words: Sequence[str]) -> Translation:
     _RULES[source](translation)
     translation.ask_for_unset()
     return translation
+
+
+def _table(kind: ModelType) -> Table:
+    harmless = f"{load_fields('model_types')['_harmless']} {kind.harmless} model_type"
+    direct = {field: f"model.{key}" for key, field in kind.keys.items()}
+    same = f"{harmless} {' '.join((*kind.only, *kind.twins, *kind.aliases, *kind.values))} {kind.derived}"
+    return replace(load_table("huggingface"), direct=direct, same=same)
+
+
+def _translate_config(config: Mapping[str, Any], path: Path) -> Translation:
+    """Return the overrides of a config.json. Raises UserError for an unsupported model."""
+    kind = kind_in(config, path)
+    source = Translation(_table(kind), config)
+    source.set("model", "pangu_2_6b" if kind.means["kind"] == "pangu" else "gpt2_124m", "model_type")
+    known = {name: value for name, value in config.items() if name not in source.unknown}
+    keys = read_model(known, path)
+    for key, value in keys.items():
+        names = (kind.keys[key],) if key in kind.keys else ()
+        if isinstance(value, RouterConfig):
+            for part, setting in asdict(value).items():
+                source.set(f"model.router.{part}", setting)
+        elif key != "kind":
+            plain = asdict(value) if isinstance(value, RopeScaling | LatentConfig) else value
+            source.set(f"model.{key}", plain, *names)
+    return source
 
 
 def _not_empty(translation: Translation, where: object) -> Translation:
