@@ -78,27 +78,11 @@ def documents(chunk: TextChunk, text_key: str) -> Iterator[Document | BadLine]:
 
 def _in_text(chunk: TextChunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
     content: bytes = chunk.content
+    begin, line, stops = 0, chunk.first, list[int]()
     try:
-        texts = _paragraphs(content.decode("utf-8-sig" if chunk.first == 1 else "utf-8"), chunk.kind)
-    except UnicodeDecodeError:
-        yield from _one_by_one(chunk)
-        return
-    for text in texts:
-        yield chunk.first, text
-
-
-def _paragraphs(text: str, kind: str) -> list[str]:
-    if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    parts = [text] if kind == "file" else _BLANK_LINES.split(f"\n{text}\n")
-    return [part.strip("\n") for part in parts]
-
-
-def _one_by_one(chunk: TextChunk) -> Iterator[tuple[int, str | BadLine]]:
-    """Yield the documents of a text that is not UTF-8 throughout."""
-    content: bytes = chunk.content
-    begin, line = 0, chunk.first
-    stops = [match.end() for match in re.finditer(rb"\n\s*\n", content) if chunk.kind == "text"]
+        content.decode()
+    except UnicodeDecodeError:  # document by document, so that only the bad ones are lost
+        stops = [match.end() for match in re.finditer(rb"\n\s*\n", content) if chunk.kind == "text"]
     for stop in (*stops, len(content)):
         part = content[begin:stop]
         try:
@@ -109,6 +93,13 @@ def _one_by_one(chunk: TextChunk) -> Iterator[tuple[int, str | BadLine]]:
             reason = "is not UTF-8; convert the file first, e.g. iconv -f GB18030 -t UTF-8"
             yield place, BadLine(chunk.source, place, reason)
         begin, line = stop, line + part.count(b"\n")
+
+
+def _paragraphs(text: str, kind: str) -> list[str]:
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    parts = [text] if kind == "file" else _BLANK_LINES.split(f"\n{text}\n")
+    return [part.strip("\n") for part in parts]
 
 
 def json_lines(chunk: TextChunk) -> Iterator[tuple[int, Any]]:

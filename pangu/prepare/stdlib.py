@@ -11,8 +11,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import sentencepiece
@@ -34,16 +33,6 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "id
 
 _ENCODED_AT_ONCE = 32
 _LEFTOVER_SECONDS = 3600
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """Source file of the standard library."""
-
-    name: str
-    """Path relative to the library's folder, with forward slashes."""
-    documents: tuple[str, ...]
-    """Text of the file and, if it has docstrings, those as a second document."""
 
 
 def prepare_stdlib(
@@ -75,22 +64,24 @@ def prepare_stdlib(
     return paths
 
 
-def read_library(root: Path, progress: ProgressBar) -> list[SourceFile]:
-    """Return the library's files below `root`, sorted by name. Raises UserError unless there are at least two."""
+def read_library(root: Path, progress: ProgressBar) -> dict[str, list[str]]:
+    """Return the documents of the library's files below `root`: text, and docstrings if there are any.
+
+    Keys are paths relative to `root` with forward slashes, sorted. Raises UserError unless there are at least two.
+    """
     names = sorted(
         relative.as_posix()
         for relative in (path.relative_to(root) for path in root.rglob("*.py"))
         if _LEFT_OUT.isdisjoint(relative.parts) and not relative.name.startswith("_sysconfigdata")
     )
-    sources = []
+    sources = {}
     for name in progress.through(names, "Reading the standard library"):
         try:
             text = (root / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        documents = tuple(document for document in (text, docstrings(text)) if document.strip())
-        if documents:
-            sources.append(SourceFile(name, documents))
+        if documents := [document for document in (text, docstrings(text)) if document.strip()]:
+            sources[name] = documents
     if len(sources) < 2:
         raise UserError(
             f"data=stdlib: Python's standard library in {root} has fewer than two readable .py files; use a"
@@ -111,9 +102,9 @@ def docstrings(source: str) -> str:
     return "\n\n".join(filter(None, (ast.get_docstring(node) for node in nodes if isinstance(node, documented))))
 
 
-def validation_split(sources: list[SourceFile], fraction: float) -> set[str]:
+def validation_split(names: Collection[str], fraction: float) -> set[str]:
     """Return the names of the validation files: hash below `fraction`, but at least one and never all."""
-    hashes = sorted((random_key("held out", source.name) / 2**64, source.name) for source in sources)
+    hashes = sorted((random_key("held out", name) / 2**64, name) for name in names)
     count = sum(value < fraction for value, _ in hashes)
     return {name for _, name in hashes[: min(max(count, 1), len(hashes) - 1)]}
 
@@ -139,10 +130,10 @@ def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress:
         write_atomically(paths.manifest, json.dumps(manifest, indent=2).encode())
 
 
-def _write_tokenizer(paths: StdlibPaths, sources: list[SourceFile], vocab: int, progress: ProgressBar) -> None:
+def _write_tokenizer(paths: StdlibPaths, sources: dict[str, list[str]], vocab: int, progress: ProgressBar) -> None:
     task = progress.add_task(f"Training a tokenizer of {vocab} pieces", total=1)
     try:
-        model = train_sentencepiece((source.documents[0] for source in sources), vocab, "bpe")
+        model = train_sentencepiece((documents[0] for documents in sources.values()), vocab, "bpe")
     except UserError as error:
         raise UserError(f"model.vocab = {vocab} does not fit data=stdlib: {error}") from error
     write_atomically(paths.tokenizer, model)
@@ -150,16 +141,12 @@ def _write_tokenizer(paths: StdlibPaths, sources: list[SourceFile], vocab: int, 
 
 
 def _write_documents(
-    paths: StdlibPaths, sources: list[SourceFile], validation_fraction: float, vocab: int, progress: ProgressBar
+    paths: StdlibPaths, sources: dict[str, list[str]], validation_fraction: float, vocab: int, progress: ProgressBar
 ) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(paths.tokenizer))
     names = validation_split(sources, validation_fraction)
-    parts = [
-        (paths.train, [source for source in sources if source.name not in names]),
-        (paths.validation, [source for source in sources if source.name in names]),
-    ]
-    for prefix, chosen in parts:
-        documents = [document for source in chosen for document in source.documents]
+    for prefix, held_out in ((paths.train, False), (paths.validation, True)):
+        documents = [text for name, texts in sources.items() if (name in names) == held_out for text in texts]
         starts = range(0, len(documents), _ENCODED_AT_ONCE)
         with IndexedWriter(prefix, vocab) as writer:
             for start in progress.through(starts, f"Encoding {prefix.name} documents"):

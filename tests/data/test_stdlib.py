@@ -22,7 +22,7 @@ from pangu.data.indexed import open_indexed
 from pangu.data.stdlib import StdlibPaths, is_prepared
 from pangu.data.tokenizers import load_tokenizer
 from pangu.prepare import stdlib
-from pangu.prepare.stdlib import SourceFile, prepare_stdlib, validation_split
+from pangu.prepare.stdlib import prepare_stdlib, validation_split
 from tests.data.conftest import library_files
 from tests.documents import document_lengths
 from tests.library import FRACTION, PACKING, VOCAB
@@ -102,7 +102,7 @@ def test_small_library(small_library: Path, tmp_path: Path) -> None:
 
 @given(names=st.sets(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=50), fraction=st.floats(0, 1))
 def test_held_out_is_a_matter_of_the_name(names: set[str], fraction: float) -> None:
-    sources = [SourceFile(name, ("text",)) for name in sorted(names)]
+    sources = sorted(names)
     chosen = validation_split(sources, fraction)
     assert chosen < names
     assert chosen
