@@ -88,35 +88,28 @@ class Progress:
 
 def encode_chunk(recipe: Recipe, chunk: TextChunk) -> Encoded:
     """Encode a chunk, in a worker process."""
-    texts: list[Document] = []
-    bad: list[BadLine] = []
-    for document in documents(chunk, recipe.text_key):
-        if isinstance(document, BadLine):
-            bad.append(document)
-        else:
-            texts.append(document)
+    found = list(documents(chunk, recipe.text_key))
+    texts = [document for document in found if isinstance(document, Document)]
     strings = [document.text for document in texts]
     tokens, lengths = encode(strings, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
     return Encoded(
         ids=tokens,
         lengths=lengths,
         sizes=np.array([document.size for document in texts], dtype=np.int64),
-        validation=np.array([held_out(document.text, recipe.holdout) for document in texts], dtype=bool),
-        digests=[_digest(document) for document in texts] if recipe.exact_duplicates else [],
-        bands=_bands(recipe, texts),
-        bad=bad,
+        validation=np.array([held_out(text, recipe.holdout) for text in strings], dtype=bool),
+        digests=[blake2b(text.encode(), digest_size=16).digest() for text in strings]
+        if recipe.exact_duplicates
+        else [],
+        bands=_bands(recipe, strings),
+        bad=[document for document in found if isinstance(document, BadLine)],
         after=chunk.after,
     )
 
 
-def _digest(document: Document) -> bytes:
-    return blake2b(document.text.encode(), digest_size=16).digest()
-
-
-def _bands(recipe: Recipe, texts: Sequence[Document]) -> NDArray[np.int64]:
+def _bands(recipe: Recipe, texts: Sequence[str]) -> NDArray[np.int64]:
     if recipe.near_duplicates is None:
         return np.empty((0, 0), dtype=np.int64)
-    rows = [bands_of(document.text, recipe.near_duplicates) for document in texts]
+    rows = [bands_of(text, recipe.near_duplicates) for text in texts]
     return np.array(rows, dtype=np.int64).reshape(len(texts), bands_and_rows(recipe.near_duplicates)[0])
 
 
@@ -144,29 +137,23 @@ class Preprocessing:
     def _begin(self, overwrite: bool) -> dict[str, Any]:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self._folder / _JOURNAL)
-        state = self._journal.state
-        begun = {} if state is None else state["recipe"]
-        if begun == self._wanted or (overwrite and state is None):
-            return state or {}
-        if overwrite:
+        if (state := self._journal.state) is not None and state["recipe"] != self._wanted:
+            self._journal.close()
+            if overwrite:
+                remove(self._folder)
+                return self._begin(overwrite)
+            different = [key for key, value in self._wanted.items() if state["recipe"].get(key) != value]
+            raise UserError(
+                f"{self._folder} was started with other inputs or options ({', '.join(different)}); use the"
+                " same options to continue, remove the folder, or add --overwrite"
+            )
+        paths = [path(prefix) for prefix in self.prefixes for path in (bin_path, idx_path, manifest_path)]
+        existing = [str(path) for path in paths if path.exists()] if state is None and not overwrite else []
+        if existing:
             self._journal.close()
             remove(self._folder)
-            return self._begin(overwrite)
-        different = [key for key, value in self._wanted.items() if begun.get(key) != value]
-        message = (
-            f"{self._folder} was started with other inputs or options ({', '.join(different)}); use the"
-            " same options to continue, remove the folder, or add --overwrite"
-        )
-        if state is None:
-            paths = [path(prefix) for prefix in self.prefixes for path in (bin_path, idx_path, manifest_path)]
-            existing = [str(path) for path in paths if path.exists()]
-            if not existing:
-                return {}
-            message = f"{', '.join(existing)} already exist; choose another --output or add --overwrite"
-        self._journal.close()
-        if state is None:
-            remove(self._folder)
-        raise UserError(message)
+            raise UserError(f"{', '.join(existing)} already exist; choose another --output or add --overwrite")
+        return state or {}
 
     def run(
         self, workers: int, max_bad: int, every: float, tell: Callable[[int], object], warn: Callable[[str], object]
@@ -183,19 +170,16 @@ class Preprocessing:
         )
         committed = time.monotonic()
         for encoded in parallel_map(partial(encode_chunk, self.recipe), chunks, workers):
-            self._count_bad(encoded.bad, max_bad, warn)
+            for line in encoded.bad:
+                self.progress.num_bad += 1
+                if leave_out(line, self.progress.num_bad, max_bad, f"--max-bad {max_bad} bad lines", warn):
+                    self.progress.bad.append(str(line))
             self._add(encoded)
             self.progress.place = encoded.after
             tell(len(encoded.lengths))
             if time.monotonic() - committed >= every:
                 self._commit()
                 committed = time.monotonic()
-
-    def _count_bad(self, bad: list[BadLine], max_bad: int, warn: Callable[[str], object]) -> None:
-        for line in bad:
-            self.progress.num_bad += 1
-            if leave_out(line, self.progress.num_bad, max_bad, f"--max-bad {max_bad} bad lines", warn):
-                self.progress.bad.append(str(line))
 
     def _add(self, encoded: Encoded) -> None:
         stays = np.ones(len(encoded.lengths), dtype=bool)
