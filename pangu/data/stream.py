@@ -182,10 +182,7 @@ class SampleStream(Stream):
         for reader, row in zip(readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
             for weight, (_, weights) in zip(row, stages, strict=True):
                 if not weight * RAREST >= sum(weights) > 0 and (weight or not any(row)):
-                    raise UserError(
-                        f"{reader.prefix}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
-                        f" {sum(weights)}; raise it, or remove the dataset"
-                    )
+                    raise too_rare(reader.prefix, weight, sum(weights), "dataset")
         for first, weights in stages:
             self._add_stage(first, weights)
 
@@ -246,6 +243,12 @@ class SyntheticStream(Stream):
         """Return the tokens of sample `index`, [sequence + 1]."""
         draws = generator(self._seed, "synthetic", index)
         return self._ids[draws.integers(len(self._ids), size=self._sequence + 1)]
+
+
+def too_rare(name: str, weight: float, total: float, kind: str) -> UserError:
+    """Return the error about a dataset or entry whose weight is too small a part of the `total`."""
+    rule = f"weight {weight} is less than 1/{RAREST} of the sum of the weights, {total}"
+    return UserError(f"{name}: {rule}; raise it, or remove the {kind}")
 
 
 def check_ids(prefix: str, tokens: NDArray[np.integer], vocab: int) -> None:

@@ -26,7 +26,7 @@ from pangu.data.document_blocks import DocumentBlocks
 from pangu.data.finding import find_inputs, input_record, is_dataset, is_url
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, StreamRecipe
-from pangu.data.stream import RAREST, Stream
+from pangu.data.stream import RAREST, Stream, too_rare
 from pangu.data.tokenizers import encode, tokenizer_digest
 from pangu.metrics.progress import noted
 
@@ -176,7 +176,9 @@ def open_text(
         raise UserError("data.packing.eod = null: the tokenizer has no end-of-document id either; set an id")
     entries = [data.train] if data.weights is None else [(entry,) for entry in data.train]
     weights = data.weights or (1.0,)
-    _require_weights(entries, weights)
+    for entry, weight in zip(entries, weights, strict=True):
+        if weight * RAREST < sum(weights):
+            raise too_rare(" ".join(entry), weight, sum(weights), "entry")
     files = [find_inputs(entry, "data.train") for entry in entries]
     recipes = [
         StreamRecipe(
@@ -192,7 +194,10 @@ def open_text(
         for number, (inputs, weight) in enumerate(zip(files, weights, strict=True))
     ]
     facts = {
-        "train": [[_record(source) for source in noted(inputs, note_progress)] for inputs in files],
+        "train": [
+            [(PurePosixPath(name).name, size) for name, size, _ in map(input_record, noted(inputs, note_progress))]
+            for inputs in files
+        ],
         "weights": weights,
         "text_key": data.text_key,
         "holdout": data.holdout,
@@ -226,20 +231,6 @@ def open_held_out(
     parts = dict(zip(names, plain, strict=False)) if len(plain) > 1 else {}
     alone = {name: first([recipe], (1.0,)) for name, recipe in parts.items()}
     return first(plain, weights), alone
-
-
-def _require_weights(entries: Sequence[tuple[str, ...]], weights: Sequence[float]) -> None:
-    for entry, weight in zip(entries, weights, strict=True):
-        if weight * RAREST < sum(weights):
-            raise UserError(
-                f"{' '.join(entry)}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
-                f" {sum(weights)}; raise it, or remove the entry"
-            )
-
-
-def _record(source: str) -> tuple[str, int]:
-    name, size, _ = input_record(source)
-    return PurePosixPath(name).name, size
 
 
 def _of_checkpoint() -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ class Checksums:
         """Start after the blocks with the checksums `finished`."""
         self.finished = list(finished or [])  # checksums of the full blocks
         self._size = 0
-        self._block = _new()
+        self._block = hashlib.blake2b(digest_size=16)
 
     def update(self, content: bytes | memoryview) -> None:
         """Add written content."""
@@ -32,15 +32,11 @@ class Checksums:
             view = view[len(part) :]
             if self._size == BLOCK:
                 self.finished.append(self._block.hexdigest())
-                self._size, self._block = 0, _new()
+                self._size, self._block = 0, hashlib.blake2b(digest_size=16)
 
     def all(self) -> list[str]:
         """Return the checksums of all blocks, the last one partial."""
         return [*self.finished, *([self._block.hexdigest()] if self._size else [])]
-
-
-def _new() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
 
 
 def manifest_path(prefix: str | Path) -> Path:

@@ -81,15 +81,11 @@ def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) ->
     items = [prompts.narrowed(item) if task.method == "rank" else item for item in questions.items]
     items = [item for item in items if item.id not in done]
     # what is asked together is of like length, so that little padding is computed
-    items.sort(key=_length, reverse=True)
+    items.sort(key=lambda item: sum(map(len, item.fields.values())) + max(map(len, item.answers)), reverse=True)
     size = CHUNK * model.rows * model.mesh.layout.data
     for start in range(0, len(items), size):
         chunk = items[start : start + size]
         yield _written(model, prompts, chunk) if task.method == "write" else _scored(model, prompts, chunk)
-
-
-def _length(item: Item) -> int:
-    return sum(map(len, item.fields.values())) + max(map(len, item.answers))
 
 
 def summary(answers: Iterable[Answer]) -> dict[str, float]:

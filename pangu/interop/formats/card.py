@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment
 
 import pangu
 from pangu.common.errors import shown
 from pangu.interop.formats.stored import Job, Training
 from pangu.models.size import num_parameters
 
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _GROUPS = ("batch", "precision", "optimizer", "lr_schedule", "loss")
 """Groups of keys that a card lists; config.json has the model, others hold paths of a machine, or change no weight."""
 _DATA = ("kind", "train", "weights")
@@ -31,34 +33,29 @@ _FIGURES = {
 """Fields of metrics.jsonl by their names in a card; of each, the last value before the checkpoint counts."""
 
 
-def write_card(file: Path, job: Job, kind: str, usage: Iterable[str], front_matter: Iterable[str] = ()) -> None:
+def write_card(file: Path, job: Job, kind: str, usage: str, header: str = "") -> None:
     """Write the card of an exported model.
 
     Args:
         file: Path of the card.
         job: The export.
         kind: Name of the kind of model in the format of the export.
-        usage: Lines that say how the files are loaded.
-        front_matter: Lines before the title, for programs that read cards.
+        usage: How the files are loaded.
+        header: YAML before the title, for programs that read cards.
     """
-    size, license_id = num_parameters(job.config.model), job.card.get("license") or "Not stated"
-    lines = [
-        *front_matter,
-        f"# {card_name(job)}",
-        "",
-        f"Causal language model of type `{kind}` with {size:,} parameters, exported by pangu {pangu.__version__}.",
-        "",
-        *usage,
-        "",
-        *(["The weights were converted; how they were trained is not known."] if job.source.training is None else []),
-        *([f"Fine-tuned from {_plain(base)}.", ""] if (base := base_of(job)) else []),
-        *([] if job.source.training is None else _training(job.source.training)),
-        "",
-        "## License",
-        "",
-        f"{license_id}. The licenses of the training data and of the first weights hold as well.",
-    ]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    training, environment = job.source.training, Environment(trim_blocks=True, keep_trailing_newline=True)
+    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        header=header,
+        name=card_name(job),
+        kind=kind,
+        size=num_parameters(job.config.model),
+        version=pangu.__version__,
+        usage=usage,
+        base=_plain(base) if (base := base_of(job)) else "",
+        license=job.card.get("license") or "Not stated",
+        **({} if training is None else _facts(training)),
+    )
+    file.write_text(text, encoding="utf-8")
 
 
 def card_name(job: Job) -> str:
@@ -94,49 +91,39 @@ def write_hub_card(path: Path, job: Job, config: Mapping[str, Any]) -> None:
     missing = [f"`{file}`" for file in code if not (path / file).is_file()]
     code += ["tokenization_pangu.py"] if (path / "tokenization_pangu.py").is_file() else []
     trusted = ", ".join(f"`{file}`" for file in code)
-    usage = [
-        "```python",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{card_name(job)}"{", trust_remote_code=True" * bool(code)})',
-        "```",
-        *(["", f"`trust_remote_code=True` runs code of this folder: {trusted}."] if code else []),
-        *([f"Copy {' and '.join(missing)} from the release of this architecture into it first."] if missing else []),
-    ]
-    front_matter = ("---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", "")
-    write_card(path / "README.md", job, config["model_type"], usage, front_matter)
+    call = f'AutoModelForCausalLM.from_pretrained("{card_name(job)}"{", trust_remote_code=True" * bool(code)})'
+    usage = f"```python\nfrom transformers import AutoModelForCausalLM\n\nmodel = {call}\n```"
+    if code:
+        usage += f"\n\n`trust_remote_code=True` runs code of this folder: {trusted}."
+    if missing:
+        usage += f"\nCopy {' and '.join(missing)} from the release of this architecture into it first."
+    write_card(path / "README.md", job, config["model_type"], usage, yaml.safe_dump(header, sort_keys=False).rstrip())
 
 
-def _training(training: Training) -> Iterator[str]:
-    """Yield the lines about results, data and configuration of a run."""
+def _facts(training: Training) -> dict[str, Any]:
+    """Return what a card says about results, data and configuration of a run."""
     last: dict[str, Any] = {}
     for record in training.records:
         scores = record.get("evaluation")
         named = {name: record.get(field) for field, name in _FIGURES.items()}
         named |= {_plain(name): score for name, score in scores.items()} if isinstance(scores, dict) else {}
         last |= {name: value for name, value in named.items() if isinstance(value, int | float)}
-    if last:
-        rows = (
-            f"| {name} | {f'{value:,}' if isinstance(value, int) else f'{value:.4g}'} |" for name, value in last.items()
-        )
-        yield from ("## Results", "", "| | |", "|---|---:|", *rows, "")
-    if isinstance(data := training.config.get("data"), Mapping):
-        told = {key: data[key] for key in _DATA if data.get(key) is not None}
-        if isinstance(data.get("train"), list):
-            # without the folders of a machine, and what signs a URL
-            told["train"] = [Path(str(name).partition("?")[0]).name for name in data["train"]]
-        yield from ("## Data", "", *_fenced(told), "")
-    yield from (
-        "## Training configuration",
-        "",
-        *_fenced({group: training.config[group] for group in _GROUPS if group in training.config}),
-    )
+    data = training.config.get("data")
+    told = {key: data[key] for key in _DATA if data.get(key) is not None} if isinstance(data, Mapping) else None
+    if told and isinstance(told.get("train"), list):
+        # without the folders of a machine, and what signs a URL
+        told["train"] = [Path(str(name).partition("?")[0]).name for name in told["train"]]
+    return {
+        "results": {name: f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for name, v in last.items()},
+        "data": "" if told is None else _fenced(told),
+        "recipe": _fenced({group: training.config[group] for group in _GROUPS if group in training.config}),
+    }
 
 
-def _fenced(values: Mapping[str, Any]) -> Iterator[str]:
+def _fenced(values: Mapping[str, Any]) -> str:
     text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).rstrip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    yield from (f"{fence}yaml", text, fence)
+    return f"{fence}yaml\n{text}\n{fence}"
 
 
 def _plain(text: str) -> str:

@@ -72,7 +72,7 @@ def begin_release(path: Path, job: Job, program: str, options: str) -> Path:
     """Create a folder for `--load` with its card, marked as a release; return the folder of its only iteration."""
     path.mkdir(parents=True)
     usage = f"{program} loads it with `--load {card_name(job)} {options} --finetune`."
-    write_card(path / "README.md", job, job.config.model.kind, [usage])
+    write_card(path / "README.md", job, job.config.model.kind, usage)
     (path / TRACKER).write_text("release", encoding="utf-8")
     return path / "release"
 

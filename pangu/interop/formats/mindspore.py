@@ -288,7 +288,7 @@ def write(path: Path, job: Job) -> None:
                 file.write(part)
 
     usage = f'`mindspore.load_checkpoint("{card_name(job)}")` loads this file.'
-    write_card(Path(f"{job.output}.md"), job, job.config.model.kind, [usage])
+    write_card(Path(f"{job.output}.md"), job, job.config.model.kind, usage)
 
 
 def _number(value: int) -> bytes:

@@ -131,4 +131,4 @@ def write(path: Path, job: Job) -> None:
     usage = (
         f"`pangu generate {name} --prompt TEXT` loads this folder; a run starts from it with `checkpoint.init_from`."
     )
-    write_card(path / "README.md", job, config.model.kind, [usage])
+    write_card(path / "README.md", job, config.model.kind, usage)
