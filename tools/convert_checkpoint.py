@@ -30,7 +30,7 @@ from pangu.interop.formats.convert import FORMATS, MEGATRON, convert, settle_mod
 from pangu.interop.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
 from pangu.interop.formats.huggingface_config import kinds
 from pangu.interop.formats.stored import WeightSource
-from pangu.interop.hub import NAME, HubRepository
+from pangu.interop.hub import HUB_NAME, HubRepository
 from pangu.metrics.progress import ProgressBar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
@@ -92,7 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     hub = options.push_to_hub
     if hub is not None and options.target != "huggingface":
         parser.error(f"--push-to-hub {shown(hub)}: needs --to huggingface, not {options.target}")
-    if hub is not None and not NAME.fullmatch(hub):
+    if hub is not None and not HUB_NAME.fullmatch(hub):
         parser.error(f"--push-to-hub {shown(hub)}: must be ORG/NAME, e.g. my-lab/quickstart")
     if options.public and hub is None:
         parser.error("--public: needs --push-to-hub ORG/NAME")

@@ -234,17 +234,10 @@ class ModelConfig:
     @property
     def without_experts(self) -> ModelConfig:
         """Model with dense layers only."""
-        return replace(
-            self,
-            experts=None,
-            experts_per_token=None,
-            expert_ffn=None,
-            shared_experts=0,
-            dense_layers=0,
-            expert_every=1,
-            expert_capacity=None,
-            router=RouterConfig(),
-        )
+        keys = ("experts", "experts_per_token", "expert_ffn", "expert_capacity")
+        numbers = ("shared_experts", "dense_layers", "expert_every")
+        defaults = {key: getattr(ModelConfig, key) for key in (*keys, *numbers)}
+        return replace(self, **defaults, router=RouterConfig())
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""

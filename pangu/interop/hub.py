@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from pangu.common.errors import UserError, shown
 
 T = TypeVar("T")
-NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-"""Repository of a user or an organization on the hub."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+"""Full name of a model on the hub: a repository of a user or an organization."""
 
 
 class HubRepository:

@@ -239,11 +239,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _write(
-    prefix: Path,
-    data: InstructionsData,
-    model: ModelConfig,
-    sources: Sequence[str],
-    note_progress: Callable[[], None],
+    prefix: Path, data: InstructionsData, model: ModelConfig, sources: Sequence[str], note_progress: Callable[[], None]
 ) -> Counts:
     """Write the tokens and the loss mask of one dataset, and return its counts."""
     counts, limit = Counts(), f"data.max_bad = {data.max_bad} bad lines"

@@ -19,6 +19,7 @@ from pangu.config.data import StreamData, TokenizerConfig
 from pangu.config.optimizer import MuonConfig, ParameterGroup, WeightDecayScheduleConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.formats.huggingface_config import LATENT_FIELDS
+from pangu.interop.formats.megatron_latent import LATENT_OPTIONS
 from pangu.interop.translation.launch_script import read_command, read_flags
 from pangu.interop.translation.megatron_recipe import schedule
 from pangu.interop.translation.report import hydra_value, tables
@@ -737,6 +738,8 @@ def test_every_setting_of_a_table_is_read_and_every_text_is_used(program: str) -
     source = "".join(path.read_text(encoding="utf-8") for path in rules)
     if "LATENT_FIELDS" in source:
         source += "".join(f'"{name}"' for name in LATENT_FIELDS.values())
+    if "LATENT_OPTIONS" in source:
+        source += "".join(f'"{name.replace("_", "-")}"' for name in LATENT_OPTIONS.values())
     keys = {
         *keys_of(RunConfig),
         *GROUPS,

@@ -368,7 +368,7 @@ def test_gradients_are_those_of_a_mask_made_by_hand(tmp_path: Path) -> None:
     records = [{"prompt": prompt, "response": response} for prompt, response in pairs]
     files = [lines_file(tmp_path / "a.jsonl", records)]
     packing = replace(PACKING, method="single")
-    data = instructions(tmp_path, files, validation=files, packing=packing)
+    data = instructions(tmp_path, files, validation=tuple(files), packing=packing)
     stream = sources_of(data, replace(MODEL, sequence=32)).validation
     assert stream is not None
     batch, expected = batch_of([stream[n] for n in range(4)], range(4), packing), by_hand(pairs, 32)

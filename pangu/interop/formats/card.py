@@ -13,6 +13,7 @@ from jinja2 import Environment
 import pangu
 from pangu.common.errors import shown
 from pangu.interop.formats.stored import Job, Training
+from pangu.interop.hub import HUB_NAME
 from pangu.models.size import num_parameters
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -21,8 +22,6 @@ _GROUPS = ("batch", "precision", "optimizer", "lr_schedule", "loss")
 _DATA = ("kind", "train", "weights")
 BASE_MODEL = "base_model"
 """Key of `WeightSource.generation` with the `name` of the model that was imported."""
-HUB_NAME = re.compile(r"[\w-]{1,96}/[\w.-]{1,96}", re.ASCII)
-"""Full names of models on the Hugging Face hub."""
 _FIGURES = {
     "step": "optimizer steps",
     "tokens": "training tokens",

@@ -22,10 +22,11 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id, tokenizer_facts
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-from pangu.interop.formats.card import BASE_MODEL, HUB_NAME, write_hub_card
+from pangu.interop.formats.card import BASE_MODEL, write_hub_card
 from pangu.interop.formats.huggingface_config import ModelType, kind_in, kind_of, read_model, write_model
 from pangu.interop.formats.pickles import load_pickle
 from pangu.interop.formats.stored import PANGU_PADDING, Job, Stored, WeightSource, make_table
+from pangu.interop.hub import HUB_NAME
 from pangu.layers.rotary import rotary_frequencies
 from pangu.prepare.chat import FINE_TUNED
 

@@ -14,14 +14,7 @@ from torch import Tensor
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor, read_yaml, trained_model
-from pangu.checkpoint.run_folder import (
-    CHAT_TEMPLATE,
-    GENERATION,
-    identity,
-    keep_tokenizer,
-    kept_tokenizer,
-    save_config,
-)
+from pangu.checkpoint.run_folder import CHAT_TEMPLATE, GENERATION, identity, keep_tokenizer, kept_tokenizer, save_config
 from pangu.common.errors import UserError
 from pangu.common.files import read_json_object
 from pangu.config.data import IndexedData

@@ -228,9 +228,9 @@ class Translation:
         if self.flag(name):
             self.set(self.table.keys(name)[0], value, name)
 
-    def choose(self, name: str, values: Mapping[Any, Any] | None = None) -> None:
+    def choose(self, name: str) -> None:
         """Set the key of a setting to the translation of its value (`Table.values`), which may have no counterpart."""
-        value, known = self.value(name), values or self.table.values[name]
+        value, known = self.value(name), self.table.values[name]
         if name in self.unset:
             return
         if isinstance(value, list | Mapping) or value not in known:
