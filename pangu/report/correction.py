@@ -69,7 +69,11 @@ class ProfiledRun(NamedTuple):
         levels = {"inside" if group.size <= group.inside else "between" for group in groups}
 
         def with_rates(cluster: ClusterConfig, compute: float, links: float) -> ClusterConfig:
-            changed = {level: _slower_link(getattr(cluster, level), links) for level in levels}
+            changed = {}
+            for level in levels:
+                link = getattr(cluster, level)
+                measured = tuple((*which, taken * links) for *which, taken in link.measured)
+                changed[level] = LinkConfig(link.latency_us * links, link.gb_s / links, measured)
             return replace(_slower(cluster, compute), **changed, message_us=cluster.message_us * links)  # type: ignore[arg-type]
 
         def seconds(parts: Sequence[str], compute: float, links: float) -> float:
@@ -122,8 +126,3 @@ def _slower(cluster: ClusterConfig, factor: float) -> ClusterConfig:
     times = {name: getattr(cluster, name) * factor for name in ("launch_us", "operator_us", "call_us")}
     rate = cluster.host_memory_gb_s / (1 if cluster.queued else factor)
     return replace(cluster, matmul=matmul, memory=memory, host_memory_gb_s=rate, **times)
-
-
-def _slower_link(link: LinkConfig, factor: float) -> LinkConfig:
-    measured = tuple((*which, taken * factor) for *which, taken in link.measured)
-    return LinkConfig(link.latency_us * factor, link.gb_s / factor, measured)  # type: ignore[arg-type]

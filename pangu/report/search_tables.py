@@ -165,7 +165,8 @@ def run_words(outcome: Outcome) -> str:
     data = as_data(outcome, outcome.result.best[0])
     if outcome.tokens is None:
         return ""
-    energy = f" and {_energy(data['energy_mwh'])}" if data["energy_mwh"] else ""
+    mwh = data["energy_mwh"]
+    energy = (f" and {mwh:,.3g} MWh" if mwh >= 1 else f" and {1000 * mwh:.3g} kWh") if mwh else ""
     cost = "" if data["cost"] is None else f", cost {data['cost']:,.0f}"
     days = data["days_with_failures"]
     often = f"with {data['failures_per_day']:.2g} failures a day"
@@ -178,10 +179,6 @@ def run_words(outcome: Outcome) -> str:
 
 def _days(days: float) -> str:
     return f"{days:,.3g} days" if days >= 1 else duration(days * 86400)
-
-
-def _energy(mwh: float) -> str:
-    return f"{mwh:,.3g} MWh" if mwh >= 1 else f"{1000 * mwh:.3g} kWh"
 
 
 def explain(outcome: Outcome) -> Iterator[str]:

@@ -21,10 +21,13 @@ def exact_match_and_f1(written: str, answers: Sequence[str]) -> dict[str, float]
 
     `exact_match`: equal up to case and punctuation. `f1`: of the longest common run of segments.
     """
-    text, references = segments(written), [segments(answer) for answer in answers]
+
+    def longest_run(one: list[str], other: list[str]) -> int:
+        return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size
+
     return {
         "exact_match": float(any(_plain(written) == _plain(answer) for answer in answers)),
-        "f1": _best_f(_longest_run, text, references),
+        "f1": _best_f(longest_run, written, answers),
     }
 
 
@@ -34,10 +37,9 @@ def rouge(written: str, answers: Sequence[str]) -> dict[str, float]:
     `rouge_1`: F1 of common segments in any order (the paper's figure for DuReader); `rouge_l`: F of the longest common
     subsequence, recall weighted by 1.2 (DuReader's own).
     """
-    text, references = segments(written), [segments(answer) for answer in answers]
     return {
-        "rouge_1": _best_f(_num_common, text, references),
-        "rouge_l": _best_f(_longest_common, text, references, _BETA),
+        "rouge_1": _best_f(lambda one, other: (Counter(one) & Counter(other)).total(), written, answers),
+        "rouge_l": _best_f(_longest_common, written, answers, _BETA),
     }
 
 
@@ -57,23 +59,15 @@ def _plain(text: str) -> str:
 
 
 def _best_f(
-    common: Callable[[list[str], list[str]], int], text: list[str], references: list[list[str]], beta: float = 1.0
+    common: Callable[[list[str], list[str]], int], written: str, answers: Sequence[str], beta: float = 1.0
 ) -> float:
-    """Return the best F-measure over the references for their number of `common` segments; 0 without any."""
-    best = 0.0
-    for reference in references:
+    """Return the best F-measure over the answers for their number of `common` segments; 0 without any."""
+    text, best = segments(written), 0.0
+    for reference in map(segments, answers):
         if length := common(text, reference):
             precision, recall = length / len(text), length / len(reference)
             best = max(best, (1 + beta**2) * precision * recall / (recall + beta**2 * precision))
     return best
-
-
-def _num_common(one: list[str], other: list[str]) -> int:
-    return (Counter(one) & Counter(other)).total()
-
-
-def _longest_run(one: list[str], other: list[str]) -> int:
-    return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size
 
 
 def _longest_common(one: list[str], other: list[str]) -> int:

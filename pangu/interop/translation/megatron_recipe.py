@@ -89,7 +89,10 @@ def schedule(source: Translation) -> None:
     if shape != "constant":
         source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
         source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
-    _weight_decay(source)
+    if (shape := source.text("weight-decay-incr-style")) in ("linear", "cosine"):
+        source.copy(source.number, "end-weight-decay")
+        start = {"start": source.number("start-weight-decay") or 0.0, "shape": shape}
+        source.set("weight_decay_schedule", start, "start-weight-decay", "weight-decay-incr-style")
 
 
 def _batch_stages(source: Translation, size: int) -> list[tuple[int, int]]:
@@ -125,10 +128,3 @@ def _steps_of(samples: int, size: int, stages: Sequence[tuple[int, int]]) -> flo
             return begin + (samples - consumed) / current
         begin, consumed = until, consumed + (until - begin) * current
     return begin + (samples - consumed) / size
-
-
-def _weight_decay(source: Translation) -> None:
-    if (shape := source.text("weight-decay-incr-style")) in ("linear", "cosine"):
-        source.copy(source.number, "end-weight-decay")
-        start = {"start": source.number("start-weight-decay") or 0.0, "shape": shape}
-        source.set("weight_decay_schedule", start, "start-weight-decay", "weight-decay-incr-style")
