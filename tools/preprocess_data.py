@@ -23,8 +23,7 @@ from pangu.data.finding import add_input_arguments, find_inputs, input_record
 from pangu.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_digest
 from pangu.metrics.progress import ProgressBar
 from pangu.prepare.indexed_writer import ResumableWriter
-from pangu.prepare.near_duplicates import bands_of
-from pangu.prepare.preprocessing import Preprocessing, Recipe
+from pangu.prepare.preprocessing import Preprocessing, Recipe, bands_of
 
 _EXAMPLE = """example:
   printf 'A first document.\\n\\nA second one,\\nof two lines.\\n' > /tmp/text.txt

@@ -12,11 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pangu.config.batch import BatchConfig
 from pangu.config.bounds import Bounds, Count, ExitStatus, Filename, Length, Natural, NotNegative, Positive
-from pangu.config.checkpoint import CheckpointConfig
+from pangu.config.checkpoint import CheckpointConfig, FaultsConfig
 from pangu.config.data import DataConfig
-from pangu.config.faults import FaultsConfig
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import (
     LrScheduleConfig,
@@ -109,6 +107,38 @@ def usual_bucket_mib(zero: int, replicas: int) -> float:
     """Return the default bucket size in MiB: a million elements per replica, as in Megatron-LM."""
     least = 0.0 if zero else 25.0
     return least if zero >= 2 else max(least, 4.0 * replicas)
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """First steps of a run, with smaller batches or shorter sequences."""
+
+    until: Count
+    """Number of steps of the run, skipped ones included, after which the stage ends: it begins where the one before
+    ends."""
+    global_size: Length | None = None
+    """Sequences per step; at most `batch.global_size`. null: `batch.global_size`."""
+    sequence: Length | None = None
+    """Tokens per sequence; a divisor of `model.sequence`, whose samples are cut into as many sequences. null:
+    `model.sequence`."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Sequences per step. Gradient accumulation = global_size / (micro_size x data-parallel size), rounded up."""
+
+    global_size: Length
+    """Sequences per optimizer step, over all replicas."""
+    micro_size: Length
+    """Sequences per micro-batch of one replica."""
+    # younger than the first run folders
+    stages: tuple[BatchStage, ...] = ()
+    """Stages of growing batches and sequences, e.g. [{until: 100, global_size: 16, sequence: 512}]. After the last one,
+    `global_size` and `model.sequence` hold. A step's tokens are a multiple of `model.sequence`."""
+
+    def accumulation(self, replicas: int) -> int:
+        """Return the number of micro-batches per replica and step."""
+        return -(-self.global_size // (self.micro_size * replicas))
 
 
 @dataclass(frozen=True)
