@@ -19,9 +19,8 @@ import pytest
 from pangu.checkpoint.run_folder import save_config
 from pangu.metrics.record import to_json
 from pangu.report.charts import Line, thin, ticks
-from pangu.report.page import COLOURS, render
+from pangu.report.page import COLOURS, compare, render
 from pangu.report.runs import _NUMBERS, open_run
-from pangu.report.verdict import compare
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics
 from tests.metrics.conftest import RECORD
