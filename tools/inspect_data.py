@@ -30,7 +30,7 @@ from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.prepare.instructions import read_prepared
 from pangu.prepare.manifest import find_damage, manifest_path, read_manifest
-from pangu.prepare.statistics import length_statistics
+from pangu.prepare.preprocessing import length_statistics
 
 _EXAMPLE = """example:
   python tools/inspect_data.py my/corpus --documents 2

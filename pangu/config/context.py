@@ -19,8 +19,8 @@ def context_kind(config: RunConfig) -> str:
     heads, kv_heads = (max(1, n // parallel.tensor) for n in (model.heads, model.kv_heads or model.heads))
     if heads % parallel.context:
         return "gather"
-    whole = model.attention != "auto" and not ABILITIES[model.attention].blocks
-    return "ulysses" if whole or _exchanged(heads, kv_heads, parallel.context) < 6 * kv_heads else "gather"
+    needs_all_keys = model.attention != "auto" and not ABILITIES[model.attention].blocks
+    return "ulysses" if needs_all_keys or _exchanged(heads, kv_heads, parallel.context) < 6 * kv_heads else "gather"
 
 
 def ulysses_size(config: RunConfig) -> int:

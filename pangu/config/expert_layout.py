@@ -22,15 +22,15 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
         rule, fix = f"must be 1 or parallel.tensor = {tensor}", f"use null, 1 or {tensor}"
         yield Problem("parallel.expert_tensor", of_each, rule, fix if tensor > 1 else "use null or 1")
         return
-    whole = tensor // (of_each or tensor)
-    ranks = math.gcd(model.experts, replicas * whole)
+    tensor_ranks = tensor // (of_each or tensor)
+    ranks = math.gcd(model.experts, replicas * tensor_ranks)
     if ranks % expert:
-        of_devices = f"{replicas} replicas" + (f" x parallel.tensor = {tensor} ranks" if whole > 1 else "")
+        of_devices = f"{replicas} replicas" + (f" x parallel.tensor = {tensor} ranks" if tensor_ranks > 1 else "")
         rule = f"must divide model.experts = {model.experts} and {of_devices}"
         yield Problem("parallel.expert", expert, rule, any_of(divisors_near(ranks, expert)))
-    elif parallel.zero_group is not None and not holds_groups(parallel.zero_group * whole, expert):
+    elif parallel.zero_group is not None and not holds_groups(parallel.zero_group * tensor_ranks, expert):
         rule = f"must be made of complete groups of parallel.expert = {expert} ranks, or divide one group evenly"
-        yield Problem("parallel.zero_group", parallel.zero_group, rule, f"use {max(1, expert // whole)} or null")
+        yield Problem("parallel.zero_group", parallel.zero_group, rule, f"use {max(1, expert // tensor_ranks)} or null")
 
 
 def group_problems(config: RunConfig) -> Iterator[Problem]:

@@ -52,12 +52,12 @@ def close_names(name: str, names: Iterable[str]) -> list[str]:
 
 def _shared(given: set[str], of_last: set[str], name: str) -> float:
     """Return how well the words of a name, and of its last part, match a key: all of it, its last part, or a part."""
-    whole, last = set(_words(name)), set(_words(name.rsplit(".", 1)[-1]))
-    if whole <= given:
-        return len(whole)
+    every, last = set(_words(name)), set(_words(name.rsplit(".", 1)[-1]))
+    if every <= given:
+        return len(every)
     if last <= of_last:
         return len(last) - 0.5
-    return len(of_last) - 1.5 if of_last < whole else 0.0
+    return len(of_last) - 1.5 if of_last < every else 0.0
 
 
 def _words(name: str) -> list[str]:

@@ -165,8 +165,8 @@ def find_urls(pattern: str) -> list[tuple[str, list[str]]]:
         return [(pattern, [pattern])]
     names = [path] if system.isdir(path) else sorted(system.glob(path))
     matches = [(name, sorted(system.find(name)) if system.isdir(name) else [name]) for name in names]
-    whole = system.unstrip_protocol
-    return [(whole(name), [whole(file) for file in files]) for name, files in matches]
+    full_url = system.unstrip_protocol
+    return [(full_url(name), [full_url(file) for file in files]) for name, files in matches]
 
 
 def file_system(url: str) -> tuple[Any, str]:

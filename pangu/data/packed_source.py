@@ -229,10 +229,10 @@ def _encode(encode: Callable[[Sequence[str]], tuple[NDArray[np.int32], NDArray[n
 
 def _texts(recipe: StreamRecipe, start: _Start) -> Iterator[_Texts]:
     """Yield groups of documents from `start` on, and an empty group at the beginning of each later epoch."""
-    key, most, whole = recipe.data.text_key, recipe.data.max_bad, recipe.data.whole_files
+    key, most, whole_files = recipe.data.text_key, recipe.data.max_bad, recipe.data.whole_files
     while True:
         epoch, place, bad = start
-        for chunk in read_chunks(_in_order(recipe, epoch), key, place, whole_files=whole):
+        for chunk in read_chunks(_in_order(recipe, epoch), key, place, whole_files=whole_files):
             texts: list[str] = []
             size = 0
             for document in documents(chunk, key):

@@ -66,9 +66,9 @@ def arrow_columns(source: str, key: str, skipped: int) -> Iterator[Any]:
             _check_messages(source, pyarrow.ipc.MessageReader.open_stream(file))
         file.seek(0)
         if begin == b"ARROW1":
-            whole = pyarrow.ipc.open_file(file)
-            batches: Iterable[Any] = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            names = whole.schema.names
+            reader = pyarrow.ipc.open_file(file)
+            batches: Iterable[Any] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            names = reader.schema.names
         else:
             batches = stream = pyarrow.ipc.open_stream(file)
             names = stream.schema.names

@@ -248,10 +248,8 @@ def fitting_tokenizer(config: TokenizerConfig, vocab: int) -> Tokenizer:
     return tokenizer
 
 
-@cache
-def jieba_segmenter() -> Segmenter:
-    """Return the segmenter of this process, cached because reading its dictionary takes a second."""
-    return Segmenter()
+jieba_segmenter = cache(Segmenter)
+"""Segmenter of this process, cached because reading its dictionary takes a second."""
 
 
 _LARGEST_VOCABULARY = 128 << 20
@@ -286,11 +284,11 @@ def tokenizer_digest(path: str) -> str:
     digest = blake2b(digest_size=16)
     if not path:
         return ""
-    whole = Path(path)
+    given = Path(path)
     with reading(path):
-        for file in sorted(file for file in whole.rglob("*") if file.is_file()) if whole.is_dir() else [whole]:
+        for file in sorted(file for file in given.rglob("*") if file.is_file()) if given.is_dir() else [given]:
             size = file.stat().st_size
-            digest.update(f"{file.relative_to(whole)}\n{size}\n".encode())
+            digest.update(f"{file.relative_to(given)}\n{size}\n".encode())
             if size <= _LARGEST_VOCABULARY:  # the folder may also hold a model's weights
                 digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -78,9 +78,9 @@ class ChatTemplate:
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
         tools = map_text(dialog.tools, self._hold_apart)
         with self._spending(allowance, ValueError):
-            whole = self._render(messages, tools, more=False)
-            parts = _marked(whole) if BEGIN in whole else self._by_turns(messages, tools, whole, dialog.counted)
-        if name := unwritten(Dialog(messages, tools, []), whole):
+            output = self._render(messages, tools, more=False)
+            parts = _marked(output) if BEGIN in output else self._by_turns(messages, tools, output, dialog.counted)
+        if name := unwritten(Dialog(messages, tools, []), output):
             reason = f"does not write the function {shown(name)}; use qwen3 or the model's own"
             raise ValueError(f"the chat template {self._name} {reason}")
         return self._count(parts, dialog.counted)
@@ -120,26 +120,26 @@ class ChatTemplate:
             raise kind(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
 
     def _by_turns(
-        self, messages: Sequence[Message], tools: list[Any], whole: str, counted: Sequence[bool]
+        self, messages: Sequence[Message], tools: list[Any], output: str, counted: Sequence[bool]
     ) -> list[tuple[str, bool]]:
         """Return the parts of a conversation whose template does not mark the responses."""
         parts, place = [], 0
         places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         for number, counts in zip(places, counted, strict=True):
             # A response that does not count need not be located
-            begin, end = self._response(messages, number, tools, whole, place) if counts else (place, place)
-            parts += [(whole[place:begin], False), (whole[begin:end], True)]
+            begin, end = self._response(messages, number, tools, output, place) if counts else (place, place)
+            parts += [(output[place:begin], False), (output[begin:end], True)]
             place = end
-        return [*parts, (whole[place:], False)]
+        return [*parts, (output[place:], False)]
 
     def _response(
-        self, messages: Sequence[Message], number: int, tools: list[Any], whole: str, place: int
+        self, messages: Sequence[Message], number: int, tools: list[Any], output: str, place: int
     ) -> tuple[int, int]:
         """Return the span of a response after `place`, up to the next turn. Raises TemplateError if it is unclear."""
         turns = messages[: number + 1]
         asked = self._render(turns[:-1], tools, more=True)
         answered = self._render(turns, tools, more=False)
-        if whole.startswith(answered) and answered.startswith(asked):
+        if output.startswith(answered) and answered.startswith(asked):
             return len(asked), len(answered)
         # Some templates write a turn differently once others follow, e.g. without its reasoning. A mark in its text
         # shows where the text is, and how much of the turn is written after it.
@@ -151,7 +151,7 @@ class ChatTemplate:
         prompt = asked.removeprefix(self._render(turns[:-1], tools, more=False))
         begin = before.rfind(prompt, place) + len(prompt)
         is_clear = prompt and begin >= len(prompt) and prompt not in messages[number]["content"]
-        if not (tail and before + after == whole and after.startswith(tail) and is_clear):
+        if not (tail and before + after == output and after.startswith(tail) and is_clear):
             raise TemplateError(
                 f"it writes turn {number} differently if others follow; set data.turns=last, or mark responses in it"
                 " with {% generation %} and {% endgeneration %}"
@@ -196,9 +196,9 @@ def _mark_end(message: Message) -> Message:
     return {**message, "tool_calls": [{**first, "function": named}, *others]}
 
 
-def _marked(whole: str) -> list[tuple[str, bool]]:
+def _marked(output: str) -> list[tuple[str, bool]]:
     parts = []
-    for piece in whole.split(BEGIN):
+    for piece in output.split(BEGIN):
         response, end, rest = piece.partition(END)
         parts += [(response, True), (rest, False)] if end else [(piece, False)]
     return parts
@@ -210,10 +210,10 @@ def read_template(name: str) -> tuple[str, dict[str, str]]:
         return TEMPLATES[name], {}
     path = Path(name)
     if path.is_dir():
-        beside = path / "chat_template.jinja"
+        jinja_file = path / "chat_template.jinja"
         path = path / "tokenizer_config.json"
-        if beside.is_file():
-            return read_text(beside), _pieces(read_json_object(path)) if path.is_file() else {}
+        if jinja_file.is_file():
+            return read_text(jinja_file), _pieces(read_json_object(path)) if path.is_file() else {}
     if path.suffix != ".json":
         if not path.is_file():
             names = ", ".join(TEMPLATES)

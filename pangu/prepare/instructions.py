@@ -232,8 +232,8 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = read_json_object(folder / "manifest.json")
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
-        whole = sizes == manifest["files"] and all(Counts(**counts) for counts in manifest["counts"].values())
-        return manifest if whole and isinstance(manifest["recipe"], dict) else None
+        is_complete = sizes == manifest["files"] and all(Counts(**counts) for counts in manifest["counts"].values())
+        return manifest if is_complete and isinstance(manifest["recipe"], dict) else None
     except (UserError, OSError, KeyError, TypeError, AttributeError):
         return None
 

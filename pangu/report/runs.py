@@ -16,7 +16,7 @@ import yaml
 from pangu.common.errors import UserError, reading, shown
 from pangu.common.files import open_regular, read_json, refuse_links
 from pangu.common.flat import flatten
-from pangu.config.renamed import with_new_names
+from pangu.config.build import with_new_names
 from pangu.metrics.columns import Series, columns_of, smooth
 from pangu.metrics.record import read_records
 from pangu.metrics.text import compact, duration

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+from pangu.config.cluster import FailureConfig
 from pangu.config.context import context_kind
 from pangu.metrics.text import duration
 from pangu.models.size import training_flops_per_token
@@ -16,7 +18,6 @@ from pangu.planning.find import Outcome, overrides_of
 from pangu.planning.program import CONTEXT, Plan, configured
 from pangu.planning.search import Candidate, Space
 from pangu.report.forecast import TERMS, terms_of
-from pangu.report.goodput import expected_goodput
 from pangu.report.intervals import expectation
 from pangu.report.page import fill_template
 from pangu.schedule import orders
@@ -57,6 +58,44 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
         data["energy_mwh"] = hours * cluster.devices * cluster.price.watts / 1e6
         data["cost"] = hours * cluster.devices * cluster.price.per_hour or None
     return data
+
+
+class ExpectedGoodput(NamedTuple):
+    """Expected goodput, the fraction of a run's time that trains, with failures, restarts and checkpoints.
+
+    Failures are a Poisson process. Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", gives the expected time and the interval between checkpoints that minimizes it.
+    """
+
+    failures_per_day: float
+    """Interruptions of the run."""
+    interval_s: float
+    """Seconds of training between two checkpoints."""
+    goodput: float
+    """Fraction of the time that trains: no restart, no checkpoint, no step that is repeated."""
+
+
+def expected_goodput(devices: int, failures: FailureConfig, save_s: float) -> ExpectedGoodput:
+    """Return the goodput of a run on `devices` devices, each checkpoint of which takes `save_s` seconds."""
+    between_s = failures.device_hours / devices * 3600
+    interval_s = best_interval(between_s, save_s)
+    return ExpectedGoodput(86400 / between_s, interval_s, goodput(between_s, failures.restart_s, save_s, interval_s))
+
+
+def best_interval(between_s: float, save_s: float) -> float:
+    """Return the seconds of training between checkpoints that waste the least, with `between_s` between failures."""
+    ratio = save_s / (2 * between_s)
+    if ratio >= 1:
+        return between_s
+    return math.sqrt(2 * save_s * between_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def goodput(between_s: float, restart_s: float, save_s: float, interval_s: float) -> float:
+    """Return the fraction of the time that trains, if training saves after each `interval_s` seconds of it."""
+    exponent = (interval_s + save_s + restart_s) / between_s
+    if exponent > 700:  # no interval ever ends
+        return 0.0
+    return interval_s / (between_s * (math.exp(exponent) - math.exp(restart_s / between_s)))
 
 
 def search_data(outcome: Outcome) -> dict[str, Any]:
@@ -151,8 +190,8 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
 
 def _sharing(plan: Plan) -> str:
     context = f" x {plan.context}{_kind(plan)}" if plan.context > 1 else ""
-    whole = "whole " * (plan.expert_tensor not in (0, plan.tensor))
-    return context + (f", {whole}experts / {plan.expert}" if whole or plan.expert > 1 else "")
+    full = "whole " * (plan.expert_tensor not in (0, plan.tensor))
+    return context + (f", {full}experts / {plan.expert}" if full or plan.expert > 1 else "")
 
 
 def _kind(plan: Plan) -> str:

@@ -113,18 +113,18 @@ class Prompts:
             return max(1, next((i for i, equal in enumerate(same) if not equal), min(len(alone), len(ids))))
 
         # What counts, for each way of scoring:       examples | head | answer | tail
-        #   the whole text (the paper's words)                    ^-------------------
+        #   the full text (the paper's words)                     ^-------------------
         #   a word                                                       ^-------
-        #   what stands behind the answer (the paper's code)                      ^---
+        #   what follows the answer (the paper's code)                            ^---
         # A token may join characters of two parts: it belongs to the later one.
-        begin, behind = place(shown), place(shown + head + answer)
+        begin, rest = place(shown), place(shown + head + answer)
         if self.task.method == "word":
             begin = place(shown + head)
-        elif self.setup.scoring == "rest" and behind < len(ids):
-            begin = behind
-        # the answer and what stands around it remain
+        elif self.setup.scoring == "rest" and rest < len(ids):
+            begin = rest
+        # the answer and the text around it remain
         room = self.window + 1
-        cut = max(0, min(behind - room // 2, len(ids) - room))
+        cut = max(0, min(rest - room // 2, len(ids) - room))
         return ScoredSpan(tuple(ids[cut : cut + room]), max(1, begin - cut))
 
 

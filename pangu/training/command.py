@@ -27,8 +27,7 @@ from yaml import YAMLError
 from pangu.common.errors import MOST_DIGITS, ConfigError, Problem, UserError, shown
 from pangu.common.exit_status import INTERRUPTED, exit_status
 from pangu.common.files import read_json_object
-from pangu.config.build import build, keys_of
-from pangu.config.renamed import RENAMED, with_new_names
+from pangu.config.build import RENAMED, build, keys_of, with_new_names
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
 from pangu.topology.launch import Launch, is_first_process

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.build import build
-from pangu.config.renamed import RENAMED
+from pangu.config.build import RENAMED, build
 from pangu.config.schema import RunConfig
 from pangu.pipeline.layouts import choose_layout
 from pangu.training.command import compose, given_keys

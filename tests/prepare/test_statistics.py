@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pangu.prepare import statistics
-from pangu.prepare.statistics import length_statistics
+from pangu.prepare import preprocessing
+from pangu.prepare.preprocessing import length_statistics
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 5003])
 def test_quantiles_are_lengths_of_documents(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of numpy's `inverted_cdf`, in parts too."""
-    monkeypatch.setattr(statistics, "_AT_ONCE", 1000)
+    monkeypatch.setattr(preprocessing, "_AT_ONCE", 1000)
     lengths = np.exp(np.random.default_rng(0).normal(6, 2, count)).astype(np.int32)
     found = length_statistics(lengths)["lengths"]
     for name, percent in (("median", 50), ("p90", 90), ("p99", 99)):

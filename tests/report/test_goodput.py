@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.config.cluster import FailureConfig
-from pangu.report.goodput import best_interval, expected_goodput, goodput
+from pangu.report.search_tables import best_interval, expected_goodput, goodput
 
 
 def simulated(between_s: float, restart_s: float, save_s: float, interval_s: float, intervals: int) -> float:

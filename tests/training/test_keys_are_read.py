@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.config import batch, data, model, optimizer, rope, schema, sparse
+from pangu.config import data, model, optimizer, rope, schema, sparse
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
 from pangu.data.stdlib import StdlibPaths
@@ -107,9 +107,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def classes() -> set[type]:
     """Every class of the configuration."""
-    values = [
-        value for module in (batch, schema, model, rope, sparse, data, optimizer) for value in vars(module).values()
-    ]
+    values = [value for module in (schema, model, rope, sparse, data, optimizer) for value in vars(module).values()]
     return {value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)}
 
 

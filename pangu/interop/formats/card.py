@@ -108,13 +108,13 @@ def _facts(training: Training) -> dict[str, Any]:
         named |= {_plain(name): score for name, score in scores.items()} if isinstance(scores, dict) else {}
         last |= {name: value for name, value in named.items() if isinstance(value, int | float)}
     data = training.config.get("data")
-    told = {key: data[key] for key in _DATA if data.get(key) is not None} if isinstance(data, Mapping) else None
-    if told and isinstance(told.get("train"), list):
+    listed = {key: data[key] for key in _DATA if data.get(key) is not None} if isinstance(data, Mapping) else None
+    if listed and isinstance(listed.get("train"), list):
         # without the folders of a machine, and what signs a URL
-        told["train"] = [Path(str(name).partition("?")[0]).name for name in told["train"]]
+        listed["train"] = [Path(str(name).partition("?")[0]).name for name in listed["train"]]
     return {
         "results": {name: f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for name, v in last.items()},
-        "data": "" if told is None else _fenced(told),
+        "data": "" if listed is None else _fenced(listed),
         "recipe": _fenced({group: training.config[group] for group in _GROUPS if group in training.config}),
     }
 

@@ -20,7 +20,7 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.interop.formats import huggingface, megatron_dist, megatron_names, megatron_ranks, mindspore, native
-from pangu.interop.formats.stored import UNTOLD, Job, Stored, WeightSource, join, router_bias, take
+from pangu.interop.formats.stored import ABSENT, Job, Stored, WeightSource, join, router_bias, take
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.models.parameters import logical_shapes
 
@@ -76,11 +76,13 @@ MOST_LINES = 100
 def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) -> ModelConfig:
     """Return the model of some files: `known` keys replace those of `given`, except keys that the user `named`.
 
-    Raises ConfigError with all contradictions, and all keys that neither tells: the number of heads, and `UNTOLD` ones.
+    Raises ConfigError with all contradictions, and all keys that neither tells: the number of heads, and `ABSENT` ones.
     """
     known = _dotted(known)
-    untold = [key for key, value in known.items() if value is UNTOLD]
-    known = {key: value(given.heads) if callable(value) else value for key, value in known.items() if key not in untold}
+    missing = [key for key, value in known.items() if value is ABSENT]
+    known = {
+        key: value(given.heads) if callable(value) else value for key, value in known.items() if key not in missing
+    }
     from_files = {key for key in known if not {key, key.partition(".")[0]} & named}
     model = _with(given, {key: known[key] for key in from_files})
     if model.kv_heads == model.heads:
@@ -97,7 +99,7 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     if "heads" not in named | known.keys():
         rule = "the files do not store it, and a wrong number would load without an error"
         problems.append(Problem("model.heads", "(missing)", rule, "set a model (model=pangu_2_6b) or model.heads=32"))
-    for key in untold:
+    for key in missing:
         if not {key, key.partition(".")[0]} & named:
             rule = "the files do not store it, and a wrong value would load without an error"
             problems.append(Problem(f"model.{key}", "(missing)", rule, f"set model.{key}=VALUE"))

@@ -199,9 +199,9 @@ def _hub_name(path: Path, config: Mapping[str, Any]) -> str:
 
 def _weight_files(path: Path) -> list[Path]:
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        whole, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
-        if whole.is_file():
-            return [whole]
+        single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
+        if single.is_file():
+            return [single]
         if index.is_file():
             named = read_json_object(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
@@ -309,10 +309,10 @@ def write(path: Path, job: Job) -> None:
 
 def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
     if tokenizer.kind in ("huggingface", "gpt2"):
-        whole = Path(tokenizer.path)
-        for file in [whole] if whole.is_file() else tokenizer_files(whole):
-            shutil.copy(file, path / ("tokenizer.json" if whole.is_file() else file.name))
-        if whole.is_file() or tokenizer.kind == "gpt2":
+        given = Path(tokenizer.path)
+        for file in [given] if given.is_file() else tokenizer_files(given):
+            shutil.copy(file, path / ("tokenizer.json" if given.is_file() else file.name))
+        if given.is_file() or tokenizer.kind == "gpt2":
             kind = "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast"
             _write_json(path / "tokenizer_config.json", {"tokenizer_class": kind, **_pieces(tokenizer)})
         return

@@ -90,10 +90,10 @@ class DistSource(WeightSource):
 
     def _meta(self, name: str) -> Tensor:
         entries = [(self._folder.entries[stored], index) for stored, index in self._where[name]]
-        whole = [torch.empty(entry.shape[len(index) :], dtype=entry.dtype, device="meta") for entry, index in entries]
-        if len({(part.shape[1:], part.dtype) for part in whole}) > 1:
+        halves = [torch.empty(entry.shape[len(index) :], dtype=entry.dtype, device="meta") for entry, index in entries]
+        if len({(part.shape[1:], part.dtype) for part in halves}) > 1:
             raise UserError(f"{shown(name)}: its two halves have other shapes or formats")
-        return torch.cat(whole) if len(whole) > 1 else whole[0]
+        return torch.cat(halves) if len(halves) > 1 else halves[0]
 
     def table(self, model: ModelConfig) -> list[Stored]:
         """Return the tensors with the padding of the training run, whose tensor-parallel size a file may omit."""

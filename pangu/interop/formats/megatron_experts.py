@@ -12,7 +12,7 @@ from pangu.common.errors import Problem
 from pangu.config.model import MOST_LAYERS, ModelConfig, RouterConfig
 from pangu.interop.formats.fields import read_fields, wrong_field
 from pangu.interop.formats.megatron_latent import Options, Shapes
-from pangu.interop.formats.stored import UNTOLD
+from pangu.interop.formats.stored import ABSENT
 
 _SHARED = "moe_shared_expert_intermediate_size"
 _GROUPS = {"groups": "moe_router_num_groups", "groups_per_token": "moe_router_group_topk"}
@@ -29,7 +29,7 @@ def expert_of(shapes: Shapes) -> str:
 
 def read_experts(options: Options, shapes: Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     """Return keys of `ModelConfig`; takes `experts_per_token` out of `numbers`. Raises UserError."""
-    chosen = numbers.pop("experts_per_token", 2 if options else UNTOLD)
+    chosen = numbers.pop("experts_per_token", 2 if options else ABSENT)
     routers = {
         int(found[1]): shape
         for name, shape in shapes.items()
@@ -55,7 +55,7 @@ def read_experts(options: Options, shapes: Shapes, ranks: int, numbers: dict[str
     }
     if any(name.endswith(".router.expert_bias") for name in shapes):
         keys["router.balance"] = "bias"
-    return keys | (_router(options, chosen) if options else dict.fromkeys(_ROUTER, UNTOLD))
+    return keys | (_router(options, chosen) if options else dict.fromkeys(_ROUTER, ABSENT))
 
 
 _ROUTER = ("router.normalised", "router.score", "router.scale", "router.selection")

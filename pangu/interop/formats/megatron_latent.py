@@ -11,7 +11,7 @@ from pangu.config.build import read_keys
 from pangu.config.model import LatentConfig, ModelConfig
 from pangu.config.rope import YarnScaling
 from pangu.interop.formats.fields import disagreements, refuse
-from pangu.interop.formats.stored import UNTOLD
+from pangu.interop.formats.stored import ABSENT
 from pangu.layers.rotary import yarn_attention_factor
 
 LATENT_OPTIONS = {
@@ -66,7 +66,7 @@ def read_latent(options: Options, shapes: Shapes, ranks: int) -> dict[str, Any]:
         "kv_heads": None,
         "qk_norm": False,
         "partial_rotary_factor": 1.0,
-        "rope_scaling": read_scaling(options) if options else UNTOLD,
+        "rope_scaling": read_scaling(options) if options else ABSENT,
     }
 
 

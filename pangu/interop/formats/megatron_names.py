@@ -51,15 +51,15 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     # rows of the queries, keys and values that belong together; gate and up of each rank
     groups = {"self_attention.linear_qkv": heads, "mlp.linear_fc1": tensor, f"{EXPERT}linear_fc1": tensor}
     groups["mlp.shared_experts.linear_fc1"] = tensor
-    whole = make_table(model, kind, ROWS * tensor, ROWS * tensor - 1, groups)
+    tensors = make_table(model, kind, ROWS * tensor, ROWS * tensor - 1, groups)
     biases = {router_bias(layer) for layer in range(model.layers)} if model.router.balance != "bias" else set()
-    return [stored for stored in whole if stored.parts[0] not in biases]
+    return [stored for stored in tensors if stored.parts[0] not in biases]
 
 
 def rank_table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the tensors of new files; Megatron has latent attention with Transformer Engine alone."""
-    whole = table(model, tensor)
-    return [replace(stored, name=fused_name(stored.name, model)) for stored in whole] if model.latent else whole
+    tensors = table(model, tensor)
+    return [replace(stored, name=fused_name(stored.name, model)) for stored in tensors] if model.latent else tensors
 
 
 def grouped_table(model: ModelConfig, tensor: int) -> list[Stored]:

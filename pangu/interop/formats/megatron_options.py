@@ -15,7 +15,7 @@ from pangu.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnSca
 from pangu.interop.formats.fields import check_fields, disagreements, load_table, read_fields, refuse, wrong_field
 from pangu.interop.formats.megatron_experts import expert_of, experts_agree, read_experts, write_experts
 from pangu.interop.formats.megatron_latent import Options, Shapes, latent_agrees, read_latent, write_latent
-from pangu.interop.formats.stored import PANGU_VOCAB, UNTOLD
+from pangu.interop.formats.stored import ABSENT, PANGU_VOCAB
 
 ROWS = 128
 """Unit of Megatron-Core's vocabulary padding: to a multiple of this times the tensor-parallel size."""
@@ -107,29 +107,29 @@ def _core(options: Options, shapes: Shapes, ranks: int, numbers: dict[str, Any])
     # the fused kernel is the approximation by tanh; it needs biases
     tanh = biases is True and options.get("bias_gelu_fusion") is True
     squared = options.get("squared_relu") is True
-    plain: object = ("squared_relu" if squared else "gelu_tanh" if tanh else "gelu") if options else UNTOLD
+    plain: object = ("squared_relu" if squared else "gelu_tanh" if tanh else "gelu") if options else ABSENT
     table = shapes.get("embedding.position_embeddings.weight")
     keys: dict[str, Any] = {
         "kind": "gpt",
         "hidden": hidden,
         # so many rows may be padded ones
-        "vocab": numbers.get("vocab", rows * ranks if options or rows * ranks % ROWS else UNTOLD),
+        "vocab": numbers.get("vocab", rows * ranks if options or rows * ranks % ROWS else ABSENT),
         "ffn": ffn,
         "activation": "swiglu" if gated else plain,
         "norm": "layernorm" if "decoder.final_layernorm.bias" in shapes else "rmsnorm",
-        "norm_eps": numbers.get("norm_eps", 1e-5 if options else UNTOLD),
+        "norm_eps": numbers.get("norm_eps", 1e-5 if options else ABSENT),
         "biases": biases,
         "tied_head": "output_layer.weight" not in shapes,
         "positions": "learned" if table else "rope",
-        "rope_base": None if table else numbers.get("rope_base", 10000.0 if options else UNTOLD),
-        "rope_scaling": None if table else _rope_scaling(options) if options else UNTOLD,
-        "partial_rotary_factor": 1.0 if table else numbers.get("partial_rotary_factor", 1.0 if options else UNTOLD),
+        "rope_base": None if table else numbers.get("rope_base", 10000.0 if options else ABSENT),
+        "rope_scaling": None if table else _rope_scaling(options) if options else ABSENT,
+        "partial_rotary_factor": 1.0 if table else numbers.get("partial_rotary_factor", 1.0 if options else ABSENT),
         "qk_norm": f"{layer}q_layernorm.weight" in shapes,
     }
     if table:
         keys["sequence"] = table[0]
     elif not options:
-        keys["sequence"] = UNTOLD
+        keys["sequence"] = ABSENT
     latent = read_latent(options, shapes, ranks)
     if latent["latent"] is not None:
         if heads := numbers.get("heads"):

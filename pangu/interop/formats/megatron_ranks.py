@@ -87,13 +87,13 @@ class RankSource(WeightSource):
                 for name, cut in cuts.items()
                 if cut is None and name in first and name in rank and not torch.equal(first[name], rank[name])
             ]
-        whole = {}
+        full = {}
         for name, tensor in first.items():
             cut, shape = cuts.get(name), list(tensor.shape)
             if cut is not None and cut < len(shape):
                 shape[cut] *= len(self._ranks)
-            whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        return whole
+            full[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return full
 
     def read(self, stored: Stored) -> Tensor:
         """Return one full tensor, concatenated from the ranks."""

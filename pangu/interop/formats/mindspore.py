@@ -141,8 +141,8 @@ class MindSporeSource(WeightSource):
             shape = next(iter(pieces.values())).shape
             # a single number, which is no weight, has the shape [0]
             if not _STATE.fullmatch(name) and shape and 0 not in shape:
-                whole, self._pieces[name] = _whole(name, pieces, layouts.get(name, _Layout()), self.problems)
-                self.tensors[name] = torch.empty(whole, dtype=next(iter(pieces.values())).dtype, device="meta")
+                full, self._pieces[name] = _full_shape(name, pieces, layouts.get(name, _Layout()), self.problems)
+                self.tensors[name] = torch.empty(full, dtype=next(iter(pieces.values())).dtype, device="meta")
         self._arrays = {
             f"backbone.{name}.embedding_table": _read_array(file)
             for name in _TABLES
@@ -178,14 +178,14 @@ class MindSporeSource(WeightSource):
         pieces = self._pieces[stored.name]
         if len(pieces) == 1:
             return next(iter(pieces.values())).read()
-        whole = torch.empty_like(self.tensors[stored.name], device="cpu")
+        full = torch.empty_like(self.tensors[stored.name], device="cpu")
         for place, piece in pieces.items():
             room = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, piece.shape, strict=True))
-            whole[room].copy_(piece.read())
-        return whole
+            full[room].copy_(piece.read())
+        return full
 
 
-def _whole(
+def _full_shape(
     name: str, slices: dict[int, _Piece], layout: _Layout, problems: list[str]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], _Piece]]:
     """Return the shape of a tensor, and its slices by position; append what is wrong with them to `problems`."""

@@ -47,7 +47,7 @@ _INERT = (
     *("torch.distributed.", "torch.nn.functional.", "torch._C._nn.", "torch.serialization._get_layout"),
     *("types.SimpleNamespace", "_codecs.encode", "_io.BytesIO", "builtins.getattr", "__builtin__.getattr"),
 )
-"""Prefixes of names of objects that training stores beside the weights, and that a conversion does not need."""
+"""Prefixes of names of objects that training stores besides the weights, and that a conversion does not need."""
 MOST_KINDS = 200
 """Largest number of kinds of objects in a file, more than any file of Megatron has."""
 

@@ -33,8 +33,8 @@ PANGU_VOCAB = {40064: 40000}
 """Vocabulary size by number of rows of PanGu-α's padded token embedding."""
 PANGU_PADDING = 64
 """Largest number of padding rows in PanGu-α's files."""
-UNTOLD = object()
-"""Value of a key of `WeightSource.model_keys` that the files do not tell and the user has to give."""
+ABSENT = object()
+"""Value of a key of `WeightSource.model_keys` that the files do not store and the user has to give."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Training:
-    """Run that trained the weights, as its folder tells it."""
+    """Run that trained the weights, as its folder describes it."""
 
     config: Mapping[str, Any]
     """Keys and values of config.yaml."""
@@ -85,9 +85,9 @@ class WeightSource(ABC):
     """Opened files of one format."""
 
     model_keys: dict[str, Any]
-    """Keys of `ModelConfig` that the files tell, or `UNTOLD`; a function computes a value from the number of heads."""
+    """Keys of `ModelConfig` that the files store, or `ABSENT`; a function computes a value from the number of heads."""
     packing: Mapping[str, Any] = MappingProxyType({})
-    """Keys of `PackingConfig` that the files tell."""
+    """Keys of `PackingConfig` that the files store."""
     generation: Mapping[str, Any] = MappingProxyType({})
     """Token ids and sampling defaults by file of transformers, and `card.BASE_MODEL`; exports keep them."""
     tokenizer: TokenizerConfig | None = None
@@ -204,7 +204,7 @@ def make_table(
 def _prediction(
     naming: Mapping[str, Any], prefix: str, module: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Stored]:
-    """Yield what a module of multi-token prediction has in the files beside a layer."""
+    """Yield what a module of multi-token prediction has in the files besides a layer."""
     for name, ours in naming.get("predicts", {}).items():
         part = ours.format(module)
         part = part if part in shapes else "embedding.word.weight"  # a tied head
@@ -273,22 +273,22 @@ def join(stored: Stored, parts: Iterable[Tensor]) -> Tensor:
     if stored.stack:
         parts = iter(parts)
         return torch.stack([join(one, islice(parts, len(one.parts))) for one in _experts_of(stored)])
-    whole, *others = (_paired(stored, name, part, False) for name, part in zip(stored.parts, parts, strict=True))
+    joined, *others = (_paired(stored, name, part, False) for name, part in zip(stored.parts, parts, strict=True))
     # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
     # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
     if others:
-        parts = [part.unflatten(0, (stored.groups, -1)) for part in (whole, *others)]
-        whole = torch.cat(parts, dim=1).flatten(0, 1)
+        parts = [part.unflatten(0, (stored.groups, -1)) for part in (joined, *others)]
+        joined = torch.cat(parts, dim=1).flatten(0, 1)
     if stored.transposed:
-        whole = whole.t()
+        joined = joined.t()
     if stored.plus:
-        whole = whole - stored.plus
+        joined = joined - stored.plus
     if stored.skipped:
-        whole = torch.cat([whole.new_zeros(stored.skipped, *whole.shape[1:]), whole])
-    if whole.dim() < len(stored.shape):
-        whole = whole[None]
-    missing = stored.shape[0] - whole.shape[0]
-    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+        joined = torch.cat([joined.new_zeros(stored.skipped, *joined.shape[1:]), joined])
+    if joined.dim() < len(stored.shape):
+        joined = joined[None]
+    missing = stored.shape[0] - joined.shape[0]
+    return torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]) if missing else joined
 
 
 def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
@@ -296,15 +296,15 @@ def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[i
     if stored.stack:
         number, one = next((n, one) for n, one in enumerate(_experts_of(stored)) if part in one.parts)
         return take(one, tensor[number], part, shapes)
-    whole = tensor.t() if stored.transposed else tensor.flatten() if len(shapes[part]) < tensor.dim() else tensor
+    full = tensor.t() if stored.transposed else tensor.flatten() if len(shapes[part]) < tensor.dim() else tensor
     if stored.plus:
-        whole = whole + stored.plus
+        full = full + stored.plus
     if stored.unit_rows:
-        whole = torch.nn.functional.normalize(whole)
+        full = torch.nn.functional.normalize(full)
     if len(stored.parts) == 1:
-        return _paired(stored, part, whole[stored.skipped :][: shapes[part][0]], True)
+        return _paired(stored, part, full[stored.skipped :][: shapes[part][0]], True)
     widths = [shapes[name][0] // stored.groups for name in stored.parts]
-    blocks = whole.unflatten(0, (stored.groups, -1)).split(widths, dim=1)
+    blocks = full.unflatten(0, (stored.groups, -1)).split(widths, dim=1)
     return _paired(stored, part, blocks[stored.parts.index(part)].flatten(0, 1), True)
 
 

@@ -104,14 +104,14 @@ class Folder:
         entry = self.entries[name]
         starts = (*index, *(0 for _ in entry.shape[len(index) :]))
         ends = (*(i + 1 for i in index), *entry.shape[len(index) :])
-        whole = torch.empty([end - start for start, end in zip(starts, ends, strict=True)], dtype=entry.dtype)
+        part = torch.empty([end - start for start, end in zip(starts, ends, strict=True)], dtype=entry.dtype)
         for chunk in entry.chunks:
             firsts = [max(start, offset) for start, offset in zip(starts, chunk.offsets, strict=True)]
             lasts = [min(end, o + size) for end, o, size in zip(ends, chunk.offsets, chunk.sizes, strict=True)]
             if all(first < last for first, last in zip(firsts, lasts, strict=True)):
                 values = self._chunk(name, chunk, entry.dtype)
-                _block(whole, firsts, lasts, starts).copy_(_block(values, firsts, lasts, chunk.offsets))
-        return whole[(0,) * len(index)]
+                _block(part, firsts, lasts, starts).copy_(_block(values, firsts, lasts, chunk.offsets))
+        return part[(0,) * len(index)]
 
     def _chunk(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         where = f"{chunk.file}: {shown(name)}"

@@ -90,7 +90,7 @@ class Command(NamedTuple):
     empty: Sequence[str] = ()
     """Variables with options that the script uses and does not set."""
     processes: int | None = None
-    """Number of processes on all nodes, if the launcher's options or Slurm's tell it."""
+    """Number of processes on all nodes, if the launcher's options or Slurm's say it."""
     others: int = 0
     """Number of commands with pretrain_gpt.py and other options that the script starts, e.g. under a condition."""
 
@@ -116,9 +116,9 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
                 words = words[1:]
             for command in _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else []):
                 others.update(dict.fromkeys(_scripts(command)))
-                if len(behind := after_program(command)) > len(options):
-                    chosen, options = command, behind
-                commands.add(frozenset(behind))
+                if len(following := after_program(command)) > len(options):
+                    chosen, options = command, following
+                commands.add(frozenset(following))
     if not options:
         others.pop("pretrain_gpt.py", None)
         found = f"what it starts, {', '.join(list(others)[:5])}, is another program" if others else ""

@@ -188,9 +188,9 @@ def _layout(source: Translation) -> None:
     tensor, context = source.count("tensor-model-parallel-size") or 1, source.count("context-parallel-size") or 1
     share, one_copy = source.count("expert-tensor-parallel-size"), tensor * context * stages
     least = least_data(source.count("expert-model-parallel-size") or 1, share, tensor, context)
-    is_told = not any(name in source.unset for name, key in source.table.direct.items() if key.startswith("parallel."))
+    is_given = not any(name in source.unset for name, key in source.table.direct.items() if key.startswith("parallel."))
     processes = source.command.processes
-    if is_told and processes is not None and processes % (one_copy * least) == 0:
+    if is_given and processes is not None and processes % (one_copy * least) == 0:
         source.set("parallel.data", processes // one_copy)
     if tensor == 1:  # Megatron switches it off itself
         source.overrides.pop("parallel.sequence", None)

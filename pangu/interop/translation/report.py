@@ -37,8 +37,8 @@ def describe(source: Translation, configs: Path) -> str:
     words, size = _checked(source, configs)
     lines = [" \\\n".join(map(shlex.quote, words)), f"# {size}"]
     lines += _section("to be given", source.open)
-    not_told = {source.shown(name): shown(value) for name, value in source.unset.items() if name not in source.asked}
-    lines += _section("not given there", not_told)
+    unset = {source.shown(name): shown(value) for name, value in source.unset.items() if name not in source.asked}
+    lines += _section("not given there", unset)
     lines += _section("not set there, treated as empty", dict.fromkeys(source.command.empty, "set it with NAME=VALUE"))
     if others := source.command.others:
         lines.append(f"# other commands there: {others}; the one with most options is used")

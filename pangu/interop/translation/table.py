@@ -256,7 +256,7 @@ class Translation:
             self.differences.append(text)
 
     def needs(self, key: str, why: str) -> None:
-        """Leave a key open that the settings do not tell; the run will ask for it."""
+        """Leave a key open that the settings do not determine; the run will ask for it."""
         self.overrides[key] = UNSAID, ()
         self.open[key] = why
 

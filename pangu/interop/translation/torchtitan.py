@@ -66,8 +66,8 @@ def _layout(source: Translation) -> None:
         source.set("parallel.zero", 0, name)
     else:
         keep = source.text("parallelism.fsdp_reshard_after_forward")
-        whole = keep == "never" or (keep == "default" and stages > 1)
-        source.set("parallel.zero", 2 if whole else 3, name, "parallelism.fsdp_reshard_after_forward")
+        keeps_full = keep == "never" or (keep == "default" and stages > 1)
+        source.set("parallel.zero", 2 if keeps_full else 3, name, "parallelism.fsdp_reshard_after_forward")
         copies = source.integer("parallelism.data_parallel_replicate_degree")
         if copies is not None and copies > 1 and shard is not None and shard > 1:
             context = source.count("parallelism.context_parallel_degree") or 1
