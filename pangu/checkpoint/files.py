@@ -145,11 +145,6 @@ def amend(path: Path, index: Mapping[str, Any]) -> None:
         _write_index(path, index)
 
 
-def discard(path: Path) -> None:
-    """Delete the folder of an uncommitted checkpoint."""
-    shutil.rmtree(partial_of(path), ignore_errors=True)
-
-
 def prune(folder: Path, config: CheckpointConfig) -> None:
     """Delete the checkpoints that are `superseded`.
 

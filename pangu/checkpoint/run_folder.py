@@ -46,15 +46,9 @@ def flush_figures(output: Path) -> None:
 
 def save_config(folder: Path, config: RunConfig) -> None:
     """Write config.yaml. Raises UserError."""
-    content = yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    content = yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     with writing(folder):
         write_atomically(folder / "config.yaml", content.encode())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 class _Dumper(yaml.SafeDumper):

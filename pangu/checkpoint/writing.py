@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pangu.checkpoint.arena import as_saved
-from pangu.checkpoint.files import Slice, Written, commit, discard, start, write_slices
+from pangu.checkpoint.files import Slice, Written, commit, partial_of, start, write_slices
 from pangu.collectives.agreement import StuckError, agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.metrics.progress import noted
@@ -81,7 +82,7 @@ def discarding(path: Path, runs_here: bool) -> Iterator[None]:
         raise
     except UserError:
         if runs_here:
-            discard(path)
+            shutil.rmtree(partial_of(path), ignore_errors=True)
         raise
 
 

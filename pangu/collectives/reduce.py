@@ -21,7 +21,7 @@ ROOM, LENGTH_BYTES = 1024, 8
 def all_reduce(tensor: Tensor, group: AxisGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over the group in place and return it."""
     if group is not None:
-        with group.recorder.meeting(group.axis):
+        with group.recorder.blocking(group.axis):
             if tensor.dtype == torch.float64 and dist.get_backend(group.process_group) == "hccl":
                 _gather_and_reduce(tensor, group, op)
             else:

@@ -112,7 +112,8 @@ def _start_mlflow(run: TrackedRun) -> Tracker:
         experiment = client.get_experiment_by_name(run.project)
         place = experiment.experiment_id if experiment else client.create_experiment(run.project)
         known = run.keep_id("mlflow", client.create_run(place, run_name=run.name).info.run_id)
-        client.log_batch(known, tags=[RunTag(name, value) for name, value in _labels(run).items()])
+        labels = ({"group": run.group} if run.group else {}) | dict.fromkeys(run.tags, "true")
+        client.log_batch(known, tags=[RunTag(name, value) for name, value in labels.items()])
         params = [Param(name, str(value)[:500]) for name, value in flatten(run.config).items()]
         for start in range(0, len(params), _PER_REQUEST):
             client.log_batch(known, params=params[start : start + _PER_REQUEST])
@@ -204,8 +205,3 @@ SERVICES = {
     "swanlab": Service("swanlab", "swanlab", _start_swanlab),
 }
 """Trackers of `metrics.trackers` by name."""
-
-
-def _labels(run: TrackedRun) -> dict[str, str]:
-    group = {"group": run.group} if run.group else {}
-    return {**group, **dict.fromkeys(run.tags, "true")}

@@ -31,9 +31,9 @@ class Recorder:
         """Return a context that records its block as a span."""
         return nullcontext() if self.tape is None else self.tape.span(what)
 
-    def meeting(self, axis: str) -> AbstractContextManager[object]:
+    def blocking(self, axis: str) -> AbstractContextManager[object]:
         """Return a context that records its block as one blocking collective of an axis."""
-        return nullcontext() if self.tape is None else self.tape.meeting(axis)
+        return nullcontext() if self.tape is None else self.tape.span(axis, self.tape.start_message(axis)[0])
 
     def watched(self, axis: str, work: dist.Work, read: Tensor) -> dist.Work | Watched:
         """Return the handle of a collective that just started and reads `read`, wrapped if its wait is to be timed."""
@@ -174,13 +174,9 @@ class Tape:
         """True if the caller runs on another stream than the compute stream, which then waits for nothing."""
         return self._stream is not None and self._stream != torch.accelerator.current_stream()
 
-    def meeting(self, axis: str) -> AbstractContextManager[None]:
-        """Return a context that records its block as one blocking collective of an axis."""
-        return self.span(axis, self._come(axis)[0])
-
     def begun(self, recorder: Recorder, axis: str, work: dist.Work, read: Tensor) -> Watched:
         """Record that a collective starts, and when it will be over."""
-        number, ended = self._come(axis)
+        number, ended = self.start_message(axis)
         if self._device.type != "cpu":
             # a side stream that waits for the collective timestamps its end; collectives of an axis end in order
             with self._streams.setdefault(axis, torch.Stream(self._device)):
@@ -191,7 +187,8 @@ class Tape:
             work.get_future().add_done_callback(lambda _: ended.append(self._now()))
         return Watched(recorder, axis, work.wait, self, number, None)
 
-    def _come(self, axis: str) -> tuple[int, list[Moment]]:
+    def start_message(self, axis: str) -> tuple[int, list[Moment]]:
+        """Record that a collective of an axis starts; return its index and the list that gets its end."""
         messages, ended = self._messages.setdefault(axis, []), list[Moment]()
         messages.append((self._now(), ended))
         return len(messages) - 1, ended
