@@ -38,9 +38,7 @@ def exit_status(action: Callable[[], object], is_first: Callable[[], bool] = lam
         is_first: Returns whether this is the first process, which reports shared errors; asked late: ranks may change.
 
     Returns:
-        0 on success; 2, with one message on standard error, for errors that the user can fix; DEVICE_ERROR, also with a
-        message, if a device computes wrongly; RETRYABLE, also with a message, if other processes are gone; INTERRUPTED
-        after Ctrl-C; READER_GONE, silently, if nobody reads its output.
+        0 on success, or one of the statuses above; the first three come with one message on standard error.
     """
     guard_console()
     try:

@@ -32,15 +32,10 @@ Names = Mapping[int, Sequence[str]]
 
 
 def regions_of(model: nn.Module, chunks: Mapping[int, str], names: Names | None = None) -> Regions:
-    """Return the regions of the modules `chunks` of a model, by chunk.
+    """Return the regions of the modules `chunks`, given their paths, by chunk.
 
-    Args:
-        model: The model.
-        chunks: Path of each computed module, by index.
-        names: Names of the submodules that are regions, by chunk; other chunks have the default ones.
-
-    Raises:
-        UserError: `names`, or those a module defines, are not separate submodules with a forward.
+    `names`: submodules that are regions, by chunk; other chunks have the default ones. Raises UserError unless they are
+    separate submodules with a forward.
     """
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     uses: dict[int, dict[str, list[str]]] = {}
@@ -240,15 +235,9 @@ class RegionHooks:
         ends: Callable[[], None],
         turns: bool,
     ) -> None:
-        """Register the hooks.
+        """Register the hooks of the modules `chunks` (their paths); `begins` and `ends` are called around backward.
 
-        Args:
-            model: The model.
-            chunks: Paths of the computed modules, by index.
-            parameters: Parameters of the model.
-            begins: Callback at the start of backward.
-            ends: Callback at the end of backward.
-            turns: Backward starts with the last chunk as soon as its forward ends.
+        `turns`: backward starts with the last chunk as soon as its forward ends.
         """
         regions, unsharder = parameters.stage.regions, parameters.unsharder if parameters.unshards else None
         self._regions, self._unsharder, self._begins, self._ends = regions, unsharder, begins, ends
