@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.checkpoint.standing import Standing, indispensable, read_standing
-from pangu.common.errors import UserError, reading
+from pangu.common.errors import reading
 from pangu.common.files import flush, write_atomically
 from pangu.config.checkpoint import CheckpointConfig
+
+log = logging.getLogger("pangu")
 
 FORMAT = "pangu-checkpoint"
 VERSION = 3
@@ -146,18 +149,12 @@ def amend(path: Path, index: Mapping[str, Any]) -> None:
 
 
 def prune(folder: Path, config: CheckpointConfig) -> None:
-    """Delete the checkpoints that are `superseded`.
-
-    Raises UserError that names those that the disk refuses to delete; they stay complete.
-    """
-    problems = []
+    """Delete the checkpoints that are `superseded`; those that the disk refuses to delete stay complete: a warning."""
     for path in superseded(list_standings(folder) if config.keep else [], config):
         try:
             _delete(path)
         except OSError as error:
-            problems.append(f"{path}: cannot be deleted ({error.strerror})")
-    if problems:
-        raise UserError("\n".join(problems))
+            log.warning("%s: cannot be deleted (%s)", path, error.strerror)
 
 
 def superseded(checkpoints: Sequence[tuple[Path, Standing]], config: CheckpointConfig) -> list[Path]:

@@ -299,15 +299,8 @@ class Saver(AbstractContextManager["Saver"]):
             flush_figures(self._folder.parent)
 
         write_together(mesh, path, slices, facts, finish)
-        doing = f"deleting checkpoints older than {path}"
-        try:
-            agree_on_long_work(
-                mesh, doing, lambda _: prune(self._folder, self._config.checkpoint), runs_here=mesh.is_first
-            )
-        except StuckError:
-            raise
-        except UserError as error:
-            log.warning("%s", error)  # what was saved is whole
+        doing, config = f"deleting checkpoints older than {path}", self._config.checkpoint
+        agree_on_long_work(mesh, doing, lambda _: prune(self._folder, config), runs_here=mesh.is_first)
         if self.uploader is not None:
             self.uploader.wake()
         return path
