@@ -24,7 +24,7 @@ from filelock import FileLock
 
 import pangu
 from docs.line_breaks import join_lines
-from pangu.common.commands import FILES
+from pangu.common.commands import PROGRAMS
 from pangu.common.errors import ConfigError
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
@@ -60,6 +60,7 @@ from tests.schedule.test_draw import texts
 from tests.spawn import repository
 
 README, DOCS = PAGES[0], {page.stem: page for page in PAGES[1:]}
+FILES = {command: file for command, (file, _) in PROGRAMS.items()}
 ENGLISH_ONLY = {"reference"}
 WITH_PROSE = [page for page in PAGES if page.stem not in ENGLISH_ONLY]
 PREPARING = ("tools/train_tokenizer.py", "tools/preprocess_data.py")
