@@ -166,11 +166,8 @@ def cross_validated(rows: Sequence[Row]) -> list[Prediction]:
 
 
 def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
-    """Return the coefficients for sources that were never seen, of each family of devices, format and system.
-
-    Sources of runs on many devices count alike. Those that differ from the others by more than `DISAGREEMENT` are left
-    out, the worst first: something of their hardware or system is not told.
-    """
+    """Return the coefficients for sources that were never seen, of each family of devices, format and system, where
+    sources of runs on many devices count alike, but those that differ by more than `DISAGREEMENT` do not."""
     groups: dict[tuple[str, str, str], dict[Scope, list[Row]]] = defaultdict(dict)
     for scope, rows in scopes.items():
         timed = [row for row in rows if row.seconds and not row.out_of_memory]

@@ -1,8 +1,5 @@
-"""Fits the figures of a cluster to measured step times: few figures for all rows, drawn to what is known of the device.
-
-Least squares of logarithms, so that a figure stays positive and its prior is a factor; large residuals count linearly
-(Huber 1964), since tables hold mistakes.
-"""
+"""Fits the figures of a cluster to measured step times: few figures for all rows, drawn to what is known of the device
+by least squares of logarithms, so that a prior is a factor; large residuals count linearly (Huber 1964)."""
 
 from __future__ import annotations
 

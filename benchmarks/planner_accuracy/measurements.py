@@ -24,8 +24,10 @@ from pangu.planning.clusters import cluster_names, load_cluster
 from pangu.planning.program import Plan
 
 SINCE_2022, SINCE_2023 = "2205", "2301"
-"""Months of the papers from which on Megatron-LM is that of Korthikanti et al. 2022, and Megatron-Core."""
+"""Months of papers since which Megatron-LM is that of Korthikanti et al. 2022; it is Megatron-Core, PyTorch is 2."""
 PROGRAMS = {
+    "nanotron": published.NANOTRON,
+    "oneflow": published.ONEFLOW,
     "megatron-bridge": published.BRIDGE,
     "nemo": published.NEMO,
     "dgxc": published.NEMO,
@@ -33,7 +35,7 @@ PROGRAMS = {
     "megascale": published.MEGASCALE,
     "llama 3": published.LLAMA_3,
 }
-"""Programs of Megatron's kind since 2023, by a word of a row's source or note."""
+"""Programs by a word of a row's source or note."""
 FP4 = 1.9
 """Rate of matmuls in fp4 over that in fp8: a smaller share of twice the peak is reached."""
 NOMINAL = {"A100": 25.0, "H100": 50.0, "H200": 50.0, "V100": 12.5}
@@ -49,7 +51,6 @@ Scope = tuple[str, str, str]
 """Source, device and format of measurements that share coefficients."""
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
-_ZERO_BUBBLE = re.compile("schedule (zb-[12]p)", re.IGNORECASE)
 _NETWORK = re.compile(r"([1-9]\d{0,4}) NICs x ([1-9]\d{0,4}) ?Gb|([1-9]\d{0,4}) ?Gb(?:ps|/s) (?:inter-node|node-node)")
 """Network of a node, such as `4 NICs x 100Gb` or `800 Gb/s inter-node`."""
 
@@ -172,7 +173,7 @@ def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     _refuse(tensor * stages * context * data != devices, "tp x pp x cp x dp is not the number of devices")
     _refuse(model.ffn_size < tensor or model.hidden % tensor, "tp does not divide the model")
     _refuse(stages > model.layers, "there are more stages than layers")
-    told, named = values["note"] + values["table"], _ZERO_BUBBLE.search(values["table"])
+    told, named = values["note"] + values["table"], re.search("schedule (zb-[12]p)", values["table"], re.IGNORECASE)
     zero, recompute = values["zero"].removesuffix(".0") or "0", _recompute(values, model, devices)
     _refuse(zero not in ("-1", "0", "1", "2", "3"), "zero is not 0, 1, 2 or 3")
     sharing = context, max(0, int(zero)), values["sp"] == "yes" and tensor > 1
@@ -218,7 +219,8 @@ def _model(values: _Values) -> ModelConfig:
     told = values.number("params_b")
     # What is not told of the model follows from its size.
     kinds = product((False, True), (True, False)) if told else [(llama, not llama)]
-    options = [replace(plain, activation="swiglu" if gated else "gelu", tied_head=tied) for gated, tied in kinds]
+    gated = replace(plain, activation="swiglu", positions="rope")
+    options = [replace(gated if is_gated else plain, tied_head=tied) for is_gated, tied in kinds]
     errors = [round(abs(num_parameters(one) / 1e9 / (told or 1.0) - 1), 2) for one in options]
     return min(zip(errors, options, strict=True), key=lambda pair: (pair[0], pair[1].is_gated != llama))[1]
 
@@ -251,22 +253,21 @@ def _format(told: str) -> str:
 def _system(values: _Values, model: ModelConfig, plan: Plan) -> System:
     """Return the system, by its name or else by what it can do."""
     text = f"{values['source']} {values['note']}".lower()
-    if "nanotron" in text:
-        return published.NANOTRON
-    zero, is_named = plan.zero, plan.schedule != "1f1b"
-    if zero == 3 or (plan.pipeline == 1 and (zero == 2 or "fsdp" in text)):
-        fused, overlapped = "compile" in text or "async" in text, 1.0 if re.search("async ?tp", text) else 0.0
-        return published.FSDP._replace(fused=fused, hidden_tensor=overlapped, rescales="torchtitan" in text)
     month = next(iter(re.findall(r"arxiv:(\d{4})", text)), "")
-    is_older = family_of(values["gpu"])[0] in ("A100", "V100", "ASCEND910")
-    if not is_older or (month >= SINCE_2023 and not is_named and "zero bubble" not in text):
-        return next((system for name, system in PROGRAMS.items() if name in text), published.MEGATRON_CORE)
+    if plan.zero == 3 or (plan.pipeline == 1 and (plan.zero == 2 or "fsdp" in text)):
+        fused, overlapped = "compile" in text or "async" in text, 1.0 if re.search("async ?tp", text) else 0.0
+        system = published.FSDP._replace(fused=fused, hidden_tensor=overlapped, rescales="torchtitan" in text)
+        return system._replace(stops_early=not month or month >= SINCE_2023)
+    if named := [system for name, system in PROGRAMS.items() if name in text]:
+        return named[0]
+    if "zero bubble" in text or plan.schedule != "1f1b":
+        return published.ZERO_BUBBLE
+    if month >= SINCE_2023 or family_of(values["gpu"])[0] not in ("A100", "V100", "ASCEND910"):
+        return published.MEGATRON_CORE
     if model.is_gated:
         return published.MEGATRON_UNFUSED
-    if zero == 1 or "deepspeed" in text:
+    if plan.zero == 1 or "deepspeed" in text:
         return published.DEEPSPEED if "fp16" in text else published.DEEPSPEED_BF16
-    if is_named:
-        return published.ZERO_BUBBLE
     newer = plan.recompute == "selective" or values["sp"] == "yes" or month >= SINCE_2022
     return published.MEGATRON_2022 if newer else published.MEGATRON_2021
 

@@ -1,11 +1,9 @@
-"""Published training systems and what they do in a step, from the formulas of their papers.
-
-Korthikanti et al. 2022 (activations, table 2; sequence and tensor parallelism), Narayanan et al. 2021 (FLOPs,
-messages), Rajbhandari et al. 2020 (model states).
-"""
+"""Published training systems and what they do in a step, by Korthikanti et al. 2022 (activations, table 2; sequence
+and tensor parallelism), Narayanan et al. 2021 (FLOPs, messages) and Rajbhandari et al. 2020 (model states)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from pangu.config.model import ModelConfig
@@ -19,7 +17,7 @@ DECODER = ModelConfig(
     "gpt", 1, 1, 1, 1, 1, None, "gelu", "layernorm", "pre", True, True, None, "learned", None, None, None, None, False,
     0.1, 0.1, 1e-5, 0.02, "before_query", "auto",
 )  # fmt: skip
-"""GPT-3's decoder, of any size; Llama's has `activation="swiglu"` and an untied head."""
+"""GPT-3's decoder, of any size; Llama's has `activation="swiglu"`, rotary positions and an untied head."""
 
 
 class System(NamedTuple):
@@ -54,6 +52,10 @@ class System(NamedTuple):
     """Whether the loss is one kernel that keeps logits in 16 bits."""
     rescales: bool = False
     """Whether scales of FP8 are of the tensor itself, which is read for that, and not of earlier ones (torchao)."""
+    doubled: bool = False
+    """Whether a stage holds the activations of twice as many micro-batches as in 1F1B."""
+    stops_early: bool = False
+    """Whether recomputing ends with the last tensor that the backward pass reads, before the last matmul."""
     hidden_context: float = 0.9
     """Share of the gathering of keys and values that overlaps with attention."""
 
@@ -90,6 +92,8 @@ MEGATRON_UNFUSED = MEGATRON_2021._replace(fused=False)
 """Megatron-LM code with layers that its fused kernels do not support (gated, rotary): GLM-130B, Zeng et al. 2022."""
 DEEPSPEED = MEGATRON_2021._replace(spare_bytes=0)
 """Megatron-DeepSpeed in fp16, whose fp32 copies are sharded."""
+ONEFLOW = DEEPSPEED._replace(doubled=True)
+"""OneFlow, whose pipelines of p stages buffer what 2p backward passes read (its `PipelineBufferPass`)."""
 DEEPSPEED_BF16 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
 """Megatron-DeepSpeed in bf16: the optimizer accumulates each micro-batch's gradients in fp32 in separate kernels: they
 clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, MT-NLG)."""
@@ -106,11 +110,11 @@ NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_h
 """Megatron-Core as NeMo's recipes set it up: `grad_reduce_in_fp32=False`, `defer_embedding_wgrad_compute=True`."""
 BRIDGE = NEMO._replace(fused_loss=True)
 """The same as Megatron-Bridge's recipes: with `cross_entropy_fusion_impl="te"`."""
-NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, contended_us=250.0)
-"""nanotron of 2024 with `tp_linear_async_communication`. Fitted: wherever a pipeline spans nodes, a layer takes the
-host 2.3 ms more for each further tensor rank, whatever its size."""
-FSDP = System("fsdp", True, False, 24, 4, 8)
-"""PyTorch FSDP with flash attention: the communication of a layer with replicas overlaps with other layers."""
+NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, spare_bytes=2, contended_us=250.0)
+"""nanotron of 2024 with `tp_linear_async_communication`; gradients in 16 bits stay until a backward pass ends.
+Fitted: wherever a pipeline spans nodes, a layer takes the host 2.3 ms more for each further tensor rank of any size."""
+FSDP = System("fsdp", True, False, 24, 4, 8, stops_early=True)
+"""PyTorch FSDP with flash attention and `torch.utils.checkpoint`; layers hide what others send to replicas."""
 FUSED_SCORES, UNFUSED_SCORES = 6.5, 18.0
 """16-bit elements that each score moves when scale, mask and softmax are one kernel beside dropout, and when they, the
 casts of an fp32 softmax and dropout are separate kernels."""
@@ -133,8 +137,8 @@ def embedding_work(setup: Setup) -> Module:
     elements = float(setup.tokens * hidden)
     forward = Work((), 10 * elements, 6, (Collective("all_reduce", "tensor", 2 * elements),))
     passes = forward, Work(), Work((), 12 * elements, 5), Work()
-    words = room(model.vocab, setup.plan.tensor, VOCABULARY_MULTIPLE)
-    return Module(passes, elements, (words + model.sequence) * hidden)
+    positions = model.sequence * (model.positions == "learned")
+    return Module(passes, elements, (room(model.vocab, setup.plan.tensor, VOCABULARY_MULTIPLE) + positions) * hidden)
 
 
 def head_work(setup: Setup) -> Module:
@@ -180,7 +184,8 @@ def layer_work(setup: Setup) -> Module:
     forward = Work(products + _attention(setup, 1), bytes_forward, launches + 2 * calls, sends + gather)
     recompute = Work()
     if plan.recompute == "full":
-        recompute, gather = forward, ()
+        repeated = products[:-1] if system.stops_early else products
+        recompute, gather = replace(forward, matmuls=repeated + _attention(setup, 1)), ()
     elif plan.recompute == "selective" and system.flash:  # torchtitan: all but every other matmul and attention
         recompute = Work(tuple(one._replace(calls=0.5) for one in products), bytes_forward, launches - 3)
     elif plan.recompute == "selective":
@@ -189,7 +194,7 @@ def layer_work(setup: Setup) -> Module:
     weights = tuple(one._replace(rows=one.depth, depth=tokens) for one in products)
     backward = Work(inputs + _attention(setup, 2), bytes_backward, 2 * launches - 4 + 2 * calls, back + again + gather)
     passes = forward, recompute, backward, Work(weights, moved, 4, reduce)
-    return Module(passes, _saved(setup), parameters)
+    return Module(passes, kept_bytes(setup, plan.recompute), parameters)
 
 
 def _attention(setup: Setup, passes: float) -> tuple[Matmul, ...]:
@@ -204,11 +209,8 @@ def _attention(setup: Setup, passes: float) -> tuple[Matmul, ...]:
 
 
 def _layer_bytes(setup: Setup) -> tuple[float, float]:
-    """Return the bytes that the memory-bound kernels of a layer move, forward and backward.
-
-    Counted per element of [tokens, hidden] in 16 bits: norms, bias-dropout-add, activation, transposes, and without
-    flash attention scale-mask-softmax and dropout of the scores.
-    """
+    """Return the bytes that the memory-bound kernels of a layer move, forward and backward: norms, bias-dropout-add,
+    activation, transposes, and without flash attention scale-mask-softmax and dropout of the scores."""
     model, system, plan, _ = setup
     h, t, shared = model.hidden, plan.tensor, plan.tensor if plan.sequence else 1
     down, up = model.ffn_size / h, model.ffn_size / h * (2 if model.is_gated else 1)
@@ -221,17 +223,17 @@ def _layer_bytes(setup: Setup) -> tuple[float, float]:
     return unit * (forward + scores), unit * (backward + scores * 1.6)
 
 
-def _saved(setup: Setup) -> float:
+def kept_bytes(setup: Setup, recompute: str) -> float:
     """Return the bytes of a layer's activations: Korthikanti et al. 2022, table 2, for any activation function."""
     model, system, plan, _ = setup
     tokens, h, t, shared = setup.tokens, model.hidden, plan.tensor, plan.tensor if plan.sequence else 1
-    if plan.recompute == "full":
+    if recompute == "full":
         return 2.0 * tokens * h / shared
     mlp = (6 if model.is_gated else 4) * model.ffn_size / h
     saved = tokens * h * ((8 if system.flash else 10) / shared + (4 + 4 * model.kv_size / h + mlp) / t)
-    if system.flash and plan.recompute == "selective":
+    if system.flash and recompute == "selective":
         return saved / 2  # torchtitan's selective-op keeps the output of every other matmul
-    if not system.flash and plan.recompute == "none":
+    if not system.flash and recompute == "none":
         saved += tokens * model.sequence * model.heads / t * 5
     return saved
 

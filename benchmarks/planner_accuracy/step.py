@@ -1,8 +1,5 @@
-"""Predicts the time and the memory of a published system's step with the planner's cost model.
-
-Schedules: Narayanan et al. 2021, section 2.2; Qi et al. 2024, section 5 (ZB-1p, ZB-2p). Model states: Rajbhandari et
-al. 2020, section 3.1.
-"""
+"""Predicts the time and the memory of a published system's step with the planner's cost model. Schedules: Narayanan
+et al. 2021, section 2.2; Qi et al. 2024, section 5. Model states: Rajbhandari et al. 2020, section 3.1."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.planner_accuracy.published import Module, Setup, System, embedding_work, head_work, layer_work
+from benchmarks.planner_accuracy import published
+from benchmarks.planner_accuracy.published import Module, Setup, System
 from pangu.config.cluster import ClusterConfig
 from pangu.planning.cost import Phase, collective_seconds, phase_seconds
 from pangu.schedule.groups import Group, groups_of
@@ -54,16 +52,19 @@ def describe(setup: Setup) -> Step:
     """Return the step of a system."""
     model, system, plan, _ = setup
     last, shards = len(plan.layers) - 1, plan.layout.shards
-    modules = tuple(work(setup) for work in (embedding_work, layer_work, head_work))
+    modules = tuple(work(setup) for work in (published.embedding_work, published.layer_work, published.head_work))
     chunks = np.array([(chunk == 0, layers, chunk == last) for chunk, layers in enumerate(plan.layers)], float)
     chunks = chunks.reshape(plan.virtual_stages, plan.pipeline, len(modules))
     counts = chunks.sum(0)
     # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
     sent = 2 * plan.micro_size * model.sequence / plan.context * model.hidden / plan.tensor
-    saved = (chunks @ [module.saved_bytes for module in modules]).T
-    # More micro-batches than these change nothing.
-    held = in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, min(plan.micro_batches, 4 * plan.pipeline))
-    activations = np.array([(moments @ of_chunks).max() for moments, of_chunks in zip(held, saved, strict=True)])
+    kept = [module.saved_bytes for module in modules]
+    # While a layer is recomputed it keeps everything, and the head nothing: Narayanan et al. 2021, section 3.5.
+    working = 0.0, published.kept_bytes(setup, "none") if plan.recompute == "full" else 0.0
+    saved = (chunks @ np.transpose([kept, [*kept[:2], 0.0]])).swapaxes(0, 1)
+    most = min(plan.micro_batches, 4 * plan.pipeline)  # more change nothing
+    held = in_flight(plan.pipeline, plan.virtual_stages, most, system.doubled or plan.schedule == "zb-2p")
+    activations = np.array([(moments @ one + working).max() for moments, one in zip(held, saved, strict=True)])
     shared = modules[-1].parameters if model.tied_head else 0
     parameters = counts @ [module.parameters for module in modules] - (shared if plan.pipeline == 1 else 0)
     moved = UPDATE_BYTES / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
@@ -82,10 +83,10 @@ def describe(setup: Setup) -> Step:
 
 
 @lru_cache(maxsize=1000)
-def in_flight(schedule: str, stages: int, virtual_stages: int, micro_batches: int) -> list[Any]:
+def in_flight(stages: int, virtual_stages: int, micro_batches: int, is_doubled: bool) -> list[Any]:
     """Return, for each stage, an array [moments, chunks] of the micro-batches whose activations it holds."""
-    # ZB-1p holds what 1F1B does, ZB-2p what every other one of twice as many stages does.
-    like, every = "interleaved" if virtual_stages > 1 else "1f1b", 2 if schedule == "zb-2p" else 1
+    # Stages that hold twice as much are every other one of twice as many stages. ZB-1p holds what 1F1B does.
+    like, every = "interleaved" if virtual_stages > 1 else "1f1b", 1 + is_doubled
     orders = SCHEDULES[like].order(every * stages, virtual_stages, micro_batches)[::every]
     return [np.array([one[:virtual_stages] for one in held_in(order, like)]) for order in orders]
 
@@ -157,8 +158,10 @@ def makespan(seconds: Any, setup: Setup, link: float) -> float:
     plan, stages = setup.plan, seconds.sum(1)
     p, v, m = plan.pipeline, plan.virtual_stages, plan.micro_batches
     waiting = 2 * link * v if p > 1 else 0.0
-    if plan.schedule.startswith("zb"):  # weight gradients apart from input gradients
-        idle = stages.sum() - (2 if plan.schedule == "zb-1p" else 3) * seconds[:, 3].sum()
+    if plan.schedule == "zb-2p":  # twice the activations: no stage waits but at the ends, Qi et al. 2024, table 5
+        return float(m * stages.max() + 2 * (p - 1) * link)
+    if plan.schedule == "zb-1p":  # weight gradients apart from input gradients
+        idle = stages.sum() - 2 * seconds[:, 3].sum()
         return float(m * (stages.max() + waiting) + (p - 1) / p * max(0.0, idle) + 2 * (p - 1) * link)
     # Exact where micro-batches are even and fill whole rounds of the stages, or less than one.
     busy = ((v - 1) * max(m, p) + m - 1) / v * stages.max()

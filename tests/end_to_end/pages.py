@@ -264,6 +264,7 @@ FORMS: dict[str, Form] = {
             "measurements.csv": str(repository() / "tests/planner_accuracy/measurements.csv"),
             "tests/planner_accuracy/unseen.csv": str(repository() / "tests/planner_accuracy/unseen.csv"),
             "pangu/report/intervals.json": "intervals.json",
+            "benchmarks/results/planner_fit.json": "planner_fit.json",
         },
     ),
     "scripts/generate": Form("one process", ("--max-tokens", "4"), OTHER_RUNS),

@@ -78,6 +78,13 @@ def test_the_smaller_a100_reads_memory_slower(tmp_path: Path) -> None:
     assert large.gb_s == 2039.0
 
 
+@pytest.mark.parametrize(("tensor", "size", "gib"), [("1", "2", 10.807), ("8", "16", 6.117)])
+def test_oneflows_memory_is_what_its_program_keeps(tensor: str, size: str, gib: float, tmp_path: Path) -> None:
+    sizes = {"layers": "16", "hidden": "1536", "heads": "16", "pp": "1", "micro_batch": size, "global_batch": size}
+    one = row(tmp_path, source="Oneflow-Inc", gpu="V100", gpus=tensor, tp=tensor, recompute="full", **sizes)
+    assert predict(one, Fitted()).memory == pytest.approx(gib, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("gpu", "file", "products", "links"),
     [

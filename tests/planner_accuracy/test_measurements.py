@@ -21,7 +21,9 @@ from benchmarks.planner_accuracy.published import (
     MEGATRON_2023,
     MEGATRON_CORE,
     MEGATRON_UNFUSED,
+    NANOTRON,
     NEMO,
+    ONEFLOW,
     ZERO_BUBBLE,
     System,
 )
@@ -69,10 +71,27 @@ def row(folder: Path, **values: str) -> Row:
         ({"gpu": "A100-80G", "zero": "2", "source": "arXiv:2402.15627: MegaScale"}, MEGASCALE),
         ({"gpu": "A100-80G", "zero": "2", "source": "arXiv:2402.15627: before MegaScale"}, MEGATRON_2023),
         ({"gpu": "H100-80G", "source": "Llama 3"}, LLAMA_3),
+        ({"gpu": "H100-80G", "source": "HF/nanotron"}, NANOTRON),
+        ({"gpu": "V100", "source": "Oneflow-Inc"}, ONEFLOW),
     ],
 )
 def test_programs_are_told_by_what_a_row_says(values: dict[str, str], system: System, tmp_path: Path) -> None:
     assert row(tmp_path, **values).setups[0].system == system
+
+
+def test_gated_models_have_rotary_positions_so_that_long_sequences_add_no_weights(tmp_path: Path) -> None:
+    # Llama 3.1 405B, whose tables of words are two: a table of positions would weigh as much as the second one
+    shape = {"layers": "126", "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn": "53248", "vocab": "128256"}
+    for seq in ("8192", "131072"):
+        model = row(tmp_path, **shape, seq=seq, params_b="405.9", model="Llama").setups[0].model
+        assert (model.positions, model.activation, model.tied_head) == ("rope", "swiglu", False)
+
+
+@pytest.mark.parametrize(
+    ("source", "stops"), [("llm-foundry", True), ("arXiv:2205.01068", False), ("arXiv:2410.06511", True)]
+)
+def test_checkpoints_stop_early_since_pytorch_2(source: str, stops: bool, tmp_path: Path) -> None:
+    assert row(tmp_path, source=source, zero="3", pp="1").setups[0].system.stops_early == stops
 
 
 def test_torchtitans_options_are_read(tmp_path: Path) -> None:
