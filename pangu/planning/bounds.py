@@ -17,7 +17,7 @@ from pangu.config.cluster import ClusterConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.cost import collective_seconds, phase_seconds
+from pangu.planning.cost import GIB, collective_seconds, phase_seconds
 from pangu.planning.program import Plan, Program, StagePart, shortest
 from pangu.schedule.actions import Kind
 from pangu.schedule.buffers import buffers_of, copied_bytes, lasting_bytes
@@ -31,8 +31,6 @@ from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatNumbers, place_stage
 from pangu.zero.states import Formats
-
-_GIB = 2.0**30
 
 
 class Least(NamedTuple):
@@ -170,7 +168,7 @@ class LayoutBounds:
             saved = [one.saved for one in chunks]
             passing = max(weights.sum, *(sum(map(mul, held[stage].chunks, saved)) for stage in part.stages))
             most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
-        return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
+        return most / GIB + self._cluster.memory.overhead_gib(plan.axes)
 
     def _weights(self, plan: Plan, part: StagePart) -> Weights:
         """Return the lower bounds of all weights of a stage."""

@@ -26,7 +26,7 @@ from pangu.schedule.simulate import makespan
 from pangu.schedule.spans import Axis, Collective, Matmul, Replicas, Work
 from pangu.schedule.stage_ledger import StageLedger
 
-_GIB = 2.0**30
+GIB = 2.0**30
 REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
@@ -260,8 +260,8 @@ def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[StageMemory]:
     stages = []
     for stage in ledger.stages:
         states, passing = stage.lasting, stage.peak - stage.lasting
-        overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / _GIB
-        stages.append(StageMemory(states / _GIB, passing / _GIB, overhead))
+        overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / GIB
+        stages.append(StageMemory(states / GIB, passing / GIB, overhead))
     return stages
 
 

@@ -323,6 +323,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+def test_another_name_of_a_field_may_be_null_or_the_only_one() -> None:
+    only = fields("Qwen3Moe", num_local_experts=128)
+    both, null = ({**only, "num_experts": 128, "num_local_experts": alias} for alias in (128, None))
+    assert read_model(both, Path("x")) == read_model(null, Path("x")) == read_model(only, Path("x"))
+
+
 @pytest.mark.parametrize(("kind", "changes", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_is_not_computed_is_refused_by_name(kind: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:

@@ -88,7 +88,7 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return keys of `ModelConfig` from a config.json. Raises UserError for an unsupported model."""
     kind = kind_in(config, path)
     for alias, name in kind.aliases.items():
-        if alias in config:
+        if config.get(alias) is not None:
             config = {name: config[alias], **config}
             if config[name] != config[alias]:
                 raise wrong_field(path, alias, config[alias], f"must be {name} = {shown(config[name])}")
