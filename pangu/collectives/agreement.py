@@ -180,10 +180,10 @@ def complete(future: Future[T], action: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
-def in_thread(name: str, action: Callable[[], T]) -> Future[T]:
-    """Run `action` in a daemon thread and return its future result."""
+def in_thread(name: str, action: Callable[[], T], daemon: bool = True) -> Future[T]:
+    """Run `action` in a thread and return its future result; the end of Python waits for it unless it is a `daemon`."""
     future: Future[T] = Future()
-    Thread(target=complete, args=(future, action), name=name, daemon=True).start()
+    Thread(target=complete, args=(future, action), name=name, daemon=daemon).start()
     return future
 
 

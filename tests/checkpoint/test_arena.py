@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from threading import Event
 from typing import Any
@@ -81,6 +83,12 @@ def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
     getattr(moment, way)()
     assert pairs[0][0].filled
     assert pairs[1][0].filled
+
+
+def test_a_process_that_ends_while_a_thread_copies_has_its_own_status() -> None:
+    code = "import sys, torch; from pangu.checkpoint.arena import _CopiesMade; one = torch.ones(2**26); "
+    code += "moment = _CopiesMade(one.device, [(torch.empty_like(one), one)] * 4); sys.exit(2)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 2
 
 
 def test_a_copy_that_fails_is_the_saves_and_not_the_steps() -> None:

@@ -11,6 +11,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,7 @@ POINTS = {
     "in the update": "training.step:Trainer.update",
     "in a gather": "zero.unshard:Unsharder._gather",
     "in a validation": "training.validation:Validation.figures",
-    "in a save": "checkpoint.together:write_own",
+    "in a save": "checkpoint.writing:write_own",
     "in a copy": "training.copies:write_own",
     "in a copy to the buddy": "training.copies:exchange_bytes",
     "before a copy is whole": "training.copies:commit",
@@ -232,6 +234,11 @@ def cases() -> list[object]:
     ]
     few = ("tensor 2 x data 2", "at the norm", 3)  # rank 0 exchanges nothing with rank 3
     return [few, *(pytest.param(*case, marks=pytest.mark.long) for case in every if case != few)]
+
+
+def test_every_point_at_which_a_rank_is_killed_is_there() -> None:
+    for module, _, names in (place.partition(":") for place in POINTS.values()):
+        assert callable(attrgetter(names)(import_module(f"pangu.{module}")))
 
 
 def check(folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expected: object) -> list[int]:
