@@ -25,9 +25,9 @@ def find_model_problems(model: ModelConfig) -> list[Problem]:
 
 def contradictions(model: ModelConfig) -> list[Problem]:
     """Return the contradictions between the keys of an architecture, independent of kernel and layout."""
-    rules = (_heads, _latent, _rotation, _patterns, _scaling, _distances, _sparse, _query_layer)
+    rules = (_heads, _latent, _rotation, _patterns, _scaling, _distances, _sparse, _query_layer, _experts)
     problems = [problem for rule in rules for problem in findings(rule, model)]
-    return problems + _expert_problems(model) + unmet(SimpleNamespace(model=model), dependencies.MODEL)
+    return problems + unmet(SimpleNamespace(model=model), dependencies.MODEL)
 
 
 def _heads(model: ModelConfig) -> Iterator[Problem]:
@@ -106,14 +106,13 @@ MOST_EXPERTS = 2**17
 """Largest number of experts in all layers, each of which has tensors of its own; Kimi K2 has 23,040."""
 
 
-def _expert_problems(model: ModelConfig) -> list[Problem]:
+def _experts(model: ModelConfig) -> Iterator[Problem]:
     """Return all contradictions between the keys of a mixture of experts."""
     if model.experts is None:
-        return findings(_without, model)
+        return _without(model)
     rules = (_expert_layers, _chosen, _groups, _limited, _balance)
-    return findings(_count, model, model.experts) or [
-        problem for rule in rules for problem in findings(rule, model, model.experts)
-    ]
+    counted = findings(_count, model, model.experts)
+    return iter(counted or [problem for rule in rules for problem in findings(rule, model, model.experts)])
 
 
 def _without(model: ModelConfig) -> Iterator[Problem]:

@@ -420,6 +420,13 @@ def test_one_wrong_value(override: str, expected: str) -> None:
     assert expected in said
 
 
+def test_a_missing_group_is_one_problem() -> None:
+    values = composed()
+    for group in [key for key, value in values.items() if isinstance(value, dict)]:
+        _, found = find_problems({key: value for key, value in values.items() if key != group})
+        assert [*map(str, found)] in ([], [f"{group} = (missing): is required: a group of keys"])
+
+
 def test_wrong_values_and_contradictions_of_others_are_told_together() -> None:
     values = composed("model.heads=8", "parallel.sequence=true", "parallel.tensor=3", "model.hidden=96")
     values["model"]["layer"], values["train"]["steps"], values["optimizer"]["lr"] = 3, "many", -1

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -254,6 +255,10 @@ def check(folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expe
     assert figures(folder / "run") == expected
     assert "/memory/" in said.partition("continuing from")[2].partition("\n")[0], "the disk is read"
     return repeated
+
+
+def test_each_point_is_a_function() -> None:
+    assert all(callable(resolve_name(f"pangu.{point}")) for point in POINTS.values())
 
 
 @pytest.mark.parametrize(("layout", "point", "dies"), cases())
