@@ -77,25 +77,25 @@ class Leader:
         """News of processes that ended before all launchers had come."""
         self._status = RETRYABLE
         """Status to end with: that of the process which ended last."""
-        self._is_stopping = False
+        self._stop_s = 0.0
         self.order()
 
     def order(self, end: int | None = None) -> None:
         """Tell all launchers which processes to kill, whether all ranks stop, and with what status to end."""
         self._end = self._end if end is None else end
-        orders = {"kill": sorted(self._killed), "stop": self._is_stopping, "end": self._end}
+        orders = {"kill": sorted(self._killed), "stop": bool(self._stop_s), "end": self._end}
         self._store.set("orders", json.dumps(orders))
 
     def stop(self, number: int, _: object) -> None:
-        """Handle a signal: all ranks get SIGTERM at the next `look`; without any, or at the second one, exit."""
-        if self._is_stopping or not self._beats:
+        """Handle a signal: all ranks get SIGTERM at the next `look`; without any, or at a later Ctrl-C, exit."""
+        if not self._beats or (number == signal.SIGINT and 0 < self._stop_s < time.monotonic() - BEAT_SECONDS):
             sys.exit(128 + number)
-        self._is_stopping = True
+        self._stop_s = self._stop_s or time.monotonic()
 
     def look(self) -> None:
         """Read the news, and act on it."""
         lost: list[int] = []
-        if self._is_stopping:
+        if self._stop_s:
             self.order()
         for kind, number, *facts in self._news():
             if kind == "here":

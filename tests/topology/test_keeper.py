@@ -47,7 +47,9 @@ def test_a_process_that_ends_before_all_launchers_have_come_is_replaced_or_ends_
     assert run.orders() == ([], USER_ERROR)
 
 
-def test_a_leader_without_ranks_stops_all_ranks_at_its_first_signal_and_exits_at_the_second() -> None:
+def test_a_leader_without_ranks_stops_all_ranks_at_a_signal_and_exits_at_a_later_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Launchers()
     with pytest.raises(SystemExit):  # there is nobody to stop
         run.leader.stop(signal.SIGTERM, None)
@@ -57,8 +59,12 @@ def test_a_leader_without_ranks_stops_all_ranks_at_its_first_signal_and_exits_at
     run.leader.stop(signal.SIGTERM, None)
     run.leader.look()
     assert json.loads(run.store.get("orders")) == {"kill": [], "stop": True, "end": None}
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal that closes, or a scheduler, sends more
+        run.leader.stop(number, None)
+    monkeypatch.setattr(keeper, "BEAT_SECONDS", 0.0)
+    run.leader.stop(signal.SIGTERM, None)
     with pytest.raises(SystemExit):
-        run.leader.stop(signal.SIGTERM, None)
+        run.leader.stop(signal.SIGINT, None)
 
 
 def test_a_launcher_that_is_started_again_gives_its_old_ranks_away_and_the_run_grows_back() -> None:
