@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from pangu.config.data import PackingConfig
 
 if TYPE_CHECKING:
     from pangu.topology.context import ContextRank
-
-
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pangu.common.errors import UserError
+import numpy as np
+
+from pangu.common.errors import UserError, reading
 from pangu.config.data import (
     DataConfig,
     IndexedData,
     InstructionsData,
+    PackingConfig,
     StdlibData,
     StreamData,
     SyntheticData,
@@ -21,21 +23,11 @@ from pangu.config.data import (
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import packing_with_ids
 from pangu.data.indexed import bin_path, idx_path, open_indexed
-from pangu.data.packing import PackedDocuments, packings, write_packing
+from pangu.data.packing import PackedDocuments, Packing, packings, write_packing
 from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
 from pangu.data.text_stream import check_exist, open_held_out, open_text
-from pangu.data.tokenizers import cached_tokenizer, fitting_tokenizer
-
-if TYPE_CHECKING:
-    from pangu.data.tokenizers import Tokenizer
-
-
-import numpy as np
-
-from pangu.common.errors import reading
-from pangu.config.data import PackingConfig
-from pangu.data.packing import Packing
+from pangu.data.tokenizers import Tokenizer, cached_tokenizer, fitting_tokenizer
 
 
 @dataclass(frozen=True)
