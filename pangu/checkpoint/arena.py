@@ -31,7 +31,7 @@ class _CopiesMade(Moment):
     """Event after the device-to-host copies and the host's own copies, which a thread makes."""
 
     def __init__(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start the thread for `pairs` of host tensors (copy, original): no daemon, or torch aborts at the end."""
+        """Start copying `pairs` of host tensors (copy, original), not in a daemon thread: an exit would abort."""
         super().__init__(device)
         self._copied = in_thread("copies", lambda: [copied.copy_(tensor) for copied, tensor in pairs], daemon=False)
 

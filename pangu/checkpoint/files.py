@@ -149,7 +149,7 @@ def amend(path: Path, index: Mapping[str, Any]) -> None:
 
 
 def prune(folder: Path, config: CheckpointConfig) -> None:
-    """Delete the checkpoints that are `superseded`; those that the disk refuses to delete stay complete: a warning."""
+    """Delete the checkpoints that are `superseded`; log a warning for each that cannot be deleted."""
     for path in superseded(list_standings(folder) if config.keep else [], config):
         try:
             _delete(path)

@@ -21,7 +21,7 @@ class Transfer:
 
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work | Future[bool], ...]
-    """Handles; gloo reports the completion of a send only to a waiter, so that a thread waits, with this future."""
+    """Handles. gloo completes a send only for a caller that waits: a thread waits, and sets a future."""
 
     @property
     def is_done(self) -> bool:

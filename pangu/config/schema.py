@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pangu.config.bounds import Bounds, Count, ExitStatus, Filename, Length, Natural, NotNegative, Positive
-from pangu.config.checkpoint import CheckpointConfig, FaultsConfig
+from pangu.config.checkpoint import CheckpointConfig
 from pangu.config.data import DataConfig
+from pangu.config.faults import FaultsConfig
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import (
     LrScheduleConfig,

@@ -65,7 +65,7 @@ def expectation(space: Space, plan: Plan) -> Expectation:
         load = fullest_load(space.config.model, space.config.parallel.expert_imbalance, plan.expert)
         assumed = f"; the fullest device that shares experts gets {load:.3g} times the mean (parallel.expert_imbalance)"
     if space.config.compile:
-        assumed += f"; compile = {str(space.config.compile).lower()} is not counted: the times are those without it"
+        assumed += f"; compile = {str(space.config.compile).lower()} is not counted: times are without it"
     return Expectation(groups_of_kind(*kind)[0], *nearest(shipped(), *kind), assumed)
 
 

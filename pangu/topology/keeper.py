@@ -87,7 +87,7 @@ class Leader:
         self._store.set("orders", json.dumps(orders))
 
     def stop(self, number: int, _: object) -> None:
-        """Handle a signal: all ranks get SIGTERM at the next `look`; without any, or at a later Ctrl-C, exit."""
+        """Handle a signal: send all ranks SIGTERM at the next `look`; exit if there are none, or at a later Ctrl-C."""
         if not self._beats or (number == signal.SIGINT and 0 < self._stop_s < time.monotonic() - BEAT_SECONDS):
             sys.exit(128 + number)
         self._stop_s = self._stop_s or time.monotonic()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects
-from pangu.config.checkpoint import FaultsConfig
+from pangu.config.faults import FaultsConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.schedule.actions import COMPUTE, Action

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects, largest
 from pangu.common.errors import UserError
-from pangu.config.checkpoint import FaultsConfig
+from pangu.config.faults import FaultsConfig
 from pangu.topology.mesh import Mesh
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms

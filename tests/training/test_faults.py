@@ -17,7 +17,7 @@ from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.standing import read_standing
 from pangu.common.errors import LostError, UserError
 from pangu.config.build import build
-from pangu.config.checkpoint import FaultsConfig
+from pangu.config.faults import FaultsConfig
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
