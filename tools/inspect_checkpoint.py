@@ -20,7 +20,7 @@ from rich.text import Text
 import pangu_train  # noqa: F401 - recognizes a foreign package pangu
 from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor
-from pangu.checkpoint.standing import Standing, read_standing
+from pangu.checkpoint.status import CheckpointStatus, read_status
 from pangu.common.commands import as_typed
 from pangu.common.errors import UserError, printable, shown
 from pangu.common.exit_status import exit_status
@@ -47,7 +47,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
-    """Return facts of the run, sizes, standing, and the shape of every tensor."""
+    """Return facts of the run, sizes, status, and the shape of every tensor."""
     kinds: dict[str, dict[str, int]] = {}
     for name, entry in index["tensors"].items():
         kind = kinds.setdefault(name.split("/")[0], {"tensors": 0, "elements": 0})
@@ -59,7 +59,7 @@ def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
         for name, entry in index["tensors"].items()
     }
     files = [file["bytes"] for file in index["files"].values()]
-    facts |= {"files": len(files), "bytes": sum(files), "standing": asdict(read_standing(path))}
+    facts |= {"files": len(files), "bytes": sum(files), "standing": asdict(read_status(path))}
     return {"path": str(path), **facts, "kinds": kinds, "tensors": tensors}
 
 
@@ -108,7 +108,7 @@ def show(console: Console, facts: dict[str, Any]) -> None:
     say(f"written by   {layout}")
     say(f"of           {model}")
     say(f"files        {facts['files']}, {size(facts['bytes'])}{', intact' if facts['verified'] else ''}")
-    say(f"standing     {Standing(**facts['standing'])}")
+    say(f"standing     {CheckpointStatus(**facts['standing'])}")
     for event in facts.get("watch", {}).get("rollbacks", ()):
         first, end = event["left_out"]
         left_out = f"to {event['back_to']}, without the samples {first} to {end - 1}"

@@ -3,7 +3,7 @@
     checkpoints/step-00000100/
         index.json                            facts of the run; global shape, dtype and pieces of every tensor
         tensors-00000-00000.safetensors, ...  writer, number of the file
-        standing.json                         when it was saved, proven or condemned (`standing.py`); may be absent
+        standing.json                         when it was saved, proven or condemned (`status.py`); may be absent
 
 A tensor is called `KIND/NAME`: KIND is `weight` (the fp32 master) or a name of the optimizer's state, NAME the global
 name of the logical tensor. Nothing in a checkpoint depends on the layout that wrote it, and loading one runs no code.
@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
-from pangu.checkpoint.standing import Standing, indispensable, read_standing
+from pangu.checkpoint.status import CheckpointStatus, indispensable, read_status
 from pangu.common.errors import reading
 from pangu.common.files import flush, write_atomically
 from pangu.config.checkpoint import CheckpointConfig
@@ -77,9 +77,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
-def list_standings(folder: Path) -> list[tuple[Path, Standing]]:
-    """Return the checkpoints of `list_checkpoints` with their standings."""
-    return [(path, read_standing(path)) for path in list_checkpoints(folder)]
+def list_with_status(folder: Path) -> list[tuple[Path, CheckpointStatus]]:
+    """Return the checkpoints of `list_checkpoints` with their statuses."""
+    return [(path, read_status(path)) for path in list_checkpoints(folder)]
 
 
 def start(path: Path) -> None:
@@ -150,25 +150,25 @@ def amend(path: Path, index: Mapping[str, Any]) -> None:
 
 def prune(folder: Path, config: CheckpointConfig) -> None:
     """Delete the checkpoints that are `superseded`; log a warning for each that cannot be deleted."""
-    for path in superseded(list_standings(folder) if config.keep else [], config):
+    for path in superseded(list_with_status(folder) if config.keep else [], config):
         try:
             _delete(path)
         except OSError as error:
             log.warning("%s: cannot be deleted (%s)", path, error.strerror)
 
 
-def superseded(checkpoints: Sequence[tuple[Path, Standing]], config: CheckpointConfig) -> list[Path]:
+def superseded(checkpoints: Sequence[tuple[Path, CheckpointStatus]], config: CheckpointConfig) -> list[Path]:
     """Return the checkpoints to delete, of all from the oldest to the newest, so that `keep` are left (0: all).
 
     Those of `keep_every` stay and do not count; those of `keep_every_hours` and `keep_best`, and those a rollback may
-    need (`standing.indispensable`), stay too.
+    need (`status.indispensable`), stay too.
     """
     passing = [path for path, _ in checkpoints if not config.keep_every or step_of(path) % config.keep_every]
-    believed = [(path, standing) for path, standing in checkpoints if not standing.condemned]
+    believed = [(path, status) for path, status in checkpoints if not status.condemned]
     first_of_period: dict[float, Path] = {}
-    for path, standing in believed:
-        if config.keep_every_hours is not None and standing.saved_s is not None:
-            first_of_period.setdefault(standing.saved_s // (3600 * config.keep_every_hours), path)
+    for path, status in believed:
+        if config.keep_every_hours is not None and status.saved_s is not None:
+            first_of_period.setdefault(status.saved_s // (3600 * config.keep_every_hours), path)
     losses = [(one.validation_loss, path) for path, one in believed if one.validation_loss is not None]
     best = [path for _, path in sorted(losses)[: config.keep_best]]
     needed = indispensable(checkpoints) | {*best, *first_of_period.values()}

@@ -13,9 +13,9 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pangu.checkpoint.files import Slice, list_standings
+from pangu.checkpoint.files import Slice, list_with_status
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
-from pangu.checkpoint.standing import continuation_order
+from pangu.checkpoint.status import continuation_order
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import ConfigError, UserError, reading
@@ -150,7 +150,7 @@ def load_weights(
 
 def newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint that is not condemned if `path` is a run folder; otherwise `path`."""
-    checkpoints = list_standings(path / "checkpoints")
+    checkpoints = list_with_status(path / "checkpoints")
     return next(iter(continuation_order(checkpoints)), checkpoints[-1][0] if checkpoints else path)
 
 

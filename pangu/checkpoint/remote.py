@@ -23,7 +23,7 @@ from typing import Any
 
 from pangu.checkpoint.files import adopt, partial_of, start, step_of, superseded
 from pangu.checkpoint.index import START, NewerFormatError, read_index
-from pangu.checkpoint.standing import FILE, Standing, parse_standing, read_standing
+from pangu.checkpoint.status import FILE, CheckpointStatus, parse_status, read_status
 from pangu.common.errors import UserError, reading, writing
 from pangu.common.files import new_path, open_regular
 from pangu.config.checkpoint import CheckpointConfig
@@ -70,20 +70,20 @@ class RemoteRun:
         found = {name: self._listing(f"checkpoints/{name}") for name in names}
         return {name: files for name, files in found.items() if not committed or "index.json" in files}
 
-    def standings(self, names: Sequence[str], local: Path) -> list[tuple[Path, Standing]]:
-        """Return the local paths of remote checkpoints with their standings: the local ones, where there are any."""
+    def statuses(self, names: Sequence[str], local: Path) -> list[tuple[Path, CheckpointStatus]]:
+        """Return the local paths of remote checkpoints with their statuses: the local ones, where there are any."""
         found = []
         for name in names:
             path = local / name[:13]
             if path.is_dir():
-                found.append((path, read_standing(path)))
+                found.append((path, read_status(path)))
                 continue
             with self._talking():
                 try:
                     text = self._system.cat_file(self._path(name, FILE), end=MOST_STANDING_BYTES)
                 except FileNotFoundError:
                     text = b"{}"
-            found.append((path, parse_standing(text)))
+            found.append((path, parse_status(text)))
         return found
 
     def send(self, path: Path, share: int, shares: int) -> bool:
@@ -133,8 +133,8 @@ class RemoteRun:
         """Delete checkpoints like `files.prune`, and what interrupted uploads of earlier steps have left."""
         listed = self.checkpoints(committed=False)
         names = [name for name, files in listed.items() if "index.json" in files]
-        standings = self.standings(names, local) if config.keep else []
-        old = {path.name for path in superseded(standings, config)}
+        statuses = self.statuses(names, local) if config.keep else []
+        old = {path.name for path in superseded(statuses, config)}
         left = [
             name for name in listed if name < max(names, default="") and not {"index.json", ASIDE} & {*listed[name]}
         ]
@@ -149,7 +149,7 @@ class RemoteRun:
             _log.warning("%s/checkpoints/%s: set aside; delete it if you do not need it", self.url, name)
 
     def fetch_index(self, name: str, path: Path) -> None:
-        """Start the local checkpoint `path` with the index and the standing of a remote one, checked."""
+        """Start the local checkpoint `path` with the index and the status of a remote one, checked."""
         start(path)
         partial = partial_of(path)
         self._fetch_file(self._path(name, "index.json"), partial / "index.json", MOST_INDEX_BYTES)

@@ -178,7 +178,7 @@ class Loop:
         for writer in self._writers:
             with self._bearing_failures(type(writer).__name__):
                 writer.write(self.record)
-        saver.standings.note(self.spikes.good_steps, saver.is_writing)
+        saver.statuses.mark_proven(self.spikes.good_steps, saver.is_writing)
         self._check_replicas(saver)
         if at_once:
             self._obey(saver)
@@ -320,9 +320,9 @@ class Loop:
             raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached{fix}")
         with telling(message):
             if intact is None:
-                blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
+                blamed = saver.statuses.add_fault(trainer.step, self.spikes.good_steps, fault, goes_back)
             else:
-                blamed = saver.standings.condemn_after(intact, message)
+                blamed = saver.statuses.condemn_after(intact, message)
         if faults.action == "stop":
             fix = "; set faults.action=rollback to continue from the newest proven checkpoint without these batches"
             raise (UserError if is_of_data else DeviceError)(f"{message}; {blamed}{fix * is_of_data}")
@@ -357,7 +357,7 @@ class Loop:
             fault = f"step {step}: replicas differ, last compared in {last}"
             with telling(message):
                 saver.settle(is_fault=True)
-                continues = saver.standings.condemn_after(last, fault)
+                continues = saver.statuses.condemn_after(last, fault)
             raise DeviceError(f"{message}; {continues}")
 
     def _due(self, every: int) -> bool:

@@ -14,7 +14,7 @@ from pangu.checkpoint.files import Slice, tidy
 from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
-from pangu.checkpoint.standing import continuation_order
+from pangu.checkpoint.status import continuation_order
 from pangu.checkpoint.writing import weights_of
 from pangu.collectives.agreement import agree, agree_on_first
 from pangu.common.errors import UserError
@@ -45,7 +45,7 @@ def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -
     """
     folder = Path(config.train.output) / "checkpoints"
     found, copies = agree_on_first(mesh, lambda: all_checkpoints(config, is_running))
-    problems = [f"{path}: is {standing}" for path, standing in found if standing.condemned]
+    problems = [f"{path}: is {status}" for path, status in found if status.condemned]
     for line in problems:
         log.warning("skipping a checkpoint: %s", line)
     order = continuation_order(found)
@@ -58,7 +58,7 @@ def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -
         problems += lines
         for line in lines:
             log.warning("skipping a checkpoint: %s", line, extra={"alert": "damaged_checkpoint"})
-    if not order and config.faults.action == "rollback" and not any(standing.proven for _, standing in found):
+    if not order and config.faults.action == "rollback" and not any(status.proven for _, status in found):
         return None
     fix = ", or checkpoint.resume=CHECKPOINT to continue from a condemned one" if len(order) < len(found) else ""
     raise UserError(

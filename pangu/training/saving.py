@@ -19,16 +19,16 @@ from pangu.checkpoint.index import read_index, read_start, write_start
 from pangu.checkpoint.reading import damage, intact
 from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.run_folder import flush_figures, identity
-from pangu.checkpoint.standing import Standing, write_standing
+from pangu.checkpoint.status import CheckpointStatus, write_status
 from pangu.checkpoint.writing import write_together
 from pangu.collectives.agreement import StuckError, agree_on_first, agree_on_long_work, complete, in_thread
 from pangu.common.errors import SAVE_SECONDS, LocalError, UserError
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
+from pangu.training.checkpoint_statuses import CheckpointStatuses
 from pangu.training.copies import Copies, forget
 from pangu.training.resuming import begin_with, in_sequences_of, load_checkpoint, place_to_continue
-from pangu.training.standings import Standings
 from pangu.training.step import Trainer
 from pangu.training.uploading import Uploader, all_checkpoints
 from pangu.training.verifying import Verifier
@@ -103,7 +103,7 @@ class Saver(AbstractContextManager["Saver"]):
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, copies: Copies | None = None) -> None:
-        """Allocate memory for asynchronous saves, and read the standings."""
+        """Allocate memory for asynchronous saves, and read the statuses."""
         self._config = config
         self._trainer = trainer
         self._copies = copies
@@ -119,8 +119,8 @@ class Saver(AbstractContextManager["Saver"]):
         self._most_failed = config.checkpoint.max_failed_saves
         self.failed = 0
         """Failed saves in a row, equal on all ranks."""
-        self.standings = Standings(self._folder, trainer.mesh, config.faults.proven_after)
-        self.standings.load()
+        self.statuses = CheckpointStatuses(self._folder, trainer.mesh, config.faults.proven_after)
+        self.statuses.load()
         self.uploader = None
         """Thread that copies checkpoints to `checkpoint.remote`, if it is set."""
         if config.checkpoint.remote is not None:
@@ -148,8 +148,8 @@ class Saver(AbstractContextManager["Saver"]):
         facts = self._facts(samples, watch, position)
         path = checkpoint_path(self._folder, trainer.step)
         # first: what is pruned after this save depends on it, however long the save before took
-        self.standings.note(watch.get("good_steps", 0), writing=False)
-        self.standings.add(path, watch.get("good_steps", 0))
+        self.statuses.mark_proven(watch.get("good_steps", 0), writing=False)
+        self.statuses.add(path, watch.get("good_steps", 0))
         slices = trainer.state(owned=True)
         write = partial(self._write, path, facts=facts, validation_loss=validation_loss)
         if self._arena is not None:
@@ -271,7 +271,7 @@ class Saver(AbstractContextManager["Saver"]):
             index = in_sequences_of(path, read_index(path), self._config)
             agree_on_first(mesh, lambda: amend(path, {**index, **change(index)}))
             index = load_checkpoint(path, self._config, self._trainer)
-        self.standings.load()
+        self.statuses.load()
         if self.uploader is not None:
             self.uploader.continue_from(self._trainer.step)
             self.uploader.wait(min(SAVE_SECONDS, self._mesh.timeout_s / 2))  # others wait for this rank meanwhile
@@ -295,7 +295,7 @@ class Saver(AbstractContextManager["Saver"]):
         mesh = self._mesh
 
         def finish() -> None:
-            write_standing(partial_of(path), Standing(saved_s=time.time(), validation_loss=validation_loss))
+            write_status(partial_of(path), CheckpointStatus(saved_s=time.time(), validation_loss=validation_loss))
             flush_figures(self._folder.parent)
 
         write_together(mesh, path, slices, facts, finish)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Lock, Thread
 
-from pangu.checkpoint.files import list_checkpoints, list_standings
+from pangu.checkpoint.files import list_checkpoints, list_with_status
 from pangu.checkpoint.remote import DAMAGED, RemoteRun
-from pangu.checkpoint.standing import Standing
+from pangu.checkpoint.status import CheckpointStatus
 from pangu.collectives.agreement import agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.config.checkpoint import CheckpointConfig
@@ -40,12 +40,12 @@ class Uploader:
         self._abandoned: int | None = None
         """Step after which the checkpoints are to be set aside."""
         self._done: dict[str, tuple[float, ...]] = {}
-        """Times of the index and standing of each checkpoint that is sent."""
+        """Times of the index and status of each checkpoint that is sent."""
         self._asked, self._idle, self._lock, self._ended = Event(), Event(), Lock(), False
         Thread(target=self._work, name="upload", daemon=True).start()
 
     def wake(self) -> None:
-        """Look for checkpoints and standings to send."""
+        """Look for checkpoints and statuses to send."""
         with self._lock:
             self._idle.clear()
             self._asked.set()
@@ -138,19 +138,19 @@ class Uploader:
         return is_waiting
 
 
-def all_checkpoints(config: RunConfig, is_running: bool) -> tuple[list[tuple[Path, Standing]], dict[Path, str]]:
-    """Return a run's checkpoints with their standings, oldest first, and the remote names of those that are copied.
+def all_checkpoints(config: RunConfig, is_running: bool) -> tuple[list[tuple[Path, CheckpointStatus]], dict[Path, str]]:
+    """Return a run's checkpoints with their statuses, oldest first, and the remote names of those that are copied.
 
     The paths are those in the run folder, also of checkpoints that are at `checkpoint.remote` only. Raises UserError if
     that does not answer, which is a warning to a run that `is_running`.
     """
     folder = Path(config.train.output) / "checkpoints"
-    found, copies = dict(list_standings(folder)), {}
+    found, copies = dict(list_with_status(folder)), {}
     if config.checkpoint.remote is not None:
         try:
             remote = RemoteRun(config.checkpoint.remote)
             copies = {folder / name[:13]: name for name in remote.checkpoints()}
-            found |= dict(remote.standings(list(copies.values()), folder))
+            found |= dict(remote.statuses(list(copies.values()), folder))
         except UserError as error:
             if not is_running:
                 raise UserError(f"{error}, or set checkpoint.remote=null to continue from {folder} alone") from error

@@ -30,7 +30,7 @@ from pangu.checkpoint.files import (
 )
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
 from pangu.checkpoint.reading import load, newest_checkpoint
-from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
+from pangu.checkpoint.status import CheckpointStatus, continuation_order, read_status, write_status
 from pangu.common.errors import UserError
 from pangu.config.checkpoint import CheckpointConfig
 from tests.configs import config
@@ -105,7 +105,7 @@ def test_half_written_checkpoints_are_not_listed_and_the_oldest_go(tmp_path: Pat
     assert len(list_checkpoints(tmp_path)) == 3
     prune(tmp_path, retention(1, keep_every=2))  # 2 and 10 stay for ever
     assert len(list_checkpoints(tmp_path)) == 3
-    write_standing(tmp_path / "step-00000010", Standing(proven=True))
+    write_status(tmp_path / "step-00000010", CheckpointStatus(proven=True))
     prune(tmp_path, retention(2))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 
@@ -114,8 +114,8 @@ def test_what_a_rollback_may_need_is_not_pruned(tmp_path: Path) -> None:
     """The last proven checkpoint, and the one that is proven next; not what is condemned."""
     for step in range(1, 8):
         write(tmp_path, step)
-    for step, standing in {1: {"proven": True}, 2: {"proven": True}, 3: {"condemned": True}}.items():
-        write_standing(tmp_path / f"step-0000000{step}", Standing(**standing))
+    for step, status in {1: {"proven": True}, 2: {"proven": True}, 3: {"condemned": True}}.items():
+        write_status(tmp_path / f"step-0000000{step}", CheckpointStatus(**status))
     prune(tmp_path, retention(1))
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "4", "7"]
     prune(tmp_path, retention(3))
@@ -128,11 +128,11 @@ def test_the_first_checkpoint_of_a_period_and_the_best_stay() -> None:
     losses = (5.0, 4.0, 1.0, 3.0, None, 2.0, 9.0, 8.0, 7.0)
 
     def left(keys: dict[str, Any], condemned: int = 0) -> str:
-        kept: list[tuple[Path, Standing]] = []
+        kept: list[tuple[Path, CheckpointStatus]] = []
         for step, (hour, loss) in enumerate(zip(hours, losses, strict=True), start=1):
             saved_s = None if hour is None else 3600 * (500_000 + hour)
-            standing = Standing(step != condemned, step == condemned, saved_s=saved_s, validation_loss=loss)
-            kept.append((Path(f"step-{step:08d}"), standing))
+            status = CheckpointStatus(step != condemned, step == condemned, saved_s=saved_s, validation_loss=loss)
+            kept.append((Path(f"step-{step:08d}"), status))
             old = superseded(kept, retention(2, **keys))
             kept = [entry for entry in kept if entry[0] not in old]
         return "".join(path.name[-1] for path, _ in kept)
@@ -149,38 +149,38 @@ def test_the_first_checkpoint_of_a_period_and_the_best_stay() -> None:
 
 def test_where_a_run_continues() -> None:
     """From the newest checkpoint; if that is condemned, from the newest proven one before any that is not."""
-    new, proven, condemned = Standing(), Standing(proven=True), Standing(condemned=True)
-    for standings, order in (
+    new, proven, condemned = CheckpointStatus(), CheckpointStatus(proven=True), CheckpointStatus(condemned=True)
+    for statuses, order in (
         ([], ""),
         ([proven, new, new], "210"),
         ([proven, condemned, new], "20"),
         ([new, proven, new, condemned], "120"),
         ([condemned, condemned], ""),
     ):
-        found = continuation_order([(Path(str(i)), standing) for i, standing in enumerate(standings)])
+        found = continuation_order([(Path(str(i)), status) for i, status in enumerate(statuses)])
         assert "".join(map(str, found)) == order
-    assert new.blamed("x").condemned
-    assert not proven.blamed("x").condemned
-    assert proven.blamed("x").blamed("y").condemned
+    assert new.with_fault("x").condemned
+    assert not proven.with_fault("x").condemned
+    assert proven.with_fault("x").with_fault("y").condemned
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint_that_is_not_condemned(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path
     paths = [write(tmp_path / "checkpoints", step) for step in (1, 2)]
     assert newest_checkpoint(tmp_path) == paths[1]
-    write_standing(paths[1], Standing(condemned=True))
+    write_status(paths[1], CheckpointStatus(condemned=True))
     assert newest_checkpoint(tmp_path) == paths[0]
-    write_standing(paths[0], Standing(condemned=True))
+    write_status(paths[0], CheckpointStatus(condemned=True))
     assert newest_checkpoint(tmp_path) == paths[1]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"proven": 1}', '{"faults": [3], "condemned": true}', "\0"])
 def test_a_standing_that_cannot_be_read_says_nothing(content: str, tmp_path: Path) -> None:
     (tmp_path / "standing.json").write_text(content)
-    assert read_standing(tmp_path) == Standing()
-    standing = Standing(True, True, ("step 3: the loss is nan",))
-    write_standing(tmp_path, standing)
-    assert read_standing(tmp_path) == standing
+    assert read_status(tmp_path) == CheckpointStatus()
+    status = CheckpointStatus(True, True, ("step 3: the loss is nan",))
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == status
 
 
 @pytest.mark.parametrize("fails", ["_write_file", "_write_index", "flush"])

@@ -10,7 +10,7 @@ import torch
 
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.index import checksum, read_index
-from pangu.checkpoint.standing import Standing, write_standing
+from pangu.checkpoint.status import CheckpointStatus, write_status
 from tools.inspect_checkpoint import main
 
 FACTS = {
@@ -73,13 +73,13 @@ def test_rollbacks_are_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]
 
 def test_the_standing_is_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fault = "step 7: the loss is nan"
-    for standing, told in (
+    for status, told in (
         (None, "not proven yet"),
-        (Standing(proven=True), "proven"),
-        (Standing().blamed(fault), f"condemned ({fault})"),
+        (CheckpointStatus(proven=True), "proven"),
+        (CheckpointStatus().with_fault(fault), f"condemned ({fault})"),
     ):
-        if standing is not None:
-            write_standing(checkpoint, standing)
+        if status is not None:
+            write_status(checkpoint, status)
         assert main([str(checkpoint)]) == 0
         assert f"\nstanding     {told}\n" in capsys.readouterr().out
     assert main([str(checkpoint), "--json"]) == 0

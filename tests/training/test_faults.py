@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pangu.checkpoint.index import find_damage, read_index
-from pangu.checkpoint.standing import read_standing
+from pangu.checkpoint.status import read_status
 from pangu.common.errors import LostError, UserError
 from pangu.config.build import build
 from pangu.config.faults import FaultsConfig
@@ -183,7 +183,7 @@ def test_the_number_of_rollbacks_is_limited_over_resumes(tmp_path: Path, monkeyp
     assert seen == [0, 4, 8, 12, 16, 20, 32, 36, 44, 48, 44, 48]
     assert read_index(tmp_path / "checkpoints/step-00000002")["watch"]["left_out"] == 44 - 8
     assert checkpoints(tmp_path) == ["step-00000002", "step-00000004.aside"]
-    assert read_standing(tmp_path / "checkpoints/step-00000004.aside").condemned
+    assert read_status(tmp_path / "checkpoints/step-00000004.aside").condemned
 
 
 def wrong(steps: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +220,8 @@ def test_a_run_goes_back_behind_a_wrong_update_that_was_saved(
     assert max(losses) < 5
     folder = tmp_path / "checkpoints"
     assert f"{folder}/step-00000009, 1 steps before, is condemned" in capsys.readouterr().err
-    assert str(read_standing(folder / "step-00000009.aside")).startswith("condemned (step 10: the loss is ")
-    assert str(read_standing(folder / "step-00000012")) == "proven"
+    assert str(read_status(folder / "step-00000009.aside")).startswith("condemned (step 10: the loss is ")
+    assert str(read_status(folder / "step-00000012")) == "proven"
     (event,) = read_index(folder / "step-00000014")["watch"]["rollbacks"]
     assert (event["step"], event["back_to"], event["left_out"]) == (10, 6, [24, 40])
 
@@ -304,7 +304,7 @@ def test_marks_outlive_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     poisoned(range(16, 20), monkeypatch)
     with pytest.raises(UserError, match="step-00000004, 1 steps before, is condemned"):
         train(tmp_path, 8, *words)
-    assert read_standing(tmp_path / "checkpoints/step-00000002").proven
+    assert read_status(tmp_path / "checkpoints/step-00000002").proven
     seen = poisoned(range(8, 20), monkeypatch)
     with pytest.raises(UserError, match="step-00000002, 1 steps before, is proven"):
         train(tmp_path, 8, *words)
@@ -499,7 +499,7 @@ def test_weights_that_differ_end_a_run_that_continues_from_before(
     folder = tmp_path / "run/checkpoints"
     fix = f"start the same command again to continue from {folder}/step-00000002, which is older than the fault"
     assert str(raised.value) == f"step 4: {DIFFER}; {fix}"
-    assert read_standing(folder / "step-00000003").condemned
+    assert read_status(folder / "step-00000003").condemned
     assert train(tmp_path / "run", 6) == losses
 
 

@@ -212,10 +212,10 @@ def test_a_blend_that_is_continued_in_another_order_is_told(caplog: pytest.LogCa
 def test_a_standing_that_cannot_be_written_hides_no_fault(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(path: Path, standing: Any) -> None:
+    def write(path: Path, status: Any) -> None:
         raise UserError(f"{path}: the disk is full")
 
-    monkeypatch.setattr("pangu.training.standings.write_standing", write)
+    monkeypatch.setattr("pangu.training.checkpoint_statuses.write_status", write)
     poisoned([9], monkeypatch)
     with pytest.raises(UserError, match="step-00000002: the disk is full"):
         train(tmp_path, 4, *ROLLBACK, f"faults.action={action}")

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pangu.checkpoint import remote
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.remote import RemoteRun
-from pangu.checkpoint.standing import Standing, write_standing
+from pangu.checkpoint.status import CheckpointStatus, write_status
 from pangu.common.errors import UserError
 from pangu.training.uploading import Uploader
 from tests.configs import config
@@ -138,7 +138,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_a_whole_checkpoint_and_is_fini
     assert RemoteRun(url).send(old, 0, 1)
     RemoteRun(url).commit(old)
     shutil.copytree(tmp_path / "remote", tmp_path / "before")
-    write_standing(new, Standing(proven=True))
+    write_status(new, CheckpointStatus(proven=True))
     shutil.move(old, tmp_path / "gone")  # the local one is pruned, and its copy after it
 
     def upload() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pangu.checkpoint.standing import read_standing
+from pangu.checkpoint.status import read_status
 from pangu.common.errors import UserError
 from pangu.data.batch import Batch, batch_of
 from pangu.data.sources import open_sources
@@ -53,7 +53,7 @@ def test_each_source_is_measured_as_if_it_were_alone(corpora: Path, tmp_path: Pa
         words = ("data=indexed", *files, *same, "model.vocab=64", "validation.every=1", "train.device=cpu")
         run(composed(*SMALL, *words, "train.steps=1", "checkpoint.every=1", f"train.output={output}"))
         (line,) = metrics(output)
-        assert read_standing(output / "checkpoints/step-00000001").validation_loss == line["validation_loss"]
+        assert read_status(output / "checkpoints/step-00000001").validation_loss == line["validation_loss"]
         return line
 
     both = train("web", "books")

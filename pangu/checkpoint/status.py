@@ -1,4 +1,4 @@
-"""Standing of a checkpoint: proven by good steps that followed it, or condemned by faults; and when it was saved.
+"""Status of a checkpoint: proven by good steps that followed it, or condemned by faults; and when it was saved.
 
 A finite but wrong update can be saved before its effect shows. `standing.json` next to `index.json` records what
 happened after the checkpoint was written, so that a run never returns twice to a state that leads to a fault. One
@@ -26,8 +26,8 @@ MOST_FAULTS = 2
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Knowledge of a run about a checkpoint since it was written."""
+class CheckpointStatus:
+    """Facts that a run has learned about a checkpoint since it was written."""
 
     proven: bool = False
     """True if enough good steps have followed it."""
@@ -36,77 +36,77 @@ class Standing:
     faults: tuple[str, ...] = ()
     """Faults of steps that followed it before the next proven one, newest last."""
     saved_s: float | None = None
-    """When it was saved, in seconds since 1970 (UTC); None: a version that did not note it has saved it."""
+    """When it was saved, in seconds since 1970 (UTC); None: a version that did not record it has saved it."""
     validation_loss: float | None = None
     """Validation loss of its step; None: not measured."""
 
-    def blamed(self, fault: str, condemn: bool = False) -> Standing:
-        """Return the standing after one more fault."""
+    def with_fault(self, fault: str, condemn: bool = False) -> CheckpointStatus:
+        """Return the status after one more fault."""
         faults = (*self.faults, fault)
         return replace(self, faults=faults, condemned=condemn or not self.proven or len(faults) >= MOST_FAULTS)
 
     @property
-    def word(self) -> str:
-        """Name of the standing: `proven`, `not proven yet` or `condemned`."""
+    def label(self) -> str:
+        """Name of the status: `proven`, `not proven yet` or `condemned`."""
         return "condemned" if self.condemned else "proven" if self.proven else "not proven yet"
 
     def __str__(self) -> str:
-        """Return the standing with its faults, e.g. `condemned (step 7: the loss is nan)`."""
-        return self.word + (f" ({'; '.join(self.faults)})" if self.faults else "")
+        """Return the status with its faults, e.g. `condemned (step 7: the loss is nan)`."""
+        return self.label + (f" ({'; '.join(self.faults)})" if self.faults else "")
 
 
-def read_standing(path: Path) -> Standing:
-    """Return the standing of the checkpoint `path`; an unreadable file counts as absent."""
+def read_status(path: Path) -> CheckpointStatus:
+    """Return the status of the checkpoint `path`; an unreadable file counts as absent."""
     file = path / FILE
     try:
-        return _standing(read_json(file, shared=True) if file.exists() or file.is_symlink() else {})
+        return _status(read_json(file, shared=True) if file.exists() or file.is_symlink() else {})
     except UserError:
-        return Standing()
+        return CheckpointStatus()
 
 
-def parse_standing(text: str | bytes) -> Standing:
-    """Return the standing that a text holds, as `read_standing` does."""
+def parse_status(text: str | bytes) -> CheckpointStatus:
+    """Return the status that a text holds, as `read_status` does."""
     try:
-        return _standing(parse_json(text))
+        return _status(parse_json(text))
     except ValueError:
-        return Standing()
+        return CheckpointStatus()
 
 
-def _standing(value: Any) -> Standing:
+def _status(value: Any) -> CheckpointStatus:
     faults = value.get("faults", []) if isinstance(value, dict) else None
     if not isinstance(faults, list) or not all(isinstance(fault, str) for fault in faults):
-        return Standing()
+        return CheckpointStatus()
     figures = (value.get(name) for name in ("saved_s", "validation_loss"))
     known = (float(one) if type(one) in (int, float) and math.isfinite(one) else None for one in figures)
-    return Standing(value.get("proven") is True, value.get("condemned") is True, tuple(faults), *known)
+    return CheckpointStatus(value.get("proven") is True, value.get("condemned") is True, tuple(faults), *known)
 
 
-def write_standing(path: Path, standing: Standing) -> None:
-    """Atomically replace the standing of the checkpoint `path`, flushed to disk. Raises UserError if that fails."""
+def write_status(path: Path, status: CheckpointStatus) -> None:
+    """Atomically replace the status of the checkpoint `path`, flushed to disk. Raises UserError if that fails."""
     with reading(path / FILE, rule="the standing of the checkpoint could not be written"):
-        write_atomically(path / FILE, json.dumps(asdict(standing)).encode())
+        write_atomically(path / FILE, json.dumps(asdict(status)).encode())
         flush(path)
 
 
-def continuation_order(checkpoints: Sequence[tuple[Path, Standing]]) -> list[Path]:
+def continuation_order(checkpoints: Sequence[tuple[Path, CheckpointStatus]]) -> list[Path]:
     """Return the checkpoints to continue from, best first, given all of a run from the oldest to the newest.
 
     The newest one is best unless it is condemned. Then those before it that are not proven may be as bad, and come
     after all that are proven.
     """
-    usable = [(path, standing) for path, standing in reversed(checkpoints) if not standing.condemned]
+    usable = [(path, status) for path, status in reversed(checkpoints) if not status.condemned]
     if checkpoints and checkpoints[-1][1].condemned:
         usable.sort(key=lambda entry: not entry[1].proven)  # stable: newest first among equals
     return [path for path, _ in usable]
 
 
-def indispensable(checkpoints: Sequence[tuple[Path, Standing]]) -> set[Path]:
+def indispensable(checkpoints: Sequence[tuple[Path, CheckpointStatus]]) -> set[Path]:
     """Return the checkpoints that must not be pruned: the last proven one, and the next one that can become proven."""
     needed: set[Path] = set()
-    for path, standing in reversed(checkpoints):
-        if standing.condemned:
+    for path, status in reversed(checkpoints):
+        if status.condemned:
             continue
-        if standing.proven:
+        if status.proven:
             return needed | {path}
         needed = {path}
     return needed

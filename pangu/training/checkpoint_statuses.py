@@ -1,4 +1,4 @@
-"""Standings of a run's checkpoints, written by its first rank during training."""
+"""Statuses of a run's checkpoints, written by its first rank during training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.checkpoint.files import list_standings, step_of
+from pangu.checkpoint.files import list_with_status, step_of
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.standing import continuation_order, read_standing, write_standing
+from pangu.checkpoint.status import continuation_order, read_status, write_status
 from pangu.collectives.agreement import agree_on_first
 from pangu.common.errors import UserError
 from pangu.topology.mesh import Mesh
@@ -16,7 +16,7 @@ from pangu.topology.mesh import Mesh
 log = logging.getLogger("pangu")
 
 
-class Standings:
+class CheckpointStatuses:
     """Record of which checkpoints are proven or condemned.
 
     All facts for decisions are on disk, so that a run that is killed and restarted judges its checkpoints alike.
@@ -31,8 +31,8 @@ class Standings:
     def load(self) -> None:
         """Find the checkpoints that the steps from here on may prove."""
         found: list[tuple[Path, int]] = []
-        for path, standing in reversed(list_standings(self._folder) if self._mesh.is_first else []):
-            if standing.proven or standing.condemned:
+        for path, status in reversed(list_with_status(self._folder) if self._mesh.is_first else []):
+            if status.proven or status.condemned:
                 break
             try:
                 watch = read_index(path).get("watch", {})
@@ -48,7 +48,7 @@ class Standings:
         if self._mesh.is_first:
             self._unproven.append((path, good_steps))
 
-    def note(self, good_steps: int, writing: bool) -> None:
+    def mark_proven(self, good_steps: int, writing: bool) -> None:
         """Mark checkpoints as proven that enough of the run's `good_steps` have followed, without a collective.
 
         `writing`: the newest one may not be complete.
@@ -60,26 +60,26 @@ class Standings:
         for path in due:
             try:
                 if path.is_dir():  # the save may have failed, or somebody has deleted it
-                    write_standing(path, replace(read_standing(path), proven=True))
+                    write_status(path, replace(read_status(path), proven=True))
             except UserError as error:
                 log.warning("%s", error)  # the next one will be proven instead
 
-    def blame(self, step: int, good_steps: int, fault: str, goes_back: bool) -> str:
+    def add_fault(self, step: int, good_steps: int, fault: str, goes_back: bool) -> str:
         """Count a fault against the newest checkpoint and, if the run `goes_back` behind it, the proven one before it.
 
-        That one led to the fault as well; no save is in flight. Returns their standing, equal on all ranks. Raises
+        That one led to the fault as well; no save is in flight. Returns their status, equal on all ranks. Raises
         UserError on all ranks if it cannot be written.
         """
 
         def count() -> str:
-            self.note(good_steps, writing=False)
+            self.mark_proven(good_steps, writing=False)
             texts: list[str] = []
-            for path, standing in reversed(list_standings(self._folder)):
-                if not texts or (standing.proven and not standing.condemned):
-                    blamed = standing.blamed(f"step {step}: {fault}")
-                    write_standing(path, blamed)
-                    texts.append(f"{path}, {step - step_of(path)} steps before, is {blamed.word}")
-                    if standing.proven or not goes_back:
+            for path, status in reversed(list_with_status(self._folder)):
+                if not texts or (status.proven and not status.condemned):
+                    blamed = status.with_fault(f"step {step}: {fault}")
+                    write_status(path, blamed)
+                    texts.append(f"{path}, {step - step_of(path)} steps before, is {blamed.label}")
+                    if status.proven or not goes_back:
                         break
             return "; ".join(texts) or "there is no checkpoint yet"
 
@@ -89,10 +89,10 @@ class Standings:
         """Condemn all checkpoints after `step`; return how to continue, equal on all ranks. May raise UserError."""
 
         def condemn() -> str:
-            for path, standing in list_standings(self._folder):
+            for path, status in list_with_status(self._folder):
                 if step_of(path) > step:
-                    write_standing(path, standing.blamed(fault, condemn=True))
-            order = continuation_order(list_standings(self._folder))
+                    write_status(path, status.with_fault(fault, condemn=True))
+            order = continuation_order(list_with_status(self._folder))
             if not order:
                 return "no checkpoint is old enough to continue from: set another train.output to start over"
             return f"start the same command again to continue from {order[0]}, which is older than the fault"
