@@ -17,7 +17,7 @@ from pangu.optim.uncompiled import AdamW
 from pangu.topology.placement import Placement
 
 Orthogonalizer = Callable[[Sequence[Placement]], Callable[[list[Tensor]], Iterable[Sequence[int]]]]
-"""Function that returns, for some matrices, how to orthogonalize them, see `Muon`."""
+"""Function that returns, for the placements of some matrices, the `orthogonalize` of `Muon`."""
 
 
 def make_optimizer(
@@ -26,7 +26,7 @@ def make_optimizer(
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
     options: Sequence[tuple[Mapping[str, Any], Collection[str]]] = (),
     kernels: str = "torch",
-    whole: Orthogonalizer | None = None,
+    orthogonalizer: Orthogonalizer | None = None,
 ) -> torch.optim.Optimizer:
     """Return AdamW, LAMB or Muon over logical tensors; biases and norms get no weight decay and no trust ratio.
 
@@ -38,7 +38,7 @@ def make_optimizer(
             biases and norms. `lr_multiplier` and `decay_multiplier` (0 for biases and norms) are kept in the groups
             for whoever sets their rates.
         kernels: Key of `UPDATES`.
-        whole: Function that returns, for some matrices, how to orthogonalize them for Muon; None: tensors are whole.
+        orthogonalizer: How Muon orthogonalizes matrices that are cut over ranks; None: no tensor is cut.
 
     AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel can skip a
     step; otherwise AdamW is LAMB without trust ratios, also with apex's kernels.
@@ -65,7 +65,7 @@ def make_optimizer(
         return adam
     shards: dict[str, Any] = {"moments": moments, "exclude_vectors": False, "reuse_gradients": True}  # shards are flat
     if isinstance(config, MuonConfig):
-        muon = _muon(config, tensors, groups, moments, whole)
+        muon = _muon(config, tensors, groups, moments, orthogonalizer)
         muon.kernels = UPDATES[kernels]
         return muon
     if isinstance(config, AdamConfig):
@@ -83,7 +83,7 @@ def _muon(
     tensors: Sequence[tuple[Placement, Tensor]],
     groups: Sequence[Mapping[str, Any]],
     moments: torch.dtype | None,
-    whole: Orthogonalizer | None,
+    orthogonalizer: Orthogonalizer | None,
 ) -> Muon:
     of = {tensor: placement for placement, tensor in tensors}
     split = [
@@ -95,7 +95,7 @@ def _muon(
     shapes = {one: of[one].matrix_shape(config.split_heads) for one in of if of[one].is_matrix}
     options: dict[str, Any] = {"moments": moments, "shapes": shapes, "reuse_gradients": True}
     options |= {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
-    options |= {"ns_steps": config.ns_steps, "orthogonalize": None if whole is None else whole(placements)}
+    options |= {"ns_steps": config.ns_steps, "orthogonalize": orthogonalizer and orthogonalizer(placements)}
     return Muon(split, config.lr, config.betas, config.eps, config.weight_decay, **options)
 
 

@@ -24,7 +24,7 @@ from pangu.schedule.schedule import Schedule
 from pangu.schedule.spans import Axis, Collective, Matmul, Trace, Work
 from pangu.topology.placement import TensorRank, in_fp8
 from pangu.zero.grouping import COPY_AXES, COPY_PARTS
-from pangu.zero.homes import exchanges, matrix_rounds, working_bytes
+from pangu.zero.muon_schedule import exchanges, matrix_rounds, working_bytes
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES, Formats
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from pangu.common.exit_status import RETRYABLE
 from pangu.topology.member import VARIABLE, send_news
-from pangu.topology.roster import Roster
+from pangu.topology.membership import Membership
 
 INTERVAL_SECONDS = 0.1
 BEAT_SECONDS = 1.0
@@ -60,7 +60,7 @@ class Leader:
     def __init__(self, store: dist.Store, host: str, nodes: int) -> None:
         """Wait for `nodes` launchers; members reach the stores of the epochs at `host`."""
         self._store, self._host, self._expected = store, host, nodes
-        self._roster, self._arrived = Roster(), dict[int, tuple[list[int], int]]()
+        self._membership, self._arrived = Membership(), dict[int, tuple[list[int], int]]()
         self._read, self._epoch, self._killed, self._done = 0, -1, set[int](), set[int]()
         self._server: dist.TCPStore | None = None
         self._end: int | None = None
@@ -103,22 +103,22 @@ class Leader:
             elif kind == "ended":
                 lost += self._ended(number, *facts)
             elif kind == "idle":
-                self._roster.rest(number)
+                self._membership.make_spare(number)
                 self._reached.pop(number, None)
             elif kind == "joined":
                 self._reached[number] = facts[0]
             elif kind == "exchange":
                 self._exchange(number, *facts)
-            elif number in self._roster.ranks:  # left
+            elif number in self._membership.ranks:  # left
                 self._reached[number] = facts[0] + 1
                 if facts[0] == self._epoch == self._target:
                     self._expect(self._epoch + 1)
         for node in self._silent_nodes():
-            say(f"node {node} gives no sign of life: {len(self._roster.of(node))} processes are lost")
+            say(f"node {node} gives no sign of life: {len(self._membership.processes_of(node))} processes are lost")
             lost += self._give_up(node)
         if lost and self._epoch >= 0:
             self._replace(lost)
-        late = [number for number in self._roster.ranks if self._reached.get(number, self._target) < self._target]
+        late = [number for number in self._membership.ranks if self._reached.get(number, self._target) < self._target]
         if self._done and self._target > self._epoch >= 0:
             self.order(self._status)  # a rank has stopped as it was told to, before it noticed the loss
         elif not late and self._grows:
@@ -150,12 +150,12 @@ class Leader:
 
     def _welcome(self, node: int, numbers: list[int], count: int) -> list[int]:
         """Add the processes of a node; return those that are lost because its launcher was started again."""
-        lost = self._give_up(node) if self._epoch >= 0 and self._roster.of(node) else []
+        lost = self._give_up(node) if self._epoch >= 0 and self._membership.processes_of(node) else []
         self._beats[node] = (numbers[0], 0, time.monotonic())
         if self._epoch >= 0:
             say(f"node {node} has come: {len(numbers)} more spares")
-            self._roster.add(node, numbers)
-            if self._roster.can_grow and not lost and self._target == self._epoch:
+            self._membership.add(node, numbers)
+            if self._membership.can_grow and not lost and self._target == self._epoch:
                 say("ranks are missing: all processes meet again, and continue from the newest state")
                 self._grows = True
                 self._expect(self._epoch + 1)
@@ -163,13 +163,13 @@ class Leader:
         self._arrived[node] = numbers, count
         if len(self._arrived) == self._expected:
             for one, (numbers_of_one, ranks) in sorted(self._arrived.items()):
-                self._roster.add(one, numbers_of_one, ranks)
+                self._membership.add(one, numbers_of_one, ranks)
             self._begin_epoch()
         return []
 
     def _give_up(self, node: int) -> list[int]:
         """Return the processes of a node that is lost, and tell its launcher to kill them, should it return."""
-        numbers = self._roster.of(node)
+        numbers = self._membership.processes_of(node)
         self._killed |= {*numbers}
         self._beats.pop(node, None)
         self._arrived.pop(node, None)
@@ -184,19 +184,19 @@ class Leader:
         can_be_replaced = (is_loss(status) or not knows) and not self._done
         if is_loss(status):
             say(words)
-        if (number in self._roster.ranks or self._epoch < 0) and not can_be_replaced:
+        if (number in self._membership.ranks or self._epoch < 0) and not can_be_replaced:
             self._done.add(number)
-            if status or self._done.issuperset(self._roster.ranks):
+            if status or self._done.issuperset(self._membership.ranks):
                 self.order(self._status)
             return []
-        return [number] if number in (*self._roster.ranks, *self._roster.spares) else []
+        return [number] if number in (*self._membership.ranks, *self._membership.spares) else []
 
     def _replace(self, lost: Sequence[int]) -> None:
-        were = [number for number in self._roster.ranks if number in lost]
-        replaced = self._roster.replace(lost)
+        were = [number for number in self._membership.ranks if number in lost]
+        replaced = self._membership.replace(lost)
         if not were:
             return
-        if not self._roster.ranks:
+        if not self._membership.ranks:
             self.order(self._status)
             return
         for number in were:
@@ -207,9 +207,9 @@ class Leader:
     def _exchange(self, question: int, numbers: Sequence[int], places: int, now: bool) -> None:
         """Answer whether each rank with a slow or wrong device can have a spare, and replace them if `now`."""
         is_possible = (  # not where this epoch began after the question: its ranks could not leave it
-            all(self._reached.get(rank) == self._epoch for rank in self._roster.ranks)
-            and {*numbers} <= {*self._roster.ranks}
-            and self._roster.exchange(numbers, places, now)
+            all(self._reached.get(rank) == self._epoch for rank in self._membership.ranks)
+            and {*numbers} <= {*self._membership.ranks}
+            and self._membership.exchange(numbers, places, now)
         )
         self._store.set(f"answer-{question}", json.dumps(is_possible))
         if not is_possible:
@@ -224,12 +224,12 @@ class Leader:
         self._expect(self._epoch + 1)
 
     def _begin_epoch(self) -> None:
-        self._roster.grow()
+        self._membership.grow()
         self._grows = False
         self._epoch += 1
         self._expect(self._epoch)
         self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        record = {"port": self._server.port, "ranks": self._roster.record()}
+        record = {"port": self._server.port, "ranks": self._membership.record()}
         self._store.set(f"epoch-{self._epoch}", json.dumps(record))
 
     def _expect(self, epoch: int) -> None:

@@ -41,7 +41,7 @@ from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices
 from pangu.training.step_check import StepCheck
 from pangu.zero.gradients import Norms, layer_products_add
-from pangu.zero.matrices import WholeMatrices
+from pangu.zero.muon_exchange import MuonExchange
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.stage_parameters import FlatNumbers
 from pangu.zero.weight_products import WeightProducts
@@ -144,13 +144,13 @@ class Trainer:
         if config.compile is True or (choices is not None and choices.compile == "true"):
             self.model.compute = CompiledBlocks(self.model, config, kernel, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
-        over_ranks = self.parameters.squares.over
-        whole = None
+        over_ranks, orthogonalizer = self.parameters.squares.over, None
         if isinstance(config.optimizer, MuonConfig):
-            compute = config.precision.compute
-            whole = WholeMatrices(self.parameters.stage, mesh, compute, config.optimizer, self._publish).over
+            compute, stage = config.precision.compute, self.parameters.stage
+            orthogonalizer = MuonExchange(stage, mesh, compute, config.optimizer, self._publish).orthogonalizer
         groups = group_options(config.parameter_groups, [placement.name for placement, _ in trained])
-        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, groups, chosen["optimizer"], whole)
+        kernels = chosen["optimizer"]
+        self.optimizer = make_optimizer(config.optimizer, trained, over_ranks, groups, kernels, orthogonalizer)
         self.clip = QkClip.of_run(config, self.parameters.rectangles())
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         dtype = DTYPES[config.precision.compute]

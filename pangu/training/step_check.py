@@ -13,7 +13,7 @@ from pangu.models.language_model import ModuleHooks
 from pangu.schedule.actions import MESSAGES, Action, Kind
 from pangu.schedule.expand import UPDATE, StepOp, expand
 from pangu.schedule.schedule import Schedule
-from pangu.zero.homes import publish_order
+from pangu.zero.muon_schedule import publish_order
 from pangu.zero.unshard import passing
 
 if TYPE_CHECKING:

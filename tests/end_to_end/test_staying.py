@@ -20,7 +20,7 @@ import pytest
 
 from pangu.common.exit_status import USER_ERROR
 from pangu.prepare.indexed_writer import IndexedWriter
-from pangu.topology.roster import Roster
+from pangu.topology.membership import Membership
 from scripts.launch import main
 from tests.end_to_end.commands import (
     SAME_ATTENTION,
@@ -342,20 +342,20 @@ def test_the_message_of_one_rank_ends_the_run_while_its_copy_waits_for_another_r
 
 
 def test_spares_of_the_same_node_come_first_and_nodes_without_losses_lead_where_none_is_left() -> None:
-    roster = Roster()
-    roster.add(0, [0, 1, 2], count=2)
-    roster.add(1, [3, 4, 5], count=2)
-    assert roster.record() == [(0, 0), (1, 1), (3, 0), (4, 1)]
-    assert roster.replace([4]) == {4: 5}
-    assert roster.record() == [(0, 0), (1, 1), (3, 0), (5, 1)]
-    assert roster.replace([5]) == {5: 2}
-    assert roster.record() == [(0, 0), (1, 1), (3, 0), (2, 2)]
-    assert roster.replace([0]) == {}
-    assert [number for number, _ in roster.record()] == [3, 1, 2] or roster.ranks == [1, 2, 3]
-    roster.add(1, [6, 7, 8])
-    assert roster.replace([1]) == {1: 6}
-    roster.grow()
-    assert len(roster.ranks) == 4
+    membership = Membership()
+    membership.add(0, [0, 1, 2], count=2)
+    membership.add(1, [3, 4, 5], count=2)
+    assert membership.record() == [(0, 0), (1, 1), (3, 0), (4, 1)]
+    assert membership.replace([4]) == {4: 5}
+    assert membership.record() == [(0, 0), (1, 1), (3, 0), (5, 1)]
+    assert membership.replace([5]) == {5: 2}
+    assert membership.record() == [(0, 0), (1, 1), (3, 0), (2, 2)]
+    assert membership.replace([0]) == {}
+    assert [number for number, _ in membership.record()] == [3, 1, 2] or membership.ranks == [1, 2, 3]
+    membership.add(1, [6, 7, 8])
+    assert membership.replace([1]) == {1: 6}
+    membership.grow()
+    assert len(membership.ranks) == 4
 
 
 def test_a_number_of_spares_that_is_none_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

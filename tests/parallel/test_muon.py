@@ -17,7 +17,7 @@ from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.pipeline.stages import plan_stages
 from pangu.topology.layout import Layout
-from pangu.zero.homes import Round, RoundStep, matrix_rounds, publications, steps_of
+from pangu.zero.muon_schedule import Round, RoundStep, matrix_rounds, publications, steps_of
 from pangu.zero.stage_parameters import StageParameters
 from tests.configs import tiny
 from tests.covering import Case
@@ -145,7 +145,7 @@ def rounds_of(layout: Layout, experts: bool, at_once: int) -> list[dict[bool, li
 @settings(max_examples=25, deadline=None)
 @given(layouts(), st.booleans(), st.sampled_from([1, 5000, 2**26]))
 def test_every_matrix_has_one_home_to_which_all_its_pieces_go(layout: Layout, experts: bool, at_once: int) -> None:
-    """Ranks that share a stage agree on homes, and expect from each other what is sent."""
+    """Ranks that share a stage agree on owners, and expect from each other what is sent."""
     assume(not experts or 4 % layout.expert == 0)
     found = rounds_of(layout, experts, at_once)
     for kind, number in {
@@ -170,8 +170,8 @@ def test_every_matrix_has_one_home_to_which_all_its_pieces_go(layout: Layout, ex
                 assert held == [*range(matrix.placement.local_numel)]
             for (sender, ours), (receiver, theirs) in product(shards.items(), repeat=2):
                 assert ours.pieces[0][receiver] == theirs.pieces[1][sender]
-            homes = [m.placement.name for one in shards.values() for m in one.at_home]
-            assert sorted(homes) == sorted(m.placement.name for m in first.matrices if not m.is_cut or m.tensor == cut)
+            owners = [m.placement.name for one in shards.values() for m in one.owned]
+            assert sorted(owners) == sorted(m.placement.name for m in first.matrices if not m.is_cut or m.tensor == cut)
 
 
 def test_weights_are_published_after_their_last_matrices() -> None:
@@ -193,7 +193,7 @@ def test_weights_are_published_after_their_last_matrices() -> None:
 def test_homes_are_balanced() -> None:
     """Ranks differ by the cost of the largest matrix at most."""
     rounds = [one[False] for one in rounds_of(Layout(tensor=2, data=4, zero=1), False, 2**26)]
-    costs = [[m.placement.numel * min(m.shape) for one in of for m in one.at_home] for of in rounds]
+    costs = [[m.placement.numel * min(m.shape) for one in of for m in one.owned] for of in rounds]
     assert max(map(sum, costs)) - min(map(sum, costs)) <= max(map(max, costs))
     assert all(len(of) == 1 for of in rounds)
 
@@ -201,7 +201,7 @@ def test_homes_are_balanced() -> None:
 def test_a_rank_is_home_of_few_elements_at_a_time() -> None:
     """Of 10,000, or of one matrix."""
     for of in rounds_of(Layout(tensor=2, data=2, zero=1), False, 10_000):
-        held = [[m.placement.numel for m in one.at_home] for one in of[False]]
+        held = [[m.placement.numel for m in one.owned] for one in of[False]]
         assert all(sum(numels) <= 10_000 or len(numels) == 1 for numels in held)
         assert len(held) > 1
 

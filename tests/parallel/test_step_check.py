@@ -14,7 +14,7 @@ import pytest
 from pangu.common.errors import LocalError
 from pangu.topology.layout import Layout
 from pangu.zero.gradients import GradientSum
-from pangu.zero.homes import matrix_rounds
+from pangu.zero.muon_schedule import matrix_rounds
 from pangu.zero.unshard import Unsharder
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks, replaced_here

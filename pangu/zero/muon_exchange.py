@@ -1,4 +1,4 @@
-"""Exchange of the matrices of Muon, whose shards come together on their home ranks, see `homes`."""
+"""Exchanges of Muon: gather each matrix on the rank that owns it, orthogonalize, scatter, see `muon_schedule`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pangu.optim.newton_schulz import orthogonalize
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.topology.recorder import AxisGroup
-from pangu.zero.homes import Round, RoundStep, matrix_rounds, publications, steps_of
+from pangu.zero.muon_schedule import Round, RoundStep, matrix_rounds, publications, steps_of
 from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 
 
-class WholeMatrices:
-    """Matrices of a rank's stage, which are orthogonalized whole, each on one rank."""
+class MuonExchange:
+    """Exchanges that gather each matrix of a stage on one rank, which orthogonalizes it, and scatter the result."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class WholeMatrices:
         rounds = [one for one, *_ in self._rounds]
         self._order, self._publish, self._published = steps_of(rounds), publish, publications(stage, rounds)
 
-    def over(self, placements: Sequence[Placement]) -> Callable[[list[Tensor]], Iterator[list[int]]]:
+    def orthogonalizer(self, placements: Sequence[Placement]) -> Callable[[list[Tensor]], Iterator[list[int]]]:
         """Return a function that replaces shards, which belong to these placements, by those of the results.
 
         It yields the indices of shards that are replaced, and publishes weights that they complete. All other tensors
@@ -70,28 +70,28 @@ class WholeMatrices:
         """Take one step of a round at a time, and yield all but the last; shards in `held` become those of results."""
         tensor = tensor if one.cuts else None
         names, ranks = [m.placement.name for m in one.gathered], range(one.cut.size)
-        at_home = [m for m in one.cuts if m.tensor == one.cut.rank]
+        owned = [m for m in one.cuts if m.tensor == one.cut.rank]
         arrive = self._start(sent := self._shards_of(one, held), one.pieces[1], shard)
         yield RoundStep.SEND
         slices = dict(zip(names, map(_joined, zip(*arrive(), strict=True)), strict=True))
         del arrive  # and what has arrived
-        homes = [[m.placement.name for m in one.cuts if m.tensor == rank] for rank in ranks]
-        arrive = self._start([[slices.pop(name) for name in of] for of in homes], one.slices[1], tensor)
+        owners = [[m.placement.name for m in one.cuts if m.tensor == rank] for rank in ranks]
+        arrive = self._start([[slices.pop(name) for name in of] for of in owners], one.slices[1], tensor)
         yield RoundStep.JOIN
         joined = [
             torch.cat([part.view(m.placement.local_shape) for part in of_ranks], m.placement.cut_dim or 0)
-            for m, *of_ranks in zip(at_home, *arrive(), strict=True)
+            for m, *of_ranks in zip(owned, *arrive(), strict=True)
         ]
         del arrive
         yield RoundStep.ARRIVE
-        matrices = zip((*(m for m in one.gathered if not m.is_cut), *at_home), (*slices.values(), *joined), strict=True)
+        matrices = zip((*(m for m in one.gathered if not m.is_cut), *owned), (*slices.values(), *joined), strict=True)
         orthogonalize([*chain(*(matrix.view(-1, *m.shape) for m, matrix in matrices))], self._steps)
         yield RoundStep.ITERATE
-        cut = [matrix.chunk(one.cut.size, m.placement.cut_dim or 0) for m, matrix in zip(at_home, joined, strict=True)]
+        cut = [matrix.chunk(one.cut.size, m.placement.cut_dim or 0) for m, matrix in zip(owned, joined, strict=True)]
         arrive = self._start([*zip(*cut, strict=True)] or [[] for _ in ranks], one.slices[0], tensor)
         del joined, cut, matrices
         yield RoundStep.SPLIT
-        slices |= zip(chain(*homes), chain(*arrive()), strict=True)
+        slices |= zip(chain(*owners), chain(*arrive()), strict=True)
         back = [[slices[m.placement.name][m.pieces[rank]] for m in one.gathered] for rank in one.ranks]
         arrive = self._start(back, one.pieces[0], shard)
         del slices, back
@@ -100,7 +100,7 @@ class WholeMatrices:
             part.copy_(result)
 
     def _shards_of(self, one: Round, held: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Return this rank's shards of a round's matrices by home; those it has nothing of are empty."""
+        """Return this rank's shards of a round's matrices by owner; those it has nothing of are empty."""
         none = torch.empty(0, dtype=self._dtype, device=self._mesh.device)
         pieces = [(m.shard, held.get(m.placement.name, none)) for m in one.matrices]
         return [[part for shard, part in pieces if shard == rank] for rank in one.ranks]

@@ -1,8 +1,8 @@
-"""Home ranks of the matrices that Muon orthogonalizes whole, and what ranks exchange for it, from sizes alone.
+"""Ranks that own the matrices which Muon orthogonalizes, and the exchanges this takes, computed from sizes alone.
 
-A matrix is cut by tensor parallelism, and its slices by ZeRO. Two exchanges bring it to its home, over the ranks that
-share the slice and then over those that hold the other slices, and two bring the result back. All ranks of a stage know
-all homes. For example, a matrix of 8 elements on two tensor-parallel ranks with two shards each, at home on shard 1 of
+A matrix is cut by tensor parallelism, and its slices by ZeRO. Two exchanges gather it on its owner, over the ranks that
+share the slice and then over those that hold the other slices, and two scatter the result. All ranks of a stage know
+all owners. For example, a matrix of 8 elements on two tensor-parallel ranks with two shards each, owned by shard 1 of
 the second rank:
 
     tensor rank       0        0        1        1
@@ -25,13 +25,13 @@ from pangu.config.optimizer import UPDATED_AT_ONCE, matrices_at_once
 from pangu.topology.placement import Placement, TensorRank
 from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 
-SLOWER = 1.01
-"""Most that iterations may be slowed down so that weights are published earlier."""
+MAX_SLOWDOWN = 1.01
+"""Largest factor by which iterations may be slower so that weights are published earlier."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix with its pieces and its home."""
+    """Matrix with its pieces and the rank that owns it: gathers, orthogonalizes and scatters it."""
 
     placement: Placement
     pieces: tuple[slice, ...]
@@ -44,7 +44,7 @@ class Matrix:
     """Index of its flat parameter."""
     shard: int = 0
     tensor: int = 0
-    """Home: the shard, and the tensor-parallel rank if the matrix is cut; otherwise all of them."""
+    """Owner: the shard, and the tensor-parallel rank if the matrix is cut; otherwise all of them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Round:
         return [matrix for matrix in self.gathered if matrix.is_cut]
 
     @cached_property
-    def at_home(self) -> list[Matrix]:
+    def owned(self) -> list[Matrix]:
         """Matrices that this rank orthogonalizes."""
         return [matrix for matrix in self.gathered if not matrix.is_cut or matrix.tensor == self.cut.rank]
 
@@ -80,7 +80,7 @@ class Round:
     def shapes(self) -> Counter[tuple[int, int]]:
         """Number of matrices of each shape that this rank orthogonalizes."""
         shapes: Counter[tuple[int, int]] = Counter()
-        for matrix in self.at_home:
+        for matrix in self.owned:
             shapes[matrix.shape] += matrix.placement.numel // math.prod(matrix.shape)
         return shapes
 
@@ -104,7 +104,7 @@ def _length(part: slice) -> int:
 def matrix_rounds(stage: StageParameters, split_heads: bool, at_once: int = UPDATED_AT_ONCE) -> dict[bool, list[Round]]:
     """Return the rounds of exchange of a rank's stage, for dense matrices (False) and for split experts (True).
 
-    A rank is home of at most `at_once` elements in each, or of one matrix. Homes are balanced by the cost of the
+    A rank owns at most `at_once` elements in each, or of one matrix. Owners are balanced by the cost of the
     iterations, alike on every rank.
     """
     rounds: dict[bool, list[Round]] = {}
@@ -139,17 +139,17 @@ def _divided(flats: Sequence[Sequence[Matrix]], shards: int, tensor: int, at_onc
     least = sum(_cost(one) for matrices in flats for one in matrices)
     found: list[tuple[int, list[list[Matrix]]]] = []
     for width in (2**power for power in range(1 + len(flats).bit_length())):
-        found.append(_with_homes(flats, width, shards, tensor, at_once))
-        if found[-1][0] * shards * tensor <= SLOWER * least:
+        found.append(_assign_owners(flats, width, shards, tensor, at_once))
+        if found[-1][0] * shards * tensor <= MAX_SLOWDOWN * least:
             break
     fastest = min(cost for cost, _ in found)
-    return next(rounds for cost, rounds in found if cost <= SLOWER * fastest)
+    return next(rounds for cost, rounds in found if cost <= MAX_SLOWDOWN * fastest)
 
 
-def _with_homes(
+def _assign_owners(
     flats: Sequence[Sequence[Matrix]], width: int, shards: int, tensor: int, at_once: int
 ) -> tuple[int, list[list[Matrix]]]:
-    """Return the cost and the rounds of `width` flat parameters at a time, the largest matrices first, with homes."""
+    """Return the cost and the rounds of `width` flat parameters at a time, the largest matrices first."""
     total, rounds = 0, [list[Matrix]()]
     # cost of each rank; elements and cost of each rank in the last round
     loads, held, costs = ([0] * (shards * tensor) for _ in range(3))
@@ -158,20 +158,20 @@ def _with_homes(
         for matrix in sorted(window, key=lambda one: (-_cost(one), one.placement.shape)):
             if matrix.is_cut or tensor == 1:
                 first = loads.index(min(loads))
-                homes = range(first, first + 1)
+                owners = range(first, first + 1)
             else:
                 fullest = [max(loads[first : first + tensor]) for first in range(0, len(loads), tensor)]
                 first = fullest.index(min(fullest)) * tensor
-                homes = range(first, first + tensor)
+                owners = range(first, first + tensor)
             numel, cost = matrix.placement.numel, _cost(matrix)
-            if any(held[home] and held[home] + numel > at_once for home in homes):
+            if any(held[owner] and held[owner] + numel > at_once for owner in owners):
                 total += max(costs)
                 rounds.append([])
                 held, costs = ([0] * len(loads) for _ in range(2))
-            for home in homes:
-                loads[home] += cost
-                costs[home] += cost
-                held[home] += numel
+            for owner in owners:
+                loads[owner] += cost
+                costs[owner] += cost
+                held[owner] += numel
             rounds[-1].append(replace(matrix, shard=first // tensor, tensor=first % tensor))
     return total + max(costs), rounds
 
@@ -202,9 +202,9 @@ class RoundStep(IntEnum):
     """Step of a round; each of four starts an exchange, which the following one waits for."""
 
     SEND = 0
-    """Send shards to the homes."""
+    """Send shards to the owners."""
     JOIN = 1
-    """Send slices to the tensor-parallel rank of the home."""
+    """Send slices to the tensor-parallel rank of the owner."""
     ARRIVE = 2
     ITERATE = 3
     """Orthogonalize."""
@@ -242,9 +242,7 @@ def exchanges(rounds: Sequence[Round]) -> Iterator[tuple[Round, str, list[int], 
     """
     steps = steps_of(rounds)
     place = {key: index for index, key in enumerate(steps)}
-    computing = [
-        index for (number, step), index in place.items() if step is RoundStep.ITERATE and rounds[number].at_home
-    ]
+    computing = [index for (number, step), index in place.items() if step is RoundStep.ITERATE and rounds[number].owned]
     for number, step in steps:
         one = rounds[number]
         if step in (RoundStep.SEND, RoundStep.RETURN):
@@ -269,7 +267,7 @@ def working_bytes(rounds: Sequence[Round], itemsize: int, alias: bool) -> int:
         one = rounds[number]
         local, cut = (sum(m.placement.local_numel for m in those) for those in (one.gathered, one.cuts))
         sent = sum(map(sum, one.pieces[0]))
-        joined = sum(m.placement.numel for m in one.at_home if m.is_cut)
+        joined = sum(m.placement.numel for m in one.owned if m.is_cut)
         apart, copied = one.shards > 1, one.shards > 1 or not alias
         match step:
             case RoundStep.SEND if apart:

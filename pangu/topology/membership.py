@@ -1,4 +1,4 @@
-"""Ranks and spares of a run whose launchers keep its processes (`topology.keeper`)."""
+"""Membership of an elastic run: which processes are ranks, and which are spares (`topology.keeper`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-class Roster:
-    """Ranks and spares of a run, by the numbers of their processes. It decides; it sends nothing."""
+class Membership:
+    """Ranks and spares of an elastic run, by the numbers of their processes; a data structure that sends nothing."""
 
     def __init__(self) -> None:
-        """Begin with an empty one."""
+        """Begin without processes."""
         self.ranks: list[int] = []
         self.spares: list[int] = []
         self._nodes: dict[int, int] = {}
@@ -32,11 +32,11 @@ class Roster:
         self.spares += numbers[count:]
         self._world += count
 
-    def of(self, node: int) -> list[int]:
-        """Return the living processes of a node."""
+    def processes_of(self, node: int) -> list[int]:
+        """Return the processes of a node that run."""
         return [number for number in (*self.ranks, *self.spares) if self._nodes[number] == node]
 
-    def rest(self, number: int) -> None:
+    def make_spare(self, number: int) -> None:
         """Make a rank a spare, because no layout has a place for it."""
         if number in self.ranks:
             self.ranks.remove(number)
