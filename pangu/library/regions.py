@@ -121,7 +121,7 @@ class _Ending(Function):
 
 COPIES = (
     "a sharded model cannot be copied or pickled; use `pangu.save`, or copy.deepcopy(sharded.model) in "
-    "`with sharded.whole():` for a plain module"
+    "`with sharded.full_parameters():` for a plain module"
 )
 
 
@@ -205,8 +205,8 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
                     elif flat is not None and not unsharder.in_use(flat):
                         raise UserError(
                             f"{name} is used outside of the forward of its region, where it is sharded; `with "
-                            "sharded.whole():` on all ranks gathers it, and regions=[...] of `shard` without that "
-                            "module, or a method zero_regions(), leaves it whole"
+                            "sharded.full_parameters():` on all ranks gathers it, and regions=[...] of `shard` "
+                            "without that module, or a method zero_regions(), leaves it whole"
                         )
             return function(*args, **(kwargs or {}))
 

@@ -82,7 +82,7 @@ class ShardedModel:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
-        self._reduces_each, self._syncs, self._reduced, self._is_whole = each, True, False, False
+        self._reduces_each, self._syncs, self._reduced, self._has_full_parameters = each, True, False, False
         self._scheduled = reduces is not None
         self._known_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.is_stepping = False
@@ -184,7 +184,7 @@ class ShardedModel:
             self._syncs = True
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         """Gather all weights in the compute format: to read them, for `model.state_dict()`, not for steps.
 
         All ranks enter it.
@@ -193,11 +193,11 @@ class ShardedModel:
         self.parameters.unsharder.wait()
         for name in uses:
             self.hooks.begin(name, {})
-        self._is_whole = True
+        self._has_full_parameters = True
         try:
             yield
         finally:
-            self._is_whole = False
+            self._has_full_parameters = False
             for name in uses:
                 self.hooks.end(name, {})
 
@@ -295,10 +295,10 @@ class ShardedModel:
 
     def _before_state(self, *_: Any) -> None:
         self.parameters.unsharder.wait()
-        if self.mesh.layout.zero == 3 and self.parameters.unshards and not self._is_whole:
+        if self.mesh.layout.zero == 3 and self.parameters.unshards and not self._has_full_parameters:
             raise UserError(
                 "state_dict: the weights are sharded; use `pangu.save`, which does not gather them, or `with "
-                "sharded.whole():` on all ranks, which does"
+                "sharded.full_parameters():` on all ranks, which does"
             )
 
 

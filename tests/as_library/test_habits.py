@@ -62,7 +62,7 @@ def backward(sharded: ShardedModel, step: int) -> None:
 
 
 def weights_of(sharded: ShardedModel) -> dict[str, Tensor]:
-    with sharded.whole():
+    with sharded.full_parameters():
         return {name: value.clone() for name, value in sharded.model.state_dict().items()}
 
 
@@ -172,13 +172,13 @@ def copied(rank: int, world: int, layout: Layout) -> list[Tensor]:
     backward(sharded, 0)
     sharded.step(optimizer)
     outputs = [sharded.model(batch(9)).detach()]
-    with sharded.whole():
+    with sharded.full_parameters():
         twin = copy.deepcopy(sharded.model)
         average = torch.optim.swa_utils.AveragedModel(sharded.model)
     outputs.append(twin(batch(9)).detach())
     backward(sharded, 1)
     sharded.step(optimizer)
-    with sharded.whole():
+    with sharded.full_parameters():
         average.update_parameters(sharded.model)
     outputs += [twin(batch(9)).detach(), sharded.model(batch(9)).detach(), average(batch(9)).detach()]
     twin(batch(9)).sum().backward()
@@ -281,7 +281,7 @@ def step_of_optimizer_before(sharded: ShardedModel) -> None:
 
 
 def save_by_torch(sharded: ShardedModel) -> None:
-    with sharded.whole():
+    with sharded.full_parameters():
         torch.save(sharded.model, io.BytesIO())
 
 
@@ -374,8 +374,11 @@ def said(rank: int, world: int, action: Callable[[ShardedModel], None], zero: in
         (plain_step_of_adam, "`sharded.step(optimizer)` on all ranks"),
         (plain_step_of_torch, "`sharded.step(optimizer)` on all ranks"),
         (step_of_optimizer_before, "with an optimizer that is created after `shard`"),
-        (save_by_torch, "`pangu.save`, or copy.deepcopy(sharded.model) in `with sharded.whole():` for a plain module"),
-        (copy_all, "copy.deepcopy(sharded.model) in `with sharded.whole():` for a plain module"),
+        (
+            save_by_torch,
+            "`pangu.save`, or copy.deepcopy(sharded.model) in `with sharded.full_parameters():` for a plain module",
+        ),
+        (copy_all, "copy.deepcopy(sharded.model) in `with sharded.full_parameters():` for a plain module"),
         (clip_weights, "until `sharded.step(optimizer, clip=...)`, which clips by the norm of all"),
         (clip_shards, "until `sharded.step(optimizer, clip=...)`, which clips by the norm of all"),
     ],

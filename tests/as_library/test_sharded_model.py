@@ -143,7 +143,7 @@ def steps_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer, steps: ran
 
 
 def state_of(sharded: ShardedModel) -> dict[str, Tensor]:
-    with sharded.whole():
+    with sharded.full_parameters():
         return {name: value.clone() for name, value in sharded.model.state_dict().items()}
 
 
