@@ -35,7 +35,7 @@ def buddies(nodes: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalGeneration:
     """Intact files of a generation that a node holds."""
 
     node: int
@@ -47,7 +47,7 @@ class Held:
     """Files of the whole generation."""
 
 
-def held_files(folder: Path, node: int, share: int, shares: int) -> tuple[list[Held], list[str]]:
+def local_generations(folder: Path, node: int, share: int, shares: int) -> tuple[list[LocalGeneration], list[str]]:
     """Return the generations in a node's folder, and their damage; each of `shares` processes reads its share."""
     found, problems = [], []
     for path in list_checkpoints(folder):
@@ -61,11 +61,11 @@ def held_files(folder: Path, node: int, share: int, shares: int) -> tuple[list[H
             lines = find_damage(path, {**index, "files": {name: index["files"][name]}})
             problems += lines
             intact |= set() if lines else {name}
-        found.append(Held(node, step_of(path), checksum(index), frozenset(intact), len(index["files"])))
+        found.append(LocalGeneration(node, step_of(path), checksum(index), frozenset(intact), len(index["files"])))
     return found, problems
 
 
-def newest_whole(held: Iterable[Held]) -> tuple[int, str, dict[str, set[int]]] | None:
+def newest_complete(held: Iterable[LocalGeneration]) -> tuple[int, str, dict[str, set[int]]] | None:
     """Return step and index of the newest generation with all files on some node, and the nodes of each; else None."""
     generations = defaultdict(list)
     for one in held:

@@ -23,9 +23,9 @@ from pangu.metrics.record import StepRecord, speed
 from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
-from pangu.training.copies import Copies
 from pangu.training.device_checks import DeviceChecks, Stragglers
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
+from pangu.training.memory_checkpoints import MemoryCheckpoints
 from pangu.training.process import Heartbeat, StopSignals, read_flags
 from pangu.training.profile import PROFILED, Profile
 from pangu.training.replicas import find_replica_difference
@@ -52,7 +52,7 @@ class Loop:
         signals: StopSignals,
         heartbeat: Heartbeat,
         forecast: ForecastWriter | None = None,
-        copies: Copies | None = None,
+        in_memory: MemoryCheckpoints | None = None,
     ) -> None:
         """Start from a new `trainer`, or one restored from a checkpoint, whose index is `checkpoint` (empty: new)."""
         self.config = config
@@ -60,7 +60,7 @@ class Loop:
         self.sources = sources
         self.stages = BatchStages(config)
         self.validation, self.benchmarks = validation, benchmarks
-        self.signals, self.heartbeat, self.forecast, self._copies = signals, heartbeat, forecast, copies
+        self.signals, self.heartbeat, self.forecast, self._in_memory = signals, heartbeat, forecast, in_memory
         self.spikes = SpikeDetector(config.faults)
         self.devices = DeviceChecks(trainer, heartbeat)
         self._stragglers = Stragglers(trainer, config.faults)
@@ -103,7 +103,7 @@ class Loop:
         with self.signals, loader, ExitStack() as stack:
             stack.callback(self._close_writers)
             self._open_writers()
-            saver = stack.enter_context(Saver(config, trainer, self._copies))
+            saver = stack.enter_context(Saver(config, trainer, self._in_memory))
             while trainer.step < config.train.steps and self.stopped is None:
                 with report_unresponsive_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._make_step(loader, saver)
@@ -190,7 +190,7 @@ class Loop:
             self.stopped = stop
         if settle:
             with self._interlude("saving"):
-                saver.settle()
+                saver.wait()
         every, slow = self.config.checkpoint.every, self._stragglers.slow
         if self._due(every) or ((save or slow) and every):
             with self._interlude("saving"):
@@ -198,7 +198,7 @@ class Loop:
         saver.save_in_memory(self.samples, self.spikes.state(), self._position)
         if slow:
             self._stragglers.forget()
-            saver.settle()
+            saver.wait()
             if not saver.failed and not self.stopped and self.trainer.step < self.config.train.steps:
                 exchange(self.trainer.mesh, slow)
 
@@ -314,7 +314,7 @@ class Loop:
             return False
         rollbacks, goes_back = len(self.spikes.rollbacks), faults.action == "rollback"
         with telling(message):
-            saver.settle(is_fault=True)
+            saver.wait(is_fault=True)
         if goes_back and rollbacks >= faults.max_rollbacks:
             fix = "; lower optimizer.lr" * is_of_data
             raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached{fix}")
@@ -356,7 +356,7 @@ class Loop:
             message = f"train.check_replicas: after step {step} replicas differ: {difference}; check the device"
             fault = f"step {step}: replicas differ, last compared in {last}"
             with telling(message):
-                saver.settle(is_fault=True)
+                saver.wait(is_fault=True)
                 continues = saver.statuses.condemn_after(last, fault)
             raise DeviceError(f"{message}; {continues}")
 

@@ -46,12 +46,12 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.alerts import Alerts
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
-from pangu.training.copies import Copies
 from pangu.training.describe import advise_less_memory, describe
 from pangu.training.determinism import deterministic
 from pangu.training.interrupts import Interrupts
 from pangu.training.layer_timing import warm_up
 from pangu.training.loop import Loop
+from pangu.training.memory_checkpoints import MemoryCheckpoints
 from pangu.training.preflight import check_cluster, raise_open_files, require_same_text
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
 from pangu.training.resuming import load_checkpoint
@@ -129,8 +129,8 @@ def run(
             measure = partial(expect, config, layout, stages)
             forecast = _do_long_work(mesh, watchdog, "measuring the layers", measure, mesh.is_first)
         signals = stop_signals(began, config.train.stop_after_s)
-        copies = stack.enter_context(Copies(config, mesh)) if config.checkpoint.memory_every else None
-        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora, copies)
+        in_memory = stack.enter_context(MemoryCheckpoints(config, mesh)) if config.checkpoint.memory_every else None
+        return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora, in_memory)
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -188,7 +188,7 @@ def _train(
     watchdog: Watchdog | None,
     read_benchmarks: ReadBenchmarks | None,
     corpora: ModuleType | None,
-    copies: Copies | None,
+    in_memory: MemoryCheckpoints | None,
 ) -> int:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch, watchdog, corpora)
@@ -202,7 +202,7 @@ def _train(
     validates = sources.validation is not None and config.validation.every
     validation = Validation(config, sources, mesh) if validates else None
     benchmarks = read_benchmarks(config) if read_benchmarks and config.evaluate.every else None
-    checkpoint = find_checkpoint(config, mesh, copies)
+    checkpoint = find_checkpoint(config, mesh, in_memory)
     warn_of_slow_format(config, mesh)
     recorded = None
     if checkpoint is not None:
@@ -215,12 +215,12 @@ def _train(
     if watchdog is not None:
         watchdog.follow(trainer)
     _log_states(config, trainer)
-    index = _begin(config, trainer, checkpoint, copies)
+    index = _begin(config, trainer, checkpoint, in_memory)
     ranks = gather_objects(describe_rank(mesh, launch.local_rank), mesh.group("world"))
     # only now: a run that is refused must not overwrite what another one left
     agree_on_first(mesh, lambda: _describe_folder(output, config, choices, ranks, corpora))
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
-        loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast, copies)
+        loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast, in_memory)
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are done; set a larger train.steps to continue it", config.train.steps)
         started = time.perf_counter()
@@ -233,13 +233,13 @@ def _train(
         return 0
 
 
-def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None, copies: Copies | None) -> dict[str, Any]:
+def _begin(config: RunConfig, trainer: Trainer, path: Path | None, memory: MemoryCheckpoints | None) -> dict[str, Any]:
     """Restore a trainer from a checkpoint and return its index, or start from the beginning."""
-    if checkpoint is not None:
-        if copies is not None:
-            copies.fetch(checkpoint, trainer)
-        index = load_checkpoint(checkpoint, config, trainer)
-        log.info("continuing from %s (step %d)", checkpoint, trainer.step)
+    if path is not None:
+        if memory is not None:
+            memory.fetch(path, trainer)
+        index = load_checkpoint(path, config, trainer)
+        log.info("continuing from %s (step %d)", path, trainer.step)
         return index
     index = begin(config, trainer)
     if index:

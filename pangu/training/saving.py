@@ -27,7 +27,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.checkpoint_statuses import CheckpointStatuses
-from pangu.training.copies import Copies, forget
+from pangu.training.memory_checkpoints import MemoryCheckpoints, forget
 from pangu.training.resuming import begin_with, in_sequences_of, load_checkpoint, place_to_continue
 from pangu.training.step import Trainer
 from pangu.training.uploading import Uploader, all_checkpoints
@@ -39,7 +39,7 @@ WRITER = "checkpoint"
 """Name of the thread that writes checkpoints."""
 
 
-def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None) -> Path | None:
+def find_checkpoint(config: RunConfig, mesh: Mesh, in_memory: MemoryCheckpoints | None = None) -> Path | None:
     """Return the intact checkpoint that a run continues from; None: start from the seed. All ranks share reading.
 
     A generation in memory, which may lack files on this node, is preferred to what a disk has of its step or before.
@@ -60,11 +60,11 @@ def find_checkpoint(config: RunConfig, mesh: Mesh, copies: Copies | None = None)
     def has_newer(step: int) -> bool:
         return any(step_of(path) > step and (path in uploaded or not damage(path, mesh)) for path, _ in found)
 
-    if copies is not None and resume == "auto":
-        if (generation := copies.find(has_newer)) is not None:
+    if in_memory is not None and resume == "auto":
+        if (generation := in_memory.find(has_newer)) is not None:
             return generation
-    elif copies is not None:
-        copies.clear()
+    elif in_memory is not None:
+        in_memory.clear()
     elif mesh.is_first:
         forget(Path(config.train.output))
     if resume in ("auto", "none") and not found:
@@ -102,11 +102,11 @@ class Saver(AbstractContextManager["Saver"]):
     Use it as a context manager; its end waits for the writer, but not forever.
     """
 
-    def __init__(self, config: RunConfig, trainer: Trainer, copies: Copies | None = None) -> None:
+    def __init__(self, config: RunConfig, trainer: Trainer, in_memory: MemoryCheckpoints | None = None) -> None:
         """Allocate memory for asynchronous saves, and read the statuses."""
         self._config = config
         self._trainer = trainer
-        self._copies = copies
+        self._in_memory = in_memory
         self._folder = Path(config.train.output) / "checkpoints"
         self._mesh = trainer.mesh.background()
         self._arena = None
@@ -137,13 +137,13 @@ class Saver(AbstractContextManager["Saver"]):
         position: Mapping[str, Any] | None = None,
         validation_loss: float | None = None,
     ) -> None:
-        """Copy the state of the run and start to write it, once the previous save has settled.
+        """Copy the state of the run and start to write it, once the previous save has been written.
 
         `samples`: position in the order of the data from which the run continues; `watch`: state of
         `faults.SpikeDetector`; `position`: of the data (`Stream.position`), there or before; `validation_loss`: of the
         step, if it was validated.
         """
-        self.settle()
+        self.wait()
         trainer = self._trainer
         facts = self._facts(samples, watch, position)
         path = checkpoint_path(self._folder, trainer.step)
@@ -161,14 +161,14 @@ class Saver(AbstractContextManager["Saver"]):
 
     def finish_copy(self) -> None:
         """Wait for the generation of the last step before the update: no crash repeats steps from before it."""
-        if self._copies is not None:
-            self._copies.settle()
+        if self._in_memory is not None:
+            self._in_memory.wait()
 
     def save_in_memory(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         """Start to write a generation in memory if it is due; the last step's would be deleted at once."""
         step, every = self._trainer.step, self._config.checkpoint.memory_every
-        if self._copies is not None and step % every == 0 and step < self._config.train.steps:
-            self._copies.take(self._trainer, self._facts(samples, watch, position))
+        if self._in_memory is not None and step % every == 0 and step < self._config.train.steps:
+            self._in_memory.save(self._trainer, self._facts(samples, watch, position))
 
     def _facts(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the facts of the run for an index."""
@@ -207,7 +207,7 @@ class Saver(AbstractContextManager["Saver"]):
         """Failures in a row of saves, copies in memory and uploads, and damaged checkpoints, as far as they can be."""
         uploads = {} if self.uploader is None else {"failed_uploads": self.uploader.failed}
         damaged = {} if self._verifier is None else {"damaged_checkpoints": len(self._verifier.damaged)}
-        copies = {} if self._copies is None else {"failed_copies": self._copies.failed}
+        copies = {} if self._in_memory is None else {"failed_copies": self._in_memory.failed}
         return {"failed_saves": self.failed} | copies | uploads | damaged
 
     def finish_uploads(self) -> None:
@@ -220,7 +220,7 @@ class Saver(AbstractContextManager["Saver"]):
                     mesh, doing, lambda note: uploader.wait(mesh.timeout_s / 2, note), runs_here=runs_here
                 )
 
-    def settle(self, is_fault: bool = False) -> None:
+    def wait(self, is_fault: bool = False) -> None:
         """Wait until the last save has ended. A failure is a warning, because older checkpoints are untouched.
 
         `is_fault`: the state of the run is in doubt, so delete its copies in memory.
@@ -239,9 +239,9 @@ class Saver(AbstractContextManager["Saver"]):
                 rule = f"checkpoint.max_failed_saves = {self._most_failed}"
                 raise UserError(f"failed saves in a row: {self.failed} ({rule}); the last one: {error}") from error
             log.warning("%s", error, extra={"alert": "failed_save"})
-        if is_fault and self._copies is not None:
-            self._copies.settle()
-            self._copies.clear()
+        if is_fault and self._in_memory is not None:
+            self._in_memory.wait()
+            self._in_memory.clear()
 
     @property
     def is_writing(self) -> bool:

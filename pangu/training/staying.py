@@ -17,7 +17,7 @@ from pangu.common.errors import LostError, UserError
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.member import VARIABLE, Member, ask_for_spares
 from pangu.topology.mesh import Mesh, is_silence
-from pangu.training import copies, saving
+from pangu.training import memory_checkpoints, saving
 from pangu.training.process import StopSignals
 
 log = logging.getLogger("pangu")
@@ -80,4 +80,4 @@ def stay(values: Mapping[str, Any], attempt: Callable[[Callable[..., StopSignals
                 if not is_silence(error):
                     raise
             note_signals()
-            member.leave((copies.WRITER, saving.WRITER))
+            member.leave((memory_checkpoints.WRITER, saving.WRITER))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pangu.checkpoint.files import Slice, Written, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, transfers
+from pangu.checkpoint.memory import LocalGeneration, buddies, local_generations, newest_complete, transfers
 from pangu.checkpoint.reading import load
 
 NODES = [0, 0, 2, 2, 4, 4]
@@ -50,8 +50,8 @@ def save(root: Path, step: int) -> None:
         commit(checkpoint_path(root / str(node), step), parts, {"step": step})
 
 
-def look(root: Path) -> tuple[list[Held], list[str]]:
-    looks = [held_files(root / str(node), node, share, 2) for node in set(NODES) for share in range(2)]
+def look(root: Path) -> tuple[list[LocalGeneration], list[str]]:
+    looks = [local_generations(root / str(node), node, share, 2) for node in set(NODES) for share in range(2)]
     return [one for held, _ in looks for one in held], [line for _, lines in looks for line in lines]
 
 
@@ -75,7 +75,7 @@ def test_any_one_node_may_be_lost(lost: int, tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     shutil.rmtree(tmp_path / str(lost))
-    found = newest_whole(look(tmp_path)[0])
+    found = newest_complete(look(tmp_path)[0])
     assert found is not None
     assert found[0] == 2
     assert torch.equal(restored(tmp_path, *found), value(2))
@@ -85,7 +85,7 @@ def test_two_neighbors_that_are_lost_leave_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shutil.rmtree(tmp_path / "0")
     shutil.rmtree(tmp_path / "2")
-    assert newest_whole(look(tmp_path)[0]) is None
+    assert newest_complete(look(tmp_path)[0]) is None
 
 
 def test_damage_is_named_and_the_other_copy_or_the_older_generation_is_used(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_damage_is_named_and_the_other_copy_or_the_older_generation_is_used(tmp_
         content[-1] ^= 1
         file.write_bytes(content)
         held, problems = look(tmp_path)
-        found = newest_whole(held)
+        found = newest_complete(held)
         assert found is not None
         assert found[0] == step
         assert any(str(file) in line and "checksum" in line for line in problems)
@@ -110,11 +110,11 @@ def test_the_older_generation_stands_in_for_one_that_a_node_did_not_commit(tmp_p
     save(tmp_path, 2)
     path = checkpoint_path(tmp_path / "0", 2)
     path.rename(path.with_name(".step-00000002.partial"))
-    found = newest_whole(look(tmp_path)[0])
+    found = newest_complete(look(tmp_path)[0])
     assert found is not None
     assert found[0] == 2, "nodes 2 and 4 hold every file"
     shutil.rmtree(tmp_path / "2")
-    found = newest_whole(look(tmp_path)[0])
+    found = newest_complete(look(tmp_path)[0])
     assert found is not None
     assert found[0] == 1, "files of ranks 0 and 1 are only in the uncommitted folder of generation 2"
     assert torch.equal(restored(tmp_path, *found), value(1))

@@ -58,9 +58,9 @@ POINTS = {
     "in a gather": "zero.unshard:Unsharder._gather",
     "in a validation": "training.validation:Validation.figures",
     "in a save": "checkpoint.writing:write_own",
-    "in a copy": "training.copies:write_own",
-    "in a copy to the buddy": "training.copies:exchange_bytes",
-    "before a copy is whole": "training.copies:commit",
+    "in a copy": "training.memory_checkpoints:write_own",
+    "in a copy to the buddy": "training.memory_checkpoints:exchange_bytes",
+    "before a copy is whole": "training.memory_checkpoints:commit",
 }
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 SCRIPT = f"""
@@ -132,7 +132,7 @@ if __name__ == "__main__":
     for place in {{point for point, *_ in KILLS}}:
         replace(place, lambda *arguments, _place=place, **keys: die(_place, *arguments, **keys))
     if "LocalError" in "ACTION" and int(os.environ["RANK"]) != KILLS[0][1]:
-        replace("training.copies:exchange_bytes", late)
+        replace("training.memory_checkpoints:exchange_bytes", late)
     pretrain(Path({str(repository())!r}) / "configs")
 """
 

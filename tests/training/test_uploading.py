@@ -113,7 +113,7 @@ def kill_at(number: int, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RemoteRun, "__setattr__", lambda self, name, value: self.__dict__.update({name: value}))
 
 
-def newest_whole(url: str, folder: Path) -> Path | None:
+def newest_complete(url: str, folder: Path) -> Path | None:
     """Return the newest checkpoint at `url` that can be fetched, and holds what was written."""
     for name in reversed(RemoteRun(url).checkpoints()):
         path = folder / "checkpoints" / name[:13]
@@ -156,7 +156,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_a_whole_checkpoint_and_is_fini
                 upload()
             except Killed:
                 kills += 1
-        found = newest_whole(url, tmp_path / f"fetched-{number}")
+        found = newest_complete(url, tmp_path / f"fetched-{number}")
         assert found is not None
         assert read_index(found)["files"] == read_index(tmp_path / "gone" if found.name == old.name else new)["files"]
         assert find_damage(found, read_index(found)) == []

@@ -40,7 +40,7 @@ from pangu.checkpoint.files import (
     step_of,
 )
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.memory import Held, buddies, held_files, newest_whole, transfers
+from pangu.checkpoint.memory import LocalGeneration, buddies, local_generations, newest_complete, transfers
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
 from pangu.checkpoint.writing import discarding, write_own
@@ -77,7 +77,7 @@ WRITER = "copies in memory"
 """Name of the thread."""
 
 
-class Copies(AbstractContextManager["Copies"]):
+class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
     """Writer and finder of generations in the memory of nodes; a context manager, as a run that ends leaves none."""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
@@ -116,11 +116,11 @@ class Copies(AbstractContextManager["Copies"]):
         Otherwise, return None and delete all generations. All ranks get the same; none has fetched any file yet.
         """
         share = self._peers.index(self._mesh.rank), len(self._peers)
-        answers = self._meet(lambda: held_files(self._folder, self._nodes[self._mesh.rank], *share))
-        held: list[Held] = [one for found, _ in answers for one in found]
+        answers = self._meet(lambda: local_generations(self._folder, self._nodes[self._mesh.rank], *share))
+        held: list[LocalGeneration] = [one for found, _ in answers for one in found]
         for line in dict.fromkeys(line for _, lines in answers for line in lines):
             log.warning("skipping a copy in memory: %s", line, extra={"alert": "damaged_checkpoint"})
-        found = newest_whole(held)
+        found = newest_complete(held)
         if found is None or has_newer(found[0]):
             if held:
                 steps = ", ".join(str(step) for step in sorted({one.step for one in held}))
@@ -158,8 +158,8 @@ class Copies(AbstractContextManager["Copies"]):
             moved = sum(files[name]["bytes"] for name, *_ in plan)
             log.info("%-12s %d files (%s) fetched from other nodes", "memory", len(plan), size(moved))
 
-    def take(self, trainer: Trainer, facts: Mapping[str, Any]) -> None:
-        """Copy the state of the run, and start to write it into memory. The generation before has settled."""
+    def save(self, trainer: Trainer, facts: Mapping[str, Any]) -> None:
+        """Copy the state of the run, and start to write it into memory. The generation before has been written."""
         if self._arena is None:
             self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
         trainer.copied.precede()  # the update waits for the copy of a checkpoint of this step, too
@@ -167,7 +167,7 @@ class Copies(AbstractContextManager["Copies"]):
         write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
         self._writing = in_thread(WRITER, write)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the last generation is written; a failure is a warning.
 
         Raises:
@@ -187,7 +187,7 @@ class Copies(AbstractContextManager["Copies"]):
             log.warning("no copy in memory: %s", error, extra={"alert": "failed_save"})
 
     def clear(self) -> None:
-        """Delete all generations on all nodes, because the run continues from elsewhere. The last one has settled."""
+        """Delete all generations on all nodes, because the run continues from elsewhere; none is being written."""
         agree(self._mesh, lambda: self._delete(list_checkpoints(self._folder)), runs_here=self._leads)
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.training import copies, loop
+from pangu.training import loop, memory_checkpoints
 from pangu.training.step import Trainer
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics, run_script
 from tests.spawn import Program, repository, run_ranks
@@ -33,12 +33,12 @@ import os
 from pathlib import Path
 
 from pangu.pretrain import pretrain
-from pangu.training import copies
+from pangu.training import memory_checkpoints
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 os.environ["PANGU_MEMORY"] = f"NODES/{{2 * RANK // WORLD}}"
 dies, point, calls = DIES, "POINT", [0]
-original = getattr(copies, point)
+original = getattr(memory_checkpoints, point)
 
 
 def dying(*arguments):
@@ -48,7 +48,7 @@ def dying(*arguments):
     return original(*arguments)
 
 
-setattr(copies, point, dying)
+setattr(memory_checkpoints, point, dying)
 if __name__ == "__main__":
     pretrain(Path({str(repository())!r}) / "configs")
 """
@@ -112,7 +112,7 @@ def test_the_disk_is_used_if_a_node_and_its_buddy_are_lost(tmp_path: Path) -> No
 def crash(output: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Path]:
     """End a run of one process with an error in step 6, and return the generations of steps 2 and 4 in memory."""
     memory = output.with_name("memory")
-    monkeypatch.setenv(copies.PLACE, str(memory))
+    monkeypatch.setenv(memory_checkpoints.PLACE, str(memory))
     update = Trainer.update
 
     def fail(trainer: Trainer, flags: list[bool]) -> object:
@@ -164,17 +164,17 @@ def test_a_damaged_checkpoint_does_not_replace_older_copies_nor_stray_files_stop
 def test_a_run_folder_with_a_pipe_for_the_name_of_the_copies_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(copies.PLACE, str(tmp_path / "memory"))
+    monkeypatch.setenv(memory_checkpoints.PLACE, str(tmp_path / "memory"))
     (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / copies.ID)
+    os.mkfifo(tmp_path / "run" / memory_checkpoints.ID)
     with pytest.raises(UserError, match="is not a regular file"):
         train(tmp_path / "run", 3, "checkpoint.memory_every=2")
 
 
 def test_the_update_after_a_copy_waits_until_the_copy_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a crash never repeats more than `checkpoint.memory_every` steps."""
-    monkeypatch.setenv(copies.PLACE, str(tmp_path / "memory"))
-    update, write_own, newest = Trainer.update, copies.write_own, []
+    monkeypatch.setenv(memory_checkpoints.PLACE, str(tmp_path / "memory"))
+    update, write_own, newest = Trainer.update, memory_checkpoints.write_own, []
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.3)
@@ -184,7 +184,7 @@ def test_the_update_after_a_copy_waits_until_the_copy_is_whole(tmp_path: Path, m
         newest.append(max((path.name for path in (tmp_path / "memory").glob("*/*/step-*")), default=""))
         return update(trainer, *arguments)
 
-    monkeypatch.setattr(copies, "write_own", late)
+    monkeypatch.setattr(memory_checkpoints, "write_own", late)
     monkeypatch.setattr(Trainer, "update", note)
     train(tmp_path / "run", 6, "checkpoint.memory_every=2")
     assert newest == ["", "", *["step-00000002"] * 2, *["step-00000004"] * 2]
@@ -207,7 +207,7 @@ def test_a_full_memory_is_a_warning_and_a_fault_deletes_the_copies(
     def full(*_: object) -> None:
         raise UserError("no space is left")
 
-    monkeypatch.setattr(copies, "write_own", full)
+    monkeypatch.setattr(memory_checkpoints, "write_own", full)
     monkeypatch.setattr(loop, "find_replica_difference", lambda trainer: "weight/a" if trainer.step == 7 else None)
     words = ("checkpoint.every=100", "checkpoint.memory_every=1", "train.check_replicas=7")
     with pytest.raises(UserError, match="after step 7 replicas differ"):
