@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pangu.checkpoint.arena import as_saved
 from pangu.checkpoint.files import Slice, Written, commit, partial_of, start, write_slices
+from pangu.checkpoint.staging import as_saved
 from pangu.collectives.agreement import StuckError, agree_on_long_work
 from pangu.common.errors import UserError
 from pangu.metrics.progress import noted

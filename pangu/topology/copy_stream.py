@@ -41,8 +41,8 @@ class CopyStream:
             torch.accelerator.current_stream().wait_event(event)
 
 
-class Moment:
-    """Point in the current device stream at which all work queued so far is done; on a CPU, the time of creation."""
+class DeviceEvent:
+    """Event on the current stream, with the methods of torch.Event; on a CPU, the time of creation."""
 
     def __init__(self, device: torch.device) -> None:
         """Record a timing event on the current stream of `device`."""
@@ -51,15 +51,15 @@ class Moment:
         if device.type != "cpu":
             self._event = torch.accelerator.current_stream().record_event(torch.Event(device, enable_timing=True))
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until the device reaches this point (a host sync)."""
         if self._event is not None:
             self._event.synchronize()
 
-    def precede(self) -> None:
+    def wait(self) -> None:
         """Let computation queued from now on wait for this point, without blocking the host."""
         CopyStream.wait(self._event)
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Return the seconds between two points; both must have been waited for."""
         return self._time - earlier._time if self._event is None else earlier._event.elapsed_time(self._event) / 1000

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pangu.topology.copy_stream import Moment
+from pangu.topology.copy_stream import DeviceEvent
 
 
 @dataclass
@@ -125,8 +125,8 @@ class _Open:
     what: Any
     parent: int | None
     message: int | None
-    start: Moment
-    stop: Moment | None = None
+    start: DeviceEvent
+    stop: DeviceEvent | None = None
 
 
 class Tape:
@@ -138,7 +138,7 @@ class Tape:
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream()
         self._spans: list[_Open] = []
         self._stack: list[int] = []
-        self._messages: dict[str, list[tuple[Moment, list[Moment]]]] = {}
+        self._messages: dict[str, list[tuple[DeviceEvent, list[DeviceEvent]]]] = {}
         self._streams: dict[str, torch.Stream] = {}
         self._begin(what, None)
 
@@ -146,9 +146,9 @@ class Tape:
         """End the recording and return all times; this is its only host sync."""
         end, zero = self._now(), self._spans[0].start
         ended = {axis: [one[0] if one else None for _, one in messages] for axis, messages in self._messages.items()}
-        for moment in (moment for moments in ended.values() for moment in moments if moment is not None):
-            moment.precede()
-        self._now().wait()
+        for event in (event for events in ended.values() for event in events if event is not None):
+            event.wait()
+        self._now().synchronize()
         return Recording(
             [
                 RecordedSpan(
@@ -182,19 +182,19 @@ class Tape:
             with self._streams.setdefault(axis, torch.Stream(self._device)):
                 work.wait()
                 ended.append(self._now())
-            return Watched(recorder, axis, ended[0].precede, self, number, read)
+            return Watched(recorder, axis, ended[0].wait, self, number, read)
         if isinstance(work, dist.Work):  # ranks simulated by threads have no futures
             work.get_future().add_done_callback(lambda _: ended.append(self._now()))
         return Watched(recorder, axis, work.wait, self, number, None)
 
-    def start_message(self, axis: str) -> tuple[int, list[Moment]]:
+    def start_message(self, axis: str) -> tuple[int, list[DeviceEvent]]:
         """Record that a collective of an axis starts; return its index and the list that gets its end."""
-        messages, ended = self._messages.setdefault(axis, []), list[Moment]()
+        messages, ended = self._messages.setdefault(axis, []), list[DeviceEvent]()
         messages.append((self._now(), ended))
         return len(messages) - 1, ended
 
-    def _now(self) -> Moment:
-        return Moment(self._device)
+    def _now(self) -> DeviceEvent:
+        return DeviceEvent(self._device)
 
     def _begin(self, what: Any, message: int | None) -> _Open:
         span = _Open(what, self._stack[-1] if self._stack else None, message, self._now())

@@ -22,7 +22,7 @@ from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.record import StepRecord, speed
 from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
-from pangu.topology.copy_stream import Moment
+from pangu.topology.copy_stream import DeviceEvent
 from pangu.training.device_checks import DeviceChecks, Stragglers
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.memory_checkpoints import MemoryCheckpoints
@@ -79,7 +79,7 @@ class Loop:
         """Last step whose result has not been read, its stragglers, and the data part of its record."""
         self._asked: list[bool] = []
         """Requests in the flags of earlier steps that are not done yet."""
-        self._step_began: Moment | None = None
+        self._step_began: DeviceEvent | None = None
         """End of the last step whose result was read; None: start a new measurement."""
         self._interlude_s = 0.0
         """Seconds since then that belong to no step."""
@@ -124,7 +124,7 @@ class Loop:
         trainer = self.trainer
         self._note("training")
         if self._step_began is None:
-            self._step_began, self._interlude_s = Moment(trainer.mesh.device), 0.0
+            self._step_began, self._interlude_s = DeviceEvent(trainer.mesh.device), 0.0
         recorder = trainer.mesh.recorder
         self.stages.enter(trainer)
         with recorder.span("loading"):

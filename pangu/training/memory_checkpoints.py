@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.arena import Arena
 from pangu.checkpoint.files import (
     Slice,
     Written,
@@ -43,6 +42,7 @@ from pangu.checkpoint.index import read_index
 from pangu.checkpoint.memory import LocalGeneration, buddies, local_generations, newest_complete, transfers
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
+from pangu.checkpoint.staging import StagingMemory
 from pangu.checkpoint.writing import discarding, write_own
 from pangu.collectives.agreement import (
     StuckError,
@@ -102,7 +102,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         agree(mesh, self._make_folder, runs_here=self._leads)
         if len(set(self._nodes)) == 1:
             log.warning("checkpoint.memory_every: copies on one node outlive its processes, but not the node")
-        self._arena: Arena | None = None
+        self._staging: StagingMemory | None = None
         self._writing: Future[None] | None = None
         self._places: dict[str, set[int]] = {}
         """Nodes that hold each file of the generation that was found."""
@@ -160,10 +160,10 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
     def save(self, trainer: Trainer, facts: Mapping[str, Any]) -> None:
         """Copy the state of the run, and start to write it into memory. The generation before has been written."""
-        if self._arena is None:
-            self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
-        trainer.copied.precede()  # the update waits for the copy of a checkpoint of this step, too
-        slices, trainer.copied = self._arena.copy(trainer.state(owned=True))
+        if self._staging is None:
+            self._staging = StagingMemory(self._mesh.device, trainer.state(every_kind=True, owned=True))
+        trainer.copied.wait()  # the update waits for the copy of a checkpoint of this step, too
+        slices, trainer.copied = self._staging.copy(trainer.state(owned=True))
         write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
         self._writing = in_thread(WRITER, write)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pangu.checkpoint.arena import Arena
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, partial_of, prune, step_of, tidy
 from pangu.checkpoint.index import read_index, read_start, write_start
 from pangu.checkpoint.reading import damage, intact
 from pangu.checkpoint.remote import RemoteRun
 from pangu.checkpoint.run_folder import flush_figures, identity
+from pangu.checkpoint.staging import StagingMemory
 from pangu.checkpoint.status import CheckpointStatus, write_status
 from pangu.checkpoint.writing import write_together
 from pangu.collectives.agreement import StuckError, agree_on_first, agree_on_long_work, complete, in_thread
@@ -109,9 +109,9 @@ class Saver(AbstractContextManager["Saver"]):
         self._in_memory = in_memory
         self._folder = Path(config.train.output) / "checkpoints"
         self._mesh = trainer.mesh.background()
-        self._arena = None
+        self._staging = None
         if config.checkpoint.every and config.checkpoint.asynchronous:
-            self._arena = Arena(self._mesh.device, trainer.state(every_kind=True, owned=True))
+            self._staging = StagingMemory(self._mesh.device, trainer.state(every_kind=True, owned=True))
         self._save: Future[Path] | None = None
         """Last save, until its result is known."""
         self.newest: Path | None = None
@@ -152,8 +152,8 @@ class Saver(AbstractContextManager["Saver"]):
         self.statuses.add(path, watch.get("good_steps", 0))
         slices = trainer.state(owned=True)
         write = partial(self._write, path, facts=facts, validation_loss=validation_loss)
-        if self._arena is not None:
-            copies, trainer.copied = self._arena.copy(slices)
+        if self._staging is not None:
+            copies, trainer.copied = self._staging.copy(slices)
             self._save = in_thread(WRITER, partial(write, copies))
         else:
             self._save = Future()

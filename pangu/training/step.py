@@ -36,7 +36,7 @@ from pangu.optim.moments import MOMENTS
 from pangu.optim.qk_clip import QkClip
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.stages import Stages, one_micro_batch, plan_stages
-from pangu.topology.copy_stream import Moment, host_memory
+from pangu.topology.copy_stream import DeviceEvent, host_memory
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices
 from pangu.training.step_check import StepCheck
@@ -86,7 +86,7 @@ class PendingResult:
     weights, expert statistics and the largest attention logit: fp64, in host memory, valid after `end`."""
     lr: float
     norms: Norms
-    end: Moment
+    end: DeviceEvent
     weight_sums: Tensor | None = None
 
 
@@ -119,7 +119,7 @@ class Trainer:
         """Skipped steps, among those whose result was read."""
         self.moments_since: dict[str, int] = {}
         """Updates made before the moments of tensors that were frozen at first began."""
-        self.copied = Moment(mesh.device)
+        self.copied = DeviceEvent(mesh.device)
         """Completion of the last save's copy of what updates change."""
         self.doing = "starting"
         """Current activity of this rank, for messages."""
@@ -331,7 +331,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate * group["lr_multiplier"], decay * group["decay_multiplier"]
         # a save copies the weights that are about to change
-        self.copied.precede()
+        self.copied.wait()
         self.parameters.update(self.optimizer, norm, overflow, old_scale, optimizer.clip)
         if self.check is not None:
             self.check.end()
@@ -339,12 +339,12 @@ class Trainer:
         if self.scales is not None:
             self.scales.finish_update(self.step)
         self.step += 1
-        end = Moment(self.mesh.device)
+        end = DeviceEvent(self.mesh.device)
         return PendingResult(on_host, rate, norms, end, weight_sums)
 
     def read(self, pending: PendingResult) -> StepResult:
         """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""
-        pending.end.wait()
+        pending.end.synchronize()
         loss, norm, scale, *flags = pending.numbers.tolist()
         experts, logit = None, flags.pop() if self.logits is not None else None
         if self.balance is not None:

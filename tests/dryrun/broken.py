@@ -15,13 +15,13 @@ from unittest.mock import patch  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from pangu.checkpoint.arena import Arena  # noqa: E402
+from pangu.checkpoint.staging import StagingMemory  # noqa: E402
 from pangu.collectives import point_to_point, reduce, regions  # noqa: E402
 from pangu.data.batch import Batch  # noqa: E402
 from pangu.dryrun.run import dry_run  # noqa: E402
 from pangu.layers import offload  # noqa: E402
 from pangu.pipeline.layouts import choose_layout  # noqa: E402
-from pangu.topology.copy_stream import CopyStream, Moment  # noqa: E402
+from pangu.topology.copy_stream import CopyStream, DeviceEvent  # noqa: E402
 from pangu.topology.recorder import AxisGroup  # noqa: E402
 from pangu.training.profile import Profile  # noqa: E402
 from pangu.training.step import Trainer  # noqa: E402
@@ -120,7 +120,7 @@ def saving(trainer: Trainer, batches: list[Batch]) -> None:
     """A step, a save that begins before the host knows its end, and the next update beside the copies."""
     trainer.forward_backward(batches)
     trainer.update()
-    copies, trainer.copied = Arena(trainer.mesh.device, trainer.state()).copy(trainer.state())
+    copies, trainer.copied = StagingMemory(trainer.mesh.device, trainer.state()).copy(trainer.state())
     trainer.update()
     assert len(list(copies)) > len(trainer.parameters.shards)
 
@@ -129,7 +129,7 @@ def while_saving() -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """What is found of saves whose copies nobody waits for, or that do not wait; and of one that is whole."""
     layout, found = "precision=bf16 optimizer.moments=bf16 optimizer.betas=[0.9,0.95]", {}
     with patch.object(Trainer, "train_step", saving):
-        with patch.object(Moment, "precede", lambda moment: None):
+        with patch.object(DeviceEvent, "wait", lambda event: None):
             found["update beside a save"] = report(layout).races
         with patch.object(CopyStream, "after_computation", lambda lane: lane._stream or nullcontext()):
             found["save beside an update"] = report(layout).races

@@ -82,7 +82,7 @@ class At(NamedTuple):
 
     seconds: float
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Over at once."""
 
     def seconds_since(self, earlier: At) -> float:

@@ -231,7 +231,7 @@ def test_what_a_recorded_collective_reads_stays_until_it_is_waited_for(
         monkeypatch.setattr(dist, function, lambda group: 0 if group is None else 1)
     monkeypatch.setattr(torch.accelerator, "current_stream", Mock())
     monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
-    monkeypatch.setattr("pangu.topology.recorder.Moment", Mock())
+    monkeypatch.setattr("pangu.topology.recorder.DeviceEvent", Mock())
     recorder = Recorder(watches=True)
     recorder.tape = Tape("update", torch.device("cuda", 0))
     monkeypatch.setattr(Tape, "is_elsewhere", False)

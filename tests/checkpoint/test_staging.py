@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pangu.checkpoint import arena
-from pangu.checkpoint.arena import Arena
+from pangu.checkpoint import staging
 from pangu.checkpoint.files import Slice
+from pangu.checkpoint.staging import StagingMemory
 
 CPU = torch.device("cpu")
 
@@ -23,9 +23,9 @@ def slices(*tensors: Tensor) -> list[tuple[str, Slice]]:
     return [(str(i), Slice(tensor, tuple(tensor.shape), (0, 0))) for i, tensor in enumerate(tensors)]
 
 
-def arena_that(keeps: bool) -> Arena:
+def staging_that(keeps: bool) -> StagingMemory:
     """On a CPU, one that keeps its memory as one of a device does, or not."""
-    made = Arena(CPU, [])
+    made = StagingMemory(CPU, [])
     made._keeps = keeps
     return made
 
@@ -35,13 +35,13 @@ def test_copies_stay_as_they_are_while_the_originals_change(
     keeps: bool, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where several chunks are filled, one tensor is larger than a chunk, and formats are widened."""
-    monkeypatch.setattr(arena, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", chunk_bytes)
     shapes = [(5, 7), (1,), (40, 40), (3, 3), (11, 13), (2, 1), (16, 16), (1, 17)]
     formats = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
     originals = [torch.randn(shape, dtype=formats[i % 4]) for i, shape in enumerate(shapes)]
     expected = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in originals]
     expected = [tensor.clone() for tensor in expected]
-    copies, _ = arena_that(keeps).copy(slices(*originals))
+    copies, _ = staging_that(keeps).copy(slices(*originals))
     for tensor in originals:
         tensor.zero_()
     for (name, part), tensor in zip(copies, expected, strict=True):
@@ -52,8 +52,8 @@ def test_copies_stay_as_they_are_while_the_originals_change(
 
 def test_the_next_save_takes_the_same_memory() -> None:
     """One that has more to save, too: before the first step there are no moments."""
-    held, tensors = arena_that(keeps=True), [torch.randn(30, 30) for _ in range(6)]
-    places = [part.tensor.data_ptr() for _, part in held.rooms(slices(*tensors))]
+    held, tensors = staging_that(keeps=True), [torch.randn(30, 30) for _ in range(6)]
+    places = [part.tensor.data_ptr() for _, part in held.allocate(slices(*tensors))]
     assert len(set(places)) == 6
     for count in (2, 6):
         copies, _ = held.copy(slices(*tensors[:count]))
@@ -72,33 +72,33 @@ class Slow:
         self.filled = True
 
 
-@pytest.mark.parametrize("way", ["wait", "precede"])
+@pytest.mark.parametrize("way", ["synchronize", "wait"])
 def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
     """Writers wait for it, and the update."""
     may_be_filled = Event()
     pairs: Any = [(Slow(may_be_filled), torch.zeros(1)) for _ in range(2)]
-    moment = arena._CopiesMade(CPU, pairs)
+    event = staging._HostCopies(CPU, pairs)
     assert not pairs[1][0].filled
     may_be_filled.set()
-    getattr(moment, way)()
+    getattr(event, way)()
     assert pairs[0][0].filled
     assert pairs[1][0].filled
 
 
 def test_a_process_that_ends_while_a_thread_copies_has_its_own_status() -> None:
-    code = "import sys, torch; from pangu.checkpoint.arena import _CopiesMade; one = torch.ones(2**26); "
-    code += "moment = _CopiesMade(one.device, [(torch.empty_like(one), one)] * 4); sys.exit(2)"
+    code = "import sys, torch; from pangu.checkpoint.staging import _HostCopies; one = torch.ones(2**26); "
+    code += "event = _HostCopies(one.device, [(torch.empty_like(one), one)] * 4); sys.exit(2)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 2
 
 
 def test_a_copy_that_fails_is_the_saves_and_not_the_steps() -> None:
-    moment = arena._CopiesMade(CPU, [(torch.empty(2), torch.ones(3))])
-    moment.precede()
+    event = staging._HostCopies(CPU, [(torch.empty(2), torch.ones(3))])
+    event.wait()
     with pytest.raises(RuntimeError, match="size"):
-        moment.wait()
+        event.synchronize()
 
 
 def test_nothing_is_a_save_too() -> None:
     """Of a replica whose tensors others write."""
-    copies, _ = Arena(CPU, []).copy([])
+    copies, _ = StagingMemory(CPU, []).copy([])
     assert not list(copies)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import Slice
 from pangu.collectives.agreement import in_thread
-from pangu.topology.copy_stream import CopyStream, Moment, host_memory
+from pangu.topology.copy_stream import CopyStream, DeviceEvent, host_memory
 
 CHUNK_BYTES = 2**30
 """Size of a chunk of pinned memory, a power of two, as torch allocates pinned memory in powers of two."""
@@ -27,7 +27,7 @@ def as_saved(slices: Iterable[tuple[str, Slice]]) -> Iterator[tuple[str, Slice]]
     return ((name, replace(part, tensor=part.tensor.to(_format(part.tensor)))) for name, part in slices)
 
 
-class _CopiesMade(Moment):
+class _HostCopies(DeviceEvent):
     """Event after the device-to-host copies and the host's own copies, which a thread makes."""
 
     def __init__(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -35,18 +35,18 @@ class _CopiesMade(Moment):
         super().__init__(device)
         self._copied = in_thread("copies", lambda: [copied.copy_(tensor) for copied, tensor in pairs], daemon=False)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all copies are complete."""
         self._copied.result()
-        super().wait()
+        super().synchronize()
 
-    def precede(self) -> None:
+    def wait(self) -> None:
         """Delay the next update until the copies are complete; host threads, too, change offloaded state."""
         self._copied.exception()  # it is the save's
-        super().precede()
+        super().wait()
 
 
-class Arena:
+class StagingMemory:
     """Reusable host memory for one save at a time: pinning pages takes longer than copying into them."""
 
     def __init__(self, device: torch.device, slices: Iterable[tuple[str, Slice]]) -> None:
@@ -56,38 +56,38 @@ class Arena:
         self._chunks: list[Tensor] = []
         """Chunks of pinned memory, uint8."""
         if self._keeps:
-            self.rooms(slices)
+            self.allocate(slices)
 
-    def rooms(self, slices: Iterable[tuple[str, Slice]]) -> list[tuple[str, Slice]]:
+    def allocate(self, slices: Iterable[tuple[str, Slice]]) -> list[tuple[str, Slice]]:
         """Return the slices with uninitialized host tensors; with kept memory, every call returns the same memory."""
         slices = list(slices)
         if not self._keeps:
-            rooms = (torch.empty_like(part.tensor, dtype=_format(part.tensor)) for _, part in slices)
-            return [(name, replace(part, tensor=room)) for (name, part), room in zip(slices, rooms, strict=True)]
+            buffers = (torch.empty_like(part.tensor, dtype=_format(part.tensor)) for _, part in slices)
+            return [(name, replace(part, tensor=buffer)) for (name, part), buffer in zip(slices, buffers, strict=True)]
         sizes = [part.tensor.numel() * _format(part.tensor).itemsize for _, part in slices]
         places = self._places([size + -size % _ALIGNMENT for size in sizes])
         return [
-            (name, replace(part, tensor=room[:size].view(_format(part.tensor)).view(part.tensor.shape)))
-            for (name, part), size, room in zip(slices, sizes, places, strict=True)
+            (name, replace(part, tensor=buffer[:size].view(_format(part.tensor)).view(part.tensor.shape)))
+            for (name, part), size, buffer in zip(slices, sizes, places, strict=True)
         ]
 
-    def copy(self, slices: Iterable[tuple[str, Slice]]) -> tuple[Iterator[tuple[str, Slice]], Moment]:
+    def copy(self, slices: Iterable[tuple[str, Slice]]) -> tuple[Iterator[tuple[str, Slice]], DeviceEvent]:
         """Start to copy; return the copies, the first of which waits for all, and the event updates must wait for."""
         slices = list(slices)
-        copies = self.rooms(slices)
+        copies = self.allocate(slices)
         pairs = [(copied.tensor, part.tensor) for (_, copied), (_, part) in zip(copies, slices, strict=True)]
         with self._stream.after_computation():
             for copied, tensor in pairs:
                 if tensor.device.type == self._device.type:
                     copied.copy_(tensor.to(copied.dtype), non_blocking=True)
             # what is offloaded lies on the host
-            moment = _CopiesMade(self._device, [pair for pair in pairs if pair[1].device.type != self._device.type])
+            event = _HostCopies(self._device, [pair for pair in pairs if pair[1].device.type != self._device.type])
 
         def arrived() -> Iterator[tuple[str, Slice]]:
-            moment.wait()
+            event.synchronize()
             yield from copies
 
-        return arrived(), moment
+        return arrived(), event
 
     def _places(self, sizes: list[int]) -> Iterator[Tensor]:
         left, number, rest = sum(sizes), -1, torch.empty(0, dtype=torch.uint8)
