@@ -61,8 +61,8 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
     with ending_at_once():
         torch = load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
         # the trainer, and with it torch: help and `--cfg job` answer without
+        from pangu.training.elastic import run_elastic  # noqa: PLC0415
         from pangu.training.run import run  # noqa: PLC0415
-        from pangu.training.staying import stay  # noqa: PLC0415
 
         if isinstance(data, Mapping) and data.get("kind") in ("stdlib", "instructions"):
             from pangu.prepare import corpora  # noqa: PLC0415
@@ -83,7 +83,7 @@ def train(configs: Path, values: Mapping[str, Any], given: Set[str]) -> None:
             planner().show_dry_run(planned_values)
         return status
 
-    if status := stay(values, attempt):
+    if status := run_elastic(values, attempt):
         sys.exit(status)
 
 

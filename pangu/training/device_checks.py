@@ -23,11 +23,11 @@ from pangu.topology.layout import Layout
 from pangu.topology.member import VARIABLE
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import Tape
+from pangu.training.elastic import replace_ranks
 from pangu.training.faults import not_finite
 from pangu.training.process import Heartbeat
 from pangu.training.profile import breakdown
 from pangu.training.replicas import find_weight_difference, named
-from pangu.training.staying import exchange
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
 
@@ -221,7 +221,7 @@ class Stragglers:
             self._looks.append(found)
             counts = Counter(rank for look in self._looks for rank in look)
             self.slow = sorted(rank for rank, count in counts.items() if count >= SLOW_LOOKS)
-            if self.slow and not exchange(trainer.mesh, self.slow, now=False):  # so that nothing is saved for it
+            if self.slow and not replace_ranks(trainer.mesh, self.slow, now=False):  # so that nothing is saved for it
                 self.forget()
         return found or None
 

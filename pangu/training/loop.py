@@ -24,6 +24,7 @@ from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import DeviceEvent
 from pangu.training.device_checks import DeviceChecks, Stragglers
+from pangu.training.elastic import replace_ranks
 from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
 from pangu.training.memory_checkpoints import MemoryCheckpoints
 from pangu.training.process import Heartbeat, StopSignals, read_flags
@@ -31,7 +32,6 @@ from pangu.training.profile import PROFILED, Profile
 from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
-from pangu.training.staying import exchange
 from pangu.training.step import PendingResult, StepResult, Trainer
 from pangu.training.validation import Benchmarks, Validation, in_training, trust_ratios
 
@@ -200,7 +200,7 @@ class Loop:
             self._stragglers.forget()
             saver.wait()
             if not saver.failed and not self.stopped and self.trainer.step < self.config.train.steps:
-                exchange(self.trainer.mesh, slow)
+                replace_ranks(self.trainer.mesh, slow)
 
     @contextmanager
     def _profiled(self, saver: Saver) -> Iterator[None]:
@@ -334,7 +334,7 @@ class Loop:
         self._step_began = None
         place = saver.newest or "the beginning"
         log.warning("rolled back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
-        exchange(trainer.mesh, self.devices.wrong)
+        replace_ranks(trainer.mesh, self.devices.wrong)
         self._close_writers()
         self._open_writers()
         return True

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pangu.common.errors import LostError
 from pangu.common.exit_status import INTERRUPTED
 from pangu.topology.member import Member
-from pangu.training import interrupts, staying
+from pangu.training import elastic, interrupts
 from pangu.training.interrupts import Interrupts
 from pangu.training.process import read_flags
 from pangu.training.run import run
@@ -48,8 +48,8 @@ def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(staying.VARIABLE, "0@host:1")
-    monkeypatch.setattr(staying, "Member", MagicMock())
+    monkeypatch.setenv(elastic.VARIABLE, "0@host:1")
+    monkeypatch.setattr(elastic, "Member", MagicMock())
     stops = []
 
     def attempt(stop_signals: Any) -> int:
@@ -61,7 +61,7 @@ def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(m
                 raise LostError("a rank is lost")
         return 0
 
-    assert staying.stay({}, attempt) == 0
+    assert elastic.run_elastic({}, attempt) == 0
     assert stops == ["SIGTERM", "SIGTERM"]
 
 
@@ -83,8 +83,8 @@ def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.Mo
 
     member, attempts = MagicMock(), []
     member.leave.side_effect = leave
-    monkeypatch.setenv(staying.VARIABLE, "0@host:1")
-    monkeypatch.setattr(staying, "Member", lambda: member)
+    monkeypatch.setenv(elastic.VARIABLE, "0@host:1")
+    monkeypatch.setattr(elastic, "Member", lambda: member)
 
     def attempt(stop_signals: Any) -> int:
         attempts.append(set(stop_signals(0.0, None)._received))
@@ -94,15 +94,15 @@ def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.Mo
         attempts.append(set(stop_signals(0.0, None)._received))
         return 0
 
-    assert staying.stay({}, attempt) == 0
+    assert elastic.run_elastic({}, attempt) == 0
     assert signal.getsignal(signal.SIGTERM) is refuse
     assert attempts == [set(), {signal.SIGTERM}, {signal.SIGTERM, signal.SIGHUP}]
 
 
 def test_a_signal_while_a_lost_run_ends_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch, refuse: Any) -> None:
     """It comes between the loop's end and that of the run, which waits for threads and other ranks."""
-    monkeypatch.setenv(staying.VARIABLE, "0@host:1")
-    monkeypatch.setattr(staying, "Member", MagicMock())
+    monkeypatch.setenv(elastic.VARIABLE, "0@host:1")
+    monkeypatch.setattr(elastic, "Member", MagicMock())
     stops = []
 
     def end() -> None:
@@ -118,7 +118,7 @@ def test_a_signal_while_a_lost_run_ends_stops_the_next_attempt(monkeypatch: pyte
                 raise LostError("a rank is lost")
         return 0
 
-    assert staying.stay({}, attempt) == 0
+    assert elastic.run_elastic({}, attempt) == 0
     assert stops == [None, "SIGTERM"]
     assert signal.getsignal(signal.SIGTERM) is refuse
 

@@ -23,7 +23,7 @@ from pangu.training.process import StopSignals
 log = logging.getLogger("pangu")
 
 
-def exchange(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
+def replace_ranks(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
     """Let spares take ranks whose devices are slow or wrong, if there is one for each: raise LostError on all ranks.
 
     All ranks call this together, once the state that they continue from is saved. Without `scripts/launch.py --spares`
@@ -46,7 +46,7 @@ def exchange(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
     return has_spares
 
 
-def stay(values: Mapping[str, Any], attempt: Callable[[Callable[..., StopSignals]], int]) -> int:
+def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., StopSignals]], int]) -> int:
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
     What an attempt has built is gone then, and the next one continues from the newest state of the run, in memory or on
