@@ -21,53 +21,53 @@ from pangu.topology.copy_stream import DeviceEvent
 
 @dataclass
 class Recorder:
-    """Sink for spans and collectives of a rank; a no-op unless a tape is running."""
+    """Sink for spans and collectives of a rank; a no-op unless a recording is active."""
 
-    tape: Tape | None = None
+    active: ActiveRecording | None = None
     watches: bool = False
-    """True to watch all asynchronous collectives, even without a tape: they may be waited for in a later step."""
+    """True to watch all asynchronous collectives, even without a recording: they may be waited for in a later step."""
 
     def span(self, what: Any) -> AbstractContextManager[object]:
         """Return a context that records its block as a span."""
-        return nullcontext() if self.tape is None else self.tape.span(what)
+        return nullcontext() if self.active is None else self.active.span(what)
 
     def blocking(self, axis: str) -> AbstractContextManager[object]:
         """Return a context that records its block as one blocking collective of an axis."""
-        return nullcontext() if self.tape is None else self.tape.span(axis, self.tape.start_message(axis)[0])
+        return nullcontext() if self.active is None else self.active.span(axis, self.active.start_message(axis)[0])
 
-    def watched(self, axis: str, work: dist.Work, read: Tensor) -> dist.Work | Watched:
+    def watched(self, axis: str, work: dist.Work, read: Tensor) -> dist.Work | WatchedCollective:
         """Return the handle of a collective that just started and reads `read`, wrapped if its wait is to be timed."""
         if not self.watches:
             return work
-        if self.tape is not None:
-            return self.tape.begun(self, axis, work, read)
-        return Watched(self, axis, work.wait, None, None, None)
+        if self.active is not None:
+            return self.active.start_collective(self, axis, work, read)
+        return WatchedCollective(self, axis, work.wait, None, None, None)
 
     def stop(self) -> Recording:
         """End the recording and return its times."""
-        assert self.tape is not None
-        tape, self.tape = self.tape, None
-        return tape.read()
+        assert self.active is not None
+        active, self.active = self.active, None
+        return active.read()
 
 
-class Watched(NamedTuple):
+class WatchedCollective(NamedTuple):
     """Asynchronous collective whose wait is recorded as a span."""
 
     recorder: Recorder
     axis: str
     waits: Callable[[], object]
-    tape: Tape | None
-    """Tape that recorded the start."""
+    active: ActiveRecording | None
+    """Recording that holds the start."""
     number: int | None
     read: Tensor | None
     """Tensor that NCCL reads; the reference keeps its memory from being reused while another stream waits."""
 
     def wait(self) -> object:
-        """Wait for the collective, recorded as a span if a tape runs on the compute stream."""
-        tape = self.recorder.tape
-        if tape is None or tape.is_elsewhere:
+        """Wait for the collective, recorded as a span if a recording is active and this is the compute stream."""
+        active = self.recorder.active
+        if active is None or active.is_on_side_stream:
             return self.waits()
-        with tape.span(self.axis, self.number if tape is self.tape else None):
+        with active.span(self.axis, self.number if active is self.active else None):
             return self.waits()
 
 
@@ -121,7 +121,7 @@ class Recording(NamedTuple):
 
 
 @dataclass
-class _Open:
+class _OpenSpan:
     what: Any
     parent: int | None
     message: int | None
@@ -129,14 +129,14 @@ class _Open:
     stop: DeviceEvent | None = None
 
 
-class Tape:
-    """Recording in progress."""
+class ActiveRecording:
+    """Recording in progress; `read` ends it."""
 
     def __init__(self, what: Any, device: torch.device) -> None:
         """Start the recording; time outside all other spans is attributed to `what`."""
         self._device = device
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream()
-        self._spans: list[_Open] = []
+        self._spans: list[_OpenSpan] = []
         self._stack: list[int] = []
         self._messages: dict[str, list[tuple[DeviceEvent, list[DeviceEvent]]]] = {}
         self._streams: dict[str, torch.Stream] = {}
@@ -170,22 +170,22 @@ class Tape:
         )
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_on_side_stream(self) -> bool:
         """True if the caller runs on another stream than the compute stream, which then waits for nothing."""
         return self._stream is not None and self._stream != torch.accelerator.current_stream()
 
-    def begun(self, recorder: Recorder, axis: str, work: dist.Work, read: Tensor) -> Watched:
-        """Record that a collective starts, and when it will be over."""
+    def start_collective(self, recorder: Recorder, axis: str, work: dist.Work, read: Tensor) -> WatchedCollective:
+        """Record the start of a collective, and its end once it is known; return its handle."""
         number, ended = self.start_message(axis)
         if self._device.type != "cpu":
             # a side stream that waits for the collective timestamps its end; collectives of an axis end in order
             with self._streams.setdefault(axis, torch.Stream(self._device)):
                 work.wait()
                 ended.append(self._now())
-            return Watched(recorder, axis, ended[0].wait, self, number, read)
+            return WatchedCollective(recorder, axis, ended[0].wait, self, number, read)
         if isinstance(work, dist.Work):  # ranks simulated by threads have no futures
             work.get_future().add_done_callback(lambda _: ended.append(self._now()))
-        return Watched(recorder, axis, work.wait, self, number, None)
+        return WatchedCollective(recorder, axis, work.wait, self, number, None)
 
     def start_message(self, axis: str) -> tuple[int, list[DeviceEvent]]:
         """Record that a collective of an axis starts; return its index and the list that gets its end."""
@@ -196,8 +196,8 @@ class Tape:
     def _now(self) -> DeviceEvent:
         return DeviceEvent(self._device)
 
-    def _begin(self, what: Any, message: int | None) -> _Open:
-        span = _Open(what, self._stack[-1] if self._stack else None, message, self._now())
+    def _begin(self, what: Any, message: int | None) -> _OpenSpan:
+        span = _OpenSpan(what, self._stack[-1] if self._stack else None, message, self._now())
         self._stack.append(len(self._spans))
         self._spans.append(span)
         return span

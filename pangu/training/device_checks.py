@@ -22,7 +22,7 @@ from pangu.schedule.actions import COMPUTE, Action
 from pangu.topology.layout import Layout
 from pangu.topology.member import VARIABLE
 from pangu.topology.mesh import Mesh
-from pangu.topology.recorder import Tape
+from pangu.topology.recorder import ActiveRecording
 from pangu.training.elastic import replace_ranks
 from pangu.training.faults import not_finite
 from pangu.training.process import Heartbeat
@@ -213,7 +213,7 @@ class Stragglers:
     def forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
         """Run forward and backward of a step; return the stragglers, if they are looked for."""
         trainer, every = self._trainer, self._config.straggler_every
-        if not every or (trainer.step + 1) % every or trainer.mesh.recorder.tape is not None:
+        if not every or (trainer.step + 1) % every or trainer.mesh.recorder.active is not None:
             trainer.forward_backward(batches)
             return None
         found = find_stragglers(trainer, batches, self._config.straggler_factor)
@@ -237,7 +237,7 @@ def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: fl
     Compared is the time of forwards and backwards, without waits for other stages, per FLOP of a rank's layers.
     """
     mesh, schedule = trainer.mesh, trainer.stages.schedule
-    mesh.recorder.tape = Tape("update", mesh.device)
+    mesh.recorder.active = ActiveRecording("update", mesh.device)
     trainer.forward_backward(micro_batches)
     recording = mesh.recorder.stop()
     durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))

@@ -20,7 +20,7 @@ from pangu.schedule.check import Message, message_of
 from pangu.schedule.timeline import Event, Timeline
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
-from pangu.topology.recorder import RecordedSpan, Recording, Tape
+from pangu.topology.recorder import ActiveRecording, RecordedSpan, Recording
 from pangu.training.step import Trainer
 
 INTERLUDE = "interlude"
@@ -153,7 +153,7 @@ class Profile:
         """Start recording on this rank."""
         # clocks of different machines differ: all ranks begin together, and each counts from there
         all_reduce(torch.zeros((), device=mesh.device), mesh.group("world"))
-        mesh.recorder.tape = Tape("logging", mesh.device)
+        mesh.recorder.active = ActiveRecording("logging", mesh.device)
 
     @classmethod
     def of(cls, trainer: Trainer, recording: Recording, expected: dict[str, float] | None = None) -> Profile:

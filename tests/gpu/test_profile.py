@@ -17,7 +17,7 @@ from pangu.data.sources import open_sources
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.topology.recorder import AxisGroup, Recorder, Tape
+from pangu.topology.recorder import ActiveRecording, AxisGroup, Recorder
 from pangu.training.profile import Profile
 from pangu.training.step import Trainer
 
@@ -63,7 +63,7 @@ def test_the_end_of_a_collective_is_known_without_waiting_for_it() -> None:
         assert dist.group.WORLD is not None
         values, matrix = torch.ones(2**24, device=device), torch.randn(4096, 4096, device=device)
         dist.all_reduce(values)
-        recorder = Recorder(Tape("logging", device), watches=True)
+        recorder = Recorder(ActiveRecording("logging", device), watches=True)
         work = start_all_reduce(values, AxisGroup(dist.group.WORLD, "data", recorder))
         for _ in range(20):
             matrix @ matrix

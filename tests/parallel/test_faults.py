@@ -12,7 +12,7 @@ from pangu.collectives.point_to_point import Transfer
 from pangu.pipeline.runner import Runner
 from pangu.schedule.actions import Action
 from pangu.topology.layout import Layout
-from pangu.topology.recorder import Recorder, Tape
+from pangu.topology.recorder import ActiveRecording, Recorder
 from pangu.training.device_checks import find_stragglers
 from pangu.training.faults import not_finite
 from pangu.training.step import Trainer
@@ -118,7 +118,7 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
         return original_watched(self, axis, SimpleNamespace(wait=wait), read)  # type: ignore[arg-type]
 
     original_wait, original_watched = Transfer.wait, Recorder.watched
-    now = replaced_here(Tape, _now=lambda self: At(clock[0]))
+    now = replaced_here(ActiveRecording, _now=lambda self: At(clock[0]))
     waits = replaced_here(Transfer, wait=wait), replaced_here(Recorder, watched=watched)
     with now, taking("_forward"), taking("_backward"), waits[0], waits[1]:
         return find_stragglers(trainer, batches, 2.0)

@@ -409,7 +409,7 @@ def test_slow_ranks_are_those_for_which_there_are_spares_before_anything_is_save
     has_spares: bool, slow: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, trainer = [], MagicMock(step=0)
-    trainer.mesh.recorder.tape = None
+    trainer.mesh.recorder.active = None
     monkeypatch.setenv(device_checks.VARIABLE, "0@host:1")
     monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: {1: 4.0})
     monkeypatch.setattr(device_checks, "exchange", lambda *question, now: asked.append((*question, now)) or has_spares)

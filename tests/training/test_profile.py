@@ -27,7 +27,7 @@ from pangu.schedule.actions import Action, Kind
 from pangu.topology import copy_stream
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.topology.recorder import AxisGroup, RecordedSpan, Recorder, Recording, Tape
+from pangu.topology.recorder import ActiveRecording, AxisGroup, RecordedSpan, Recorder, Recording
 from pangu.training import loop
 from pangu.training.loop import Loop
 from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, events_of
@@ -233,8 +233,8 @@ def test_what_a_recorded_collective_reads_stays_until_it_is_waited_for(
     monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
     monkeypatch.setattr("pangu.topology.recorder.DeviceEvent", Mock())
     recorder = Recorder(watches=True)
-    recorder.tape = Tape("update", torch.device("cuda", 0))
-    monkeypatch.setattr(Tape, "is_elsewhere", False)
+    recorder.active = ActiveRecording("update", torch.device("cuda", 0))
+    monkeypatch.setattr(ActiveRecording, "is_on_side_stream", False)
     read = torch.zeros(4)
     storage = weakref.ref(read)
     handle = STARTS[name](read, AxisGroup(Mock(), "tensor", recorder))
