@@ -58,9 +58,9 @@ def remote_name(path: Path, index: Mapping[str, Any]) -> str:
 class RemoteRun:
     """Remote copy of a run folder. All methods raise UserError where the store does not do what they ask."""
 
-    def __init__(self, url: str, note_progress: Callable[[], None] = lambda: None) -> None:
-        """Open `url`; `note_progress` is called for each chunk that was sent or received."""
-        self.url, self._note_progress = url, note_progress
+    def __init__(self, url: str, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Open `url`; `on_progress` is called for each chunk that was sent or received."""
+        self.url, self._on_progress = url, on_progress
         with self._talking():
             self._system, self._root = file_system(url)
 
@@ -221,7 +221,7 @@ class RemoteRun:
                     digest.update(chunk)
                     opened.write(chunk)
                     sent += len(chunk)
-                    self._note_progress()
+                    self._on_progress()
             self._system.invalidate_cache()
             arrived = self._system.info(partial)["size"]
             if expected is not None and digest.hexdigest() != expected["sha256"]:
@@ -258,7 +258,7 @@ class RemoteRun:
                         break
                     digest.update(chunk)
                     file.write(chunk)
-                    self._note_progress()
+                    self._on_progress()
         if expected is not None:
             _require_same(f"{self.url}: {source}", digest.hexdigest(), received, expected)
         elif most is not None and received > most:

@@ -16,7 +16,7 @@ from pangu.checkpoint.files import Slice, Written, commit, partial_of, start, wr
 from pangu.checkpoint.staging import as_saved
 from pangu.collectives.agreement import StuckError, agree_on_long_work
 from pangu.common.errors import UserError
-from pangu.metrics.progress import noted
+from pangu.metrics.progress import with_progress
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.sharded import ShardedParameters
@@ -86,6 +86,6 @@ def discarding(path: Path, runs_here: bool) -> Iterator[None]:
         raise
 
 
-def write_own(path: Path, rank: int, slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Written:
+def write_own(path: Path, rank: int, slices: Iterable[tuple[str, Slice]], on_progress: Callable[[], None]) -> Written:
     """Write the slices of a rank into a partial checkpoint, and note progress before each of them."""
-    return write_slices(path, rank, as_saved(noted(slices, note_progress)))
+    return write_slices(path, rank, as_saved(with_progress(slices, on_progress)))

@@ -209,13 +209,13 @@ def agree_on_long_work(
     """
     progress, progress_s, is_left = 0, time.monotonic(), False
 
-    def note_progress() -> None:
+    def on_progress() -> None:
         nonlocal progress, progress_s
         if is_left:
             raise CancelledError
         progress, progress_s = progress + 1, time.monotonic()
 
-    work = in_thread("long work", lambda: action(note_progress)) if runs_here else None
+    work = in_thread("long work", lambda: action(on_progress)) if runs_here else None
     # All ranks meet every few seconds, also those without work or done with it. So no rank waits longer than that for
     # another, and `parallel.timeout_s` still tells a process that is gone from one at work:
     #   no answer at all            the meeting fails              the process is gone or stopped

@@ -143,8 +143,8 @@ def packed_row(pieces: Iterable[Piece], size: int, pad: int) -> Row:
     return Row(tokens, labels, counted, begins, padding=np.arange(size) >= place)
 
 
-def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: None) -> None:
-    """Write the index of a dataset unless it is current; `note_progress` is called meanwhile. Raises UserError."""
+def write_packing(packing: Packing, on_progress: Callable[[], None] = lambda: None) -> None:
+    """Write the index of a dataset unless it is current; `on_progress` is called meanwhile. Raises UserError."""
     if _is_current(packing):
         return
     reader, path = open_indexed(packing.prefix), packing.path
@@ -152,7 +152,7 @@ def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: 
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with closing(NewFile(path)) as new:
-                _write(new.file, reader, packing, note_progress)
+                _write(new.file, reader, packing, on_progress)
                 new.finish()
                 new.publish()
     except UserError as error:
@@ -161,11 +161,11 @@ def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: 
         raise
 
 
-def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing, note_progress: Callable[[], None]) -> None:
+def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing, on_progress: Callable[[], None]) -> None:
     file.write(bytes(_HEADER.size))
     counts = []
     for pieces, in_each in _packed(reader, packing):
-        note_progress()
+        on_progress()
         file.write(pieces.tobytes())
         counts.append(in_each)
     if not counts:

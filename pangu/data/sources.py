@@ -42,22 +42,22 @@ class Sources:
     """Stream of each part of the validation split by name, if there are several parts."""
 
 
-def pack(data: DataConfig, model: ModelConfig, note_progress: Callable[[], None] = lambda: None) -> None:
+def pack(data: DataConfig, model: ModelConfig, on_progress: Callable[[], None] = lambda: None) -> None:
     """Check that the files of a data source exist, and write the index of packed documents if it needs one.
 
     One process per file system calls this, or `prepare.corpora.prepare`, before any process calls `open_sources`.
-    `note_progress` is called from the calling thread on progress, and an error it raises ends the work. Raises
+    `on_progress` is called from the calling thread on progress, and an error it raises ends the work. Raises
     UserError.
     """
     data = with_ids(data)
     if isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
     elif isinstance(data, StreamData):
-        check_exist(data, note_progress)
+        check_exist(data, on_progress)
     if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
         files = _as_indexed(data, model) if isinstance(data, StdlibData) else data
         for packing in packings([*files.train, *files.validation], data.packing, model.sequence):
-            write_packing(packing, note_progress)
+            write_packing(packing, on_progress)
 
 
 def open_sources(
@@ -66,12 +66,12 @@ def open_sources(
     seed: int,
     global_size: int = 1,
     num_validation: int = 0,
-    note_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Sources:
     """Open a prepared data source, on every process; writes nothing. Raises UserError.
 
     An epoch of streamed text must have `global_size` samples, and at most `num_validation` samples are held out. They
-    are read here; `note_progress` is called as in `pack`.
+    are read here; `on_progress` is called as in `pack`.
     """
     data = with_ids(data)
     if isinstance(data, SyntheticData):
@@ -83,10 +83,10 @@ def open_sources(
         _check_exist([*data.train, *data.validation])
     tokenizer = fitting_tokenizer(data.tokenizer, model.vocab) if data.tokenizer else None
     if isinstance(data, StreamData):
-        text, recipes = open_text(data, model, seed, global_size, note_progress)
+        text, recipes = open_text(data, model, seed, global_size, on_progress)
         if not num_validation or not (data.holdout or data.validation):
             return Sources(text, None, tokenizer)
-        validation, of_entries = open_held_out(data, recipes, num_validation, note_progress)
+        validation, of_entries = open_held_out(data, recipes, num_validation, on_progress)
         names = _short_names(list(of_entries))
         return Sources(text, validation, tokenizer, {name: of_entries[entry] for name, entry in names.items()})
     train, held_out = data.train, data.validation

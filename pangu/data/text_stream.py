@@ -28,7 +28,7 @@ from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, StreamRecipe
 from pangu.data.stream import RAREST, Stream, too_rare
 from pangu.data.tokenizers import encode, tokenizer_digest
-from pangu.metrics.progress import noted
+from pangu.metrics.progress import with_progress
 
 
 class TextStream(Stream):
@@ -92,12 +92,12 @@ class TextStream(Stream):
             self[index]
         return self._paddings[index]
 
-    def first(self, most: int, note_progress: Callable[[], None]) -> list[Sample]:
-        """Return the first samples, at most `most`, before any text repeats; `note_progress` is called for each."""
+    def first(self, most: int, on_progress: Callable[[], None]) -> list[Sample]:
+        """Return the first samples, at most `most`, before any text repeats; `on_progress` is called for each."""
         samples: list[Sample] = []
         try:
             for index in range(most):
-                note_progress()
+                on_progress()
                 sample = self[index]
                 if any(source.epoch for source in self._sources):
                     break
@@ -144,10 +144,10 @@ class HeldOut(Stream):
         return padding_of(self._samples[index])
 
 
-def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
-    """Raise UserError unless all configured files exist; `note_progress` is called for each file."""
+def check_exist(data: StreamData, on_progress: Callable[[], None]) -> None:
+    """Raise UserError unless all configured files exist; `on_progress` is called for each file."""
     for key, patterns in (("data.train", data.train), ("data.validation", data.validation)):
-        for source in noted(find_inputs(patterns, key), note_progress):
+        for source in with_progress(find_inputs(patterns, key), on_progress):
             input_record(source)
             if not (is_url(source) or is_dataset(source) or Path(source).is_file()):
                 rule = "is not a regular file, and each epoch and process reads the text again"
@@ -155,7 +155,7 @@ def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
 
 
 def open_text(
-    data: StreamData, model: ModelConfig, seed: int, global_size: int, note_progress: Callable[[], None]
+    data: StreamData, model: ModelConfig, seed: int, global_size: int, on_progress: Callable[[], None]
 ) -> tuple[TextStream, list[StreamRecipe]]:
     """Return the stream of training samples and the recipes of its sources.
 
@@ -164,7 +164,7 @@ def open_text(
         model: Model, for its sequence length and vocabulary size.
         seed: Random seed of the order.
         global_size: Samples per batch, the minimum per epoch.
-        note_progress: Callback, called for each file.
+        on_progress: Callback, called for each file.
 
     Raises:
         UserError: If a file is missing, no id ends a document, or a weight is too small.
@@ -195,8 +195,8 @@ def open_text(
     ]
     facts = {
         "train": [
-            [(PurePosixPath(name).name, size) for name, size, _ in map(input_record, noted(inputs, note_progress))]
-            for inputs in files
+            [(PurePosixPath(name).name, size) for name, size, _ in map(input_record, inputs)]
+            for inputs in (with_progress(inputs, on_progress) for inputs in files)
         ],
         "weights": weights,
         "text_key": data.text_key,
@@ -212,16 +212,16 @@ def open_text(
 
 
 def open_held_out(
-    data: StreamData, recipes: Sequence[StreamRecipe], most: int, note_progress: Callable[[], None]
+    data: StreamData, recipes: Sequence[StreamRecipe], most: int, on_progress: Callable[[], None]
 ) -> tuple[HeldOut, dict[str, HeldOut]]:
     """Return the first samples of the validation split and, if it has several sources, of each source by name.
 
-    Each stream has at most `most` samples. `recipes` are those of the training samples; `note_progress` is called for
+    Each stream has at most `most` samples. `recipes` are those of the training samples; `on_progress` is called for
     each sample. Raises UserError if there is too little text for one sample.
     """
 
     def first(recipes: Sequence[StreamRecipe], weights: Sequence[float]) -> HeldOut:
-        return HeldOut(TextStream(recipes, weights, {}).first(most, note_progress))
+        return HeldOut(TextStream(recipes, weights, {}).first(most, on_progress))
 
     names, weights = data.train if data.weights else (), data.weights or (1.0,)
     plain = [replace(recipe, held_out=data.holdout > 0, least=1, shuffle=0) for recipe in recipes]

@@ -55,10 +55,10 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
 class Workers(ExitStack):
     """Processes in which torch finds the fake device, as many as there are cores and jobs."""
 
-    def __init__(self, note_progress: Callable[[], None]) -> None:
-        """Start nothing before the first job; `run_with_progress` calls `note_progress` after each."""
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        """Start nothing before the first job; `run_with_progress` calls `on_progress` after each."""
         super().__init__()
-        self.note_progress = note_progress
+        self.on_progress = on_progress
 
     @cached_property
     def pool(self) -> ProcessPoolExecutor:
@@ -81,14 +81,14 @@ _workers: Workers | None = None
 
 
 @contextmanager
-def kept_workers(note_progress: Callable[[], None] = lambda: None) -> Iterator[Workers]:
+def kept_workers(on_progress: Callable[[], None] = lambda: None) -> Iterator[Workers]:
     """Let all jobs within the block share processes, since each takes seconds to start, and report progress."""
     global _workers
     if _workers is not None:
         yield _workers
         return
     try:
-        with Workers(note_progress) as _workers:
+        with Workers(on_progress) as _workers:
             yield _workers
     finally:
         _workers = None
@@ -102,14 +102,14 @@ def run_with_progress(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
     """
     total = len(jobs)
     description = f"{'counting':<12} operations of the layers, in {quantity(total, 'dry run')}"
-    with kept_workers() as workers, ProgressBar(show=True, note_progress=workers.note_progress) as bar:
+    with kept_workers() as workers, ProgressBar(show=True, on_progress=workers.on_progress) as bar:
         if not bar.console.is_terminal:
             bar.console.print(description)
         said = time.monotonic()
         for count, report in enumerate(bar.track(run_jobs(jobs), total, description=description), 1):
             if report["device"] is not None:
                 raise DryRunError(f"the dry run is unavailable: {report['device']}")
-            bar.note_progress()
+            bar.on_progress()
             if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
                 said = time.monotonic()
                 bar.console.print(f"{'counting':<12} {count} of {quantity(total, 'dry run')} done")

@@ -245,7 +245,7 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
         audit.staying = audit.memory.of_micro_batch(1)
 
     with (
-        patch.object(trainer.runner, "note", audit.enter),
+        patch.object(trainer.runner, "on_action", audit.enter),
         patch.object(Batch, "to", moved),
         patch.object(gradients, "finish", finished),
         # the training loop reads the result of a step while the next one computes

@@ -55,7 +55,7 @@ class ExpertBalance:
         self.scale, self.sequences = loss_scale / sequences, sequences
 
     @torch.no_grad()
-    def note(self, row: int, loads: Tensor, dropped: Tensor, losses: Tensor) -> None:
+    def record(self, row: int, loads: Tensor, dropped: Tensor, losses: Tensor) -> None:
         """Add a layer's loads [experts], dropped choices and both losses [2] (sums over sequences) of a micro-batch."""
         self._sums[row] += torch.cat([loads.double(), dropped.double().view(1), losses.double()])
 

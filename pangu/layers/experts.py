@@ -138,7 +138,7 @@ class Router(nn.Module):
             weights = Attach.apply(weights, loss, self.balance.scale)
             if not recomputes:
                 dropped = losses.new_zeros(()) if route.admitted is None else route.loads.sum() - route.admitted.sum()
-                self.balance.note(self.row, route.loads, dropped, losses.detach())
+                self.balance.record(self.row, route.loads, dropped, losses.detach())
         admitted = None if route.admitted is None else route.admitted.flatten(0, 1)
         return TokenChoices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), admitted)
 

@@ -56,7 +56,7 @@ def _rounded(x: Tensor, scale: Tensor, limit: float) -> Tensor:
     return ((wide * scale).clamp(-limit, limit) + 0.0 * wide).to(_FORMATS[limit])
 
 
-def _note(x: Tensor, amax: Tensor) -> None:
+def _update_amax(x: Tensor, amax: Tensor) -> None:
     # by rows first, which a kernel can do while it rounds them
     amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax().float()))
 
@@ -67,7 +67,7 @@ Outs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def _cast(x: Tensor, scale: Tensor, amax: Tensor, *outs: *Outs) -> None:
     rows, columns, sums = outs
-    _note(x, amax)
+    _update_amax(x, amax)
     value = _rounded(x, scale, _limit(rows, columns))
     for out, of_out in ((rows, value), (columns, value.t())):
         if out is not None:
@@ -157,7 +157,7 @@ class Fp8Products:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Return a function that computes x Wᵀ + b for x [rows, inputs], which may have been cast."""
         if not self.casts_once:
-            _note(weight, self.scales.amax[self.first + _WEIGHT])
+            _update_amax(weight, self.scales.amax[self.first + _WEIGHT])
         return self._multiply(_INPUT, weight, partial(self._weight, weight, 0), bias)
 
     def input_gradient(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -172,7 +172,7 @@ class Fp8Products:
         # late, so that the cast overlaps the gather of rows
         def multiply(rows: Tensor) -> Tensor:
             if not self.casts_once:
-                _note(rows, self.scales.amax[self.first + which])
+                _update_amax(rows, self.scales.amax[self.first + which])
                 return F.linear(rows, matrix, bias)
             rows = rows.contiguous() if rows.itemsize == 1 else self._cast(rows, which, columns=False).rows
             return product(rows, in_fp8(), self._inverses(which, _WEIGHT), matrix.dtype, bias)
@@ -274,7 +274,7 @@ class Fp8Scales:
         self._set()
 
     def forget_step(self) -> None:
-        """Forget the magnitudes of a failed step; weights are cast, and so noted, again."""
+        """Forget the magnitudes of a failed step; weights are cast again, which records theirs."""
         self.amax.zero_()
         self.fresh.clear()
 

@@ -34,8 +34,8 @@ class LargestLogits:
     @classmethod
     def of_run(cls, config: RunConfig, device: torch.device) -> Self | None:
         """Return those of a run, or None without QK-clip."""
-        noted = qk_clip_of(config.optimizer) is not None
-        return cls(config.model, DTYPES[config.precision.compute], device) if noted else None
+        is_needed = qk_clip_of(config.optimizer) is not None
+        return cls(config.model, DTYPES[config.precision.compute], device) if is_needed else None
 
     def of_layer(self, number: int, build: Builder) -> LayerLogits:
         """Return the part of a layer."""
@@ -52,7 +52,7 @@ class LayerLogits:
     rank: int
     """Tensor-parallel rank."""
 
-    def note(self, query: Tensor, key: Tensor, terms: Sequence[MaskAndBias], windowed: bool) -> None:
+    def record(self, query: Tensor, key: Tensor, terms: Sequence[MaskAndBias], windowed: bool) -> None:
         """Raise the values to the logits of queries and keys [batch, heads, sequence / ranks, head size].
 
         Only training does so, and a recompute does not repeat it.

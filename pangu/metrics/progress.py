@@ -1,4 +1,4 @@
-"""Progress of file preparation: a bar for people, a callback for the caller."""
+"""Progress of file preparation: a bar at a terminal, and a callback for the caller."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Item = TypeVar("Item")
 
 
 class ProgressBar(Progress):
-    """Progress bar for each phase, if shown. `note_progress` is called on progress; its errors end the work."""
+    """Progress bar for each phase, if shown. `on_progress` is called on progress; its errors end the work."""
 
-    def __init__(self, show: bool, note_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, show: bool, on_progress: Callable[[], None] = lambda: None) -> None:
         """Prepare the bar; nothing is displayed unless `show`."""
         console = Console(stderr=True)
         bar = [BarColumn()] if console.is_terminal else []  # a file gets one plain line at the end
         columns = (TextColumn("{task.description}"), *bar, MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=console, disable=not show)
-        self.note_progress = note_progress
+        self.on_progress = on_progress
 
     def start(self) -> None:
         """Show the bar; it is stopped at process exit at the latest, as a thread of it may never finish."""
@@ -38,11 +38,11 @@ class ProgressBar(Progress):
 
     def through(self, items: Collection[Item], description: str) -> Iterable[Item]:
         """Yield the items; each advances the bar of a phase and counts as progress."""
-        return self.track(noted(items, self.note_progress), len(items), description=description)
+        return self.track(with_progress(items, self.on_progress), len(items), description=description)
 
 
-def noted(items: Iterable[Item], note_progress: Callable[[], None]) -> Iterator[Item]:
-    """Yield the items and call `note_progress` before each."""
+def with_progress(items: Iterable[Item], on_progress: Callable[[], None]) -> Iterator[Item]:
+    """Yield the items, and call `on_progress` before each."""
     for item in items:
-        note_progress()
+        on_progress()
         yield item

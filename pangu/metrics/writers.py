@@ -49,7 +49,7 @@ class ForecastWriter(Writer, Protocol):
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast, with the seconds of each part of a step as `terms_s`, and the measurements."""
 
-    def note_profile(self, ranks: Sequence[Mapping[str, float]]) -> None:
+    def set_profile(self, ranks: Sequence[Mapping[str, float]]) -> None:
         """Keep the seconds by category of a profiled step, of each rank in order, for the comparison."""
 
 

@@ -67,7 +67,7 @@ class ForwardContext:
     routes: Routes | None = None
     """Decisions of expert routers, which a recompute reuses; None: no experts."""
     terms: tuple[MaskAndBias, ...] = ()
-    """Masks of both kernels, where the largest logits are noted."""
+    """Masks of both kernels, where the largest logits are recorded."""
 
 
 class HiddenStates(NamedTuple):
@@ -238,7 +238,7 @@ class Block(nn.Module):
         """Return the kernel's output, and the scores if the next layer adds them; `below`: scores of the last layer."""
         attention = self.attention
         if attention.logits is not None:
-            attention.logits.note(qkv.query, qkv.key, context.terms, attention.has_window)
+            attention.logits.record(qkv.query, qkv.key, context.terms, attention.has_window)
         kernel = context.kernels[int(attention.has_window)]  # torch 2.11 traces no bool as an index
         return attention.core(qkv, kernel, context.keys, below, attention.sinks)
 

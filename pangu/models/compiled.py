@@ -1,7 +1,7 @@
 """Layers compiled by torch.compile: graphs without breaks, whose code layers of a kind share.
 
 A layer is one graph, unless it has what cannot be traced: keys that ranks exchange, kernels of other packages, logits
-that are noted, or experts, whose numbers of rows vary. These are computed between graphs, at the bars:
+that are recorded, or experts, whose numbers of rows vary. These are computed between graphs, at the bars:
 
     context parallelism    norm, projections | attention | output, residual, norm, feed-forward, residual
     experts                norm, projections, attention, output, residual | norm, experts, residual

@@ -94,7 +94,7 @@ class Runner(Generic[M]):
     store: WeightGradientStore | None = None
     parameters: ShardedParameters | None = None
     """Parameters to unshard and reduce when the schedule says; None: those of the model are there, and not trained."""
-    note: Callable[[Action], None] | None = None
+    on_action: Callable[[Action], None] | None = None
     """Callback that receives every action before it is executed."""
     recorder: Recorder = field(default_factory=Recorder)
     action: Action | None = field(default=None, init=False)
@@ -159,8 +159,8 @@ class Runner(Generic[M]):
 
         for action in schedule.actions[self.stage]:
             self.action, self.began = action, time.perf_counter()
-            if self.note is not None:
-                self.note(action)
+            if self.on_action is not None:
+                self.on_action(action)
             with self.recorder.span(action):
                 match action.kind:
                     case Kind.FORWARD:

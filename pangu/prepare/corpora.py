@@ -15,7 +15,7 @@ __all__ = ["portable_template", "prepare"]
 
 
 def prepare(
-    data: DataConfig, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None] = lambda: None
+    data: DataConfig, model: ModelConfig, show_progress: bool, on_progress: Callable[[], None] = lambda: None
 ) -> None:
     """Create the files that a data source needs, or check that they exist; see `data.sources.pack`.
 
@@ -24,7 +24,7 @@ def prepare(
     data = with_ids(data)
     if isinstance(data, StdlibData):
         fraction = data.validation_fraction
-        prepare_stdlib(data.folder, model.vocab, fraction, data.packing, show_progress, note_progress)
+        prepare_stdlib(data.folder, model.vocab, fraction, data.packing, show_progress, on_progress)
     elif isinstance(data, InstructionsData):
-        prepare_instructions(data, model, show_progress, note_progress)
-    pack(data, model, note_progress)
+        prepare_instructions(data, model, show_progress, on_progress)
+    pack(data, model, on_progress)

@@ -27,7 +27,7 @@ from pangu.data.sources import PREPARED, conversation_packing, counted_path, dat
 from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer, tokenizer_digest
 from pangu.data.workers import parallel_map
-from pangu.metrics.progress import ProgressBar, noted
+from pangu.metrics.progress import ProgressBar, with_progress
 from pangu.prepare import sandbox
 from pangu.prepare.chat import TEMPLATES, ChatTemplate, read_template, spelled_end
 from pangu.prepare.indexed_writer import IndexedWriter
@@ -155,15 +155,15 @@ def encode_chunk(data: InstructionsData, sequence: int, chunk: TextChunk) -> Enc
 
 
 def prepare_instructions(
-    data: InstructionsData, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None]
+    data: InstructionsData, model: ModelConfig, show_progress: bool, on_progress: Callable[[], None]
 ) -> None:
     """Encode and pack the conversations, unless the folder has them.
 
-    `note_progress` is called for each file and each chunk of one. Raises UserError if a file cannot be read or has more
-    lines without a conversation than `data.max_bad`, or if the folder cannot be written.
+    `on_progress` is called for each file and each chunk of one. Raises UserError if a file cannot be read or has
+    more lines without a conversation than `data.max_bad`, or if the folder cannot be written.
     """
     assert data.tokenizer is not None
-    inputs = _inputs(data, note_progress)
+    inputs = _inputs(data, on_progress)
     wanted = json.loads(json.dumps(_recipe(data, model) | {"inputs": inputs}))
     folder = Path(data.folder) / PREPARED
     manifest = _manifest(folder)
@@ -171,12 +171,12 @@ def prepare_instructions(
         fitting_tokenizer(data.tokenizer, model.vocab)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with new_path(folder) as partial, ProgressBar(show_progress, note_progress) as progress:
+            with new_path(folder) as partial, ProgressBar(show_progress, on_progress) as progress:
                 partial.mkdir()
                 counts = {}
                 for name, records in progress.through(inputs.items(), "Encoding conversations"):
-                    sources, note = [source for source, *_ in records], progress.note_progress
-                    counts[name] = asdict(_write(partial / name, data, model, sources, note))
+                    sources, report = [source for source, *_ in records], progress.on_progress
+                    counts[name] = asdict(_write(partial / name, data, model, sources, report))
                 sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
                 manifest = {"recipe": wanted, "counts": counts, "files": sizes}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -184,7 +184,7 @@ def prepare_instructions(
     for pattern, found in zip((*data.train, *data.validation), manifest["counts"].values(), strict=True):
         log.info("%-12s %s: %s", "data", pattern, Counts(**found))
     for prefix in manifest["counts"]:
-        write_packing(conversation_packing(data, model, prefix), note_progress)
+        write_packing(conversation_packing(data, model, prefix), on_progress)
 
 
 def _recipe(data: InstructionsData, model: ModelConfig) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _recipe(data: InstructionsData, model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[str, list[tuple[str, int, int]]]:
+def _inputs(data: InstructionsData, on_progress: Callable[[], None]) -> dict[str, list[tuple[str, int, int]]]:
     """Return the files of each dataset by the dataset's name in the folder. Raises UserError."""
     inputs = {}
     for split, patterns in (("train", data.train), ("validation", data.validation)):
@@ -211,7 +211,7 @@ def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[s
             sources = find_inputs([pattern], f"data.{split}")
             if wrong := next((source for source in sources if not _LINES.search(source)), None):
                 raise UserError(f"data.{split} {wrong}: must be a .jsonl file with one conversation per line")
-            inputs[name] = [input_record(source) for source in noted(sources, note_progress)]
+            inputs[name] = [input_record(source) for source in with_progress(sources, on_progress)]
     return inputs
 
 
@@ -239,14 +239,14 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _write(
-    prefix: Path, data: InstructionsData, model: ModelConfig, sources: Sequence[str], note_progress: Callable[[], None]
+    prefix: Path, data: InstructionsData, model: ModelConfig, sources: Sequence[str], on_progress: Callable[[], None]
 ) -> Counts:
     """Write the tokens and the loss mask of one dataset, and return its counts."""
     counts, limit = Counts(), f"data.max_bad = {data.max_bad} bad lines"
     chunks = read_chunks(sources, data.messages_key)
     with IndexedWriter(prefix, model.vocab) as writer, counted_path(prefix).open("wb") as file:
         for encoded in parallel_map(partial(encode_chunk, data, model.sequence), chunks, data.workers):
-            note_progress()
+            on_progress()
             for line in encoded.bad:
                 counts.bad_lines += 1
                 leave_out(line, counts.bad_lines, data.max_bad, limit, log.warning)

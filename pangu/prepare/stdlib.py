@@ -41,12 +41,12 @@ def prepare_stdlib(
     validation_fraction: float,
     packing: PackingConfig,
     show_progress: bool = False,
-    note_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> StdlibPaths:
     """Create a tokenizer of `vocab` pieces and the indexed files, unless the folder has them.
 
     A folder whose manifest is missing, or does not match the arguments or the files (some 8 MB, whose checksums are
-    compared), is rebuilt. `note_progress` is called for each file and every few documents. Raises UserError if the
+    compared), is rebuilt. `on_progress` is called for each file and every few documents. Raises UserError if the
     folder is not writable, the library has no text, or `vocab` does not suit it.
     """
     paths = StdlibPaths(Path(folder))
@@ -59,7 +59,7 @@ def prepare_stdlib(
     if damaged:
         log.warning("%s: prepared again, because of checksum mismatches: %s", paths.folder, ", ".join(damaged))
     if damaged or not prepared:
-        with writing(paths.folder), ProgressBar(show_progress, note_progress) as progress:
+        with writing(paths.folder), ProgressBar(show_progress, on_progress) as progress:
             _build(paths, vocab, validation_fraction, progress)
     return paths
 

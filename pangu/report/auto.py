@@ -30,7 +30,7 @@ def choose_automatically(
     given: Set[str],
     devices: int,
     node: int,
-    note_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the configuration with the layout predicted to be the fastest, and log lines that explain the choice.
 
@@ -39,10 +39,10 @@ def choose_automatically(
         given: keys set on the command line, whose values are kept.
         devices: number of devices in the run.
         node: number of devices per node.
-        note_progress: called after each dry run.
+        on_progress: called after each dry run.
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
-    with kept_workers(note_progress):
+    with kept_workers(on_progress):
         outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES)
     best, room = outcome.result.best[0], outcome.space.cluster.memory.gib
     lines = [

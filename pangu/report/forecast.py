@@ -180,7 +180,7 @@ class Forecast:
                 words = (f"{part} {parts[part]:.3g} (forecast: {expected[part]:.3g})" for part in known)
                 log.info(f"{'':<12} in seconds: {', '.join(words)}")
 
-    def note_profile(self, ranks: Sequence[Mapping[str, float]]) -> None:
+    def set_profile(self, ranks: Sequence[Mapping[str, float]]) -> None:
         """Keep the seconds by category of a profiled step, of each rank in order, for the comparison."""
         self._profiled = ranks
 
@@ -228,14 +228,12 @@ def terms_of(*times: StepTime) -> tuple[str, ...]:
     return tuple(term for term in TERMS if term not in ("expert", "host") or any(getattr(one, term) for one in times))
 
 
-def forecast_run(
-    config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None]
-) -> Forecast | None:
+def forecast_run(config: RunConfig, layout: Layout, stages: Stages, on_progress: Callable[[], None]) -> Forecast | None:
     """Return the forecast of a run, or None if no dry run is possible here; raise UserError if memory is too small.
 
-    Calls `note_progress` after each dry run.
+    Calls `on_progress` after each dry run.
     """
-    with kept_workers(note_progress):
+    with kept_workers(on_progress):
         try:
             forecast = Forecast.of(config, layout, stages)
         except DryRunError as error:

@@ -57,27 +57,27 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
 
 
-_noted = set[tuple[int, int]]()
+_tracked = set[tuple[int, int]]()
 """Device and inode of the sockets of this process's groups."""
 
 
 @contextmanager
-def noted_connections() -> Iterator[None]:
-    """Note the connections of the groups that are created within the block."""
+def track_connections() -> Iterator[None]:
+    """Track the connections of the groups that are created within the block."""
     before = _sockets().keys()
     yield
-    _noted.update(_sockets().keys() - before)
+    _tracked.update(_sockets().keys() - before)
 
 
 def _shut_down_connections() -> None:
     """Shut down the gloo connections of all groups: whoever waits in a collective fails, at both ends."""
     # gloo itself closes those of a group that nothing refers to
     for identity, number in _sockets().items():
-        if identity in _noted:
+        if identity in _tracked:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.getpeername()  # gloo aborts the process if a socket that listens is shut down
                 connection.shutdown(socket.SHUT_RDWR)
-    _noted.clear()
+    _tracked.clear()
 
 
 def _sockets() -> dict[tuple[int, int], int]:

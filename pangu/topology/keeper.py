@@ -382,7 +382,7 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
 
 def _end(children: dict[int, subprocess.Popen[bytes]]) -> None:
     """End processes that are left, also those that hang."""
-    for patience_s in END_SECONDS:  # a rank may have noted the first SIGTERM, and then lost the others
+    for patience_s in END_SECONDS:  # a rank may have recorded the first SIGTERM, and then lost the others
         deadline_s = time.monotonic() + patience_s
         for child in children.values():
             _signal(child, signal.SIGTERM)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memory, shown
 from pangu.topology import experts
-from pangu.topology.backends import abort_groups, connect_groups, group_options, noted_connections
+from pangu.topology.backends import abort_groups, connect_groups, group_options, track_connections
 from pangu.topology.launch import VISIBLE, end_with_launcher, number_on_node
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
@@ -69,7 +69,7 @@ class Mesh:
             try:
                 store, rank, world = _open_store(timeout_s, attempt)
                 timeout = timedelta(seconds=timeout_s)
-                with noted_connections():
+                with track_connections():
                     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # compare layouts before creating groups: two different ones would deadlock in that
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
@@ -135,7 +135,7 @@ class Mesh:
         if dist.get_backend() == "nccl" and backend is None:
             options = group_options(axis, timeout)
         # only members take part: by default every process of the run would have to call this for every group
-        with noted_connections():
+        with track_connections():
             group = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
         assert group is not None
         return group

@@ -46,7 +46,7 @@ class DeviceChecks:
         """Prepare for a trainer's steps; warn if `faults.recheck` has no second replica to compare with."""
         self._trainer, self._heartbeat, config = trainer, heartbeat, trainer.config
         self.computed: tuple[Sequence[Batch], RunConfig] = (), config
-        """This rank's micro-batches of the step that `judge` is asked about, and the configuration of its stage."""
+        """This rank's micro-batches of the step that `diagnose` is asked about, and the configuration of its stage."""
         self._intact = trainer.step
         """Last step after which all replicas computed alike."""
         self._found: tuple[str, int] | None = None
@@ -80,7 +80,7 @@ class DeviceChecks:
         found, self._found = self._found, None
         last, self._last_difference = self._last_difference, None
         if found is not None:
-            return self._note(*found)
+            return self._record_fault(*found)
         self.wrong = ()
         if result.weight_sums is None:
             return None
@@ -89,13 +89,13 @@ class DeviceChecks:
             return None  # nothing has changed since it was logged
         # the weights of this step are those after the one before
         fault = f"weights differ (faults.verify_weights): {self._last_difference}; check the device"
-        return self._note(fault, self._trainer.step - 2)
+        return self._record_fault(fault, self._trainer.step - 2)
 
-    def _note(self, fault: str, intact: int) -> tuple[str, int]:
+    def _record_fault(self, fault: str, intact: int) -> tuple[str, int]:
         self._heartbeat.counts = {**self._heartbeat.counts, "device_fault": fault}
         return fault, intact
 
-    def judge(self, fault: str, result: StepResult) -> tuple[str, int | None]:
+    def diagnose(self, fault: str, result: StepResult) -> tuple[str, int | None]:
         """Compute the micro-batches of a faulty step again; return the fault, and what is intact if a device did it.
 
         If it was skipped, all ranks compute their own again, in place. Then all replicas compute those of the replica
@@ -116,7 +116,7 @@ class DeviceChecks:
             trainer.step += 1
             trainer.enter_stage(current)
         if wrong is not None:
-            return self._note(f"{fault}; {wrong}", self._intact)
+            return self._record_fault(f"{fault}; {wrong}", self._intact)
         again = "in place and on all replicas with the same bits, so no device is at fault"
         return f"{fault}; computed again {again if in_place else 'on all replicas with the same bits'}", None
 

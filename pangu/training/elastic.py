@@ -50,7 +50,7 @@ def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., Stop
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
     What an attempt has built is gone then, and the next one continues from the newest state of the run, in memory or on
-    the disk. Only the process, its imports, what the system has cached and the signals that were noted stay. It makes
+    the disk. Only the process, its imports, what the system has cached and the received signals stay. It makes
     its handler of signals with the function that it is given.
     """
     if VARIABLE not in os.environ:
@@ -67,11 +67,11 @@ def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., Stop
     with ExitStack() as stack:  # of handlers of signals, which a process without a rank does not have
         signals = partial(StopSignals, received=set[int](), keep=stack)
 
-        def note_signals() -> None:
+        def record_signals() -> None:
             stack.enter_context(signals(0.0, None))
 
         while True:
-            member.join(fits, note_signals, stack.close)
+            member.join(fits, record_signals, stack.close)
             try:
                 return attempt(signals)
             except LostError:
@@ -79,5 +79,5 @@ def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., Stop
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
-            note_signals()
+            record_signals()
             member.leave((memory_checkpoints.WRITER, saving.WRITER))

@@ -107,7 +107,7 @@ class Loop:
             while trainer.step < config.train.steps and self.stopped is None:
                 with report_unresponsive_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._make_step(loader, saver)
-            self._note("saving")
+            self._enter_phase("saving")
             with report_unresponsive_ranks(mesh, partial(self._place, trainer.step)):
                 saver.finish()
                 self.checkpoint = saver.newest
@@ -122,7 +122,7 @@ class Loop:
         # computing   | gradients 5 | update 5 | gradients 6 | update 6 | gradients 7 | update 7 |
         # looking at                           4 |                        5 |                  6, 7 (the last step)
         trainer = self.trainer
-        self._note("training")
+        self._enter_phase("training")
         if self._step_began is None:
             self._step_began, self._interlude_s = DeviceEvent(trainer.mesh.device), 0.0
         recorder = trainer.mesh.recorder
@@ -189,11 +189,11 @@ class Loop:
         if stop and self.trainer.step < self.config.train.steps:
             self.stopped = stop
         if settle:
-            with self._interlude("saving"):
+            with self._outside_step("saving"):
                 saver.wait()
         every, slow = self.config.checkpoint.every, self._stragglers.slow
         if self._due(every) or ((save or slow) and every):
-            with self._interlude("saving"):
+            with self._outside_step("saving"):
                 self._save(saver)
         saver.save_in_memory(self.samples, self.spikes.state(), self._position)
         if slow:
@@ -216,11 +216,11 @@ class Loop:
         if trainer.step <= self._profiled_after:
             return  # the run has gone back, and will come to this step again
         self._profiled_after = -1
-        with self._interlude("profiling"):
+        with self._outside_step("profiling"):
             expected = None if self.forecast is None else self.forecast.as_dict()["terms_s"]
             self.profile = Profile.of(trainer, recording, expected)
             if self.forecast is not None:
-                self.forecast.note_profile([one.parts for one in self.profile.ranks])
+                self.forecast.set_profile([one.parts for one in self.profile.ranks])
             if trainer.mesh.is_first:
                 self.profile.write_trace(Path(config.train.output) / "plots" / "profile.json")
                 log.info(self.profile.table())
@@ -232,10 +232,10 @@ class Loop:
         stage_config = self.stages.config_at(trainer.step - 1)
         evaluation, ratios = None, trust_ratios(trainer) if config.metrics.trust_ratios else None
         if self.validation is not None and self._due(config.validation.every):
-            with self._interlude("validating"):
+            with self._outside_step("validating"):
                 validation = self.validation.figures(trainer)
         if self.benchmarks is not None and self._due(config.evaluate.every):
-            with self._interlude("evaluating"):
+            with self._outside_step("evaluating"):
                 evaluation = self.benchmarks(in_training(config, trainer, self.sources.tokenizer))
         return StepRecord(
             step=trainer.step,
@@ -265,14 +265,14 @@ class Loop:
     def _place(self, step: int) -> str:
         return f"step {step}, {self.trainer.doing}"
 
-    def _note(self, doing: str) -> None:
+    def _enter_phase(self, doing: str) -> None:
         self.trainer.doing = doing
         self.heartbeat.beat(self.trainer.step, doing)
 
     @contextmanager
-    def _interlude(self, doing: str) -> Iterator[None]:
+    def _outside_step(self, doing: str) -> Iterator[None]:
         """Run a block whose time belongs to no step."""
-        self._note(doing)
+        self._enter_phase(doing)
         interlude_s, began = self._interlude_s, time.perf_counter()
         with self.trainer.mesh.recorder.span("interlude"):
             yield
@@ -289,7 +289,7 @@ class Loop:
             return True
         if (fault := self.spikes.fault(result)) is None:
             return False
-        fault, intact = self.devices.judge(fault, result)
+        fault, intact = self.devices.diagnose(fault, result)
         return self._answer(fault, saver, intact)
 
     def _save(self, saver: Saver) -> None:
@@ -327,7 +327,7 @@ class Loop:
             fix = "; set faults.action=rollback to continue from the newest proven checkpoint without these batches"
             raise (UserError if is_of_data else DeviceError)(f"{message}; {blamed}{fix * is_of_data}")
         log.warning("%s: rolling back%s", message, f"; {blamed}" * is_of_data, extra={"alert": "rollback"})
-        with self._interlude("rolling back"):
+        with self._outside_step("rolling back"):
             step, last = trainer.step, trainer.step + faults.skip_after
             end = self.samples + num_samples(self.config, last) - num_samples(self.config, step) if is_of_data else None
             self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
@@ -349,7 +349,7 @@ class Loop:
         step, every = self.trainer.step, self.config.train.check_replicas
         if not self._due(every):
             return
-        with self._interlude("comparing replicas"):
+        with self._outside_step("comparing replicas"):
             difference = find_replica_difference(self.trainer)
         if difference:
             last = (step - 1) // every * every

@@ -241,8 +241,8 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
             self._meet(lambda: start(path), self._leads)
             written = list[Written]()
 
-            def write(note_progress: Callable[[], None]) -> None:
-                written.append(write_own(path, rank, slices, note_progress))
+            def write(on_progress: Callable[[], None]) -> None:
+                written.append(write_own(path, rank, slices, on_progress))
 
             agree_on_long_work(self._background, f"writing {path}", write, runs_here=True)
             parts: Sequence[Written] = gather_objects(written[0], self._group)

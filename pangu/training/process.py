@@ -168,8 +168,8 @@ class StopSignals:
     ) -> None:
         """Prepare; `began`: `time.perf_counter()` at the start; `limit_s`: seconds since then, None: no limit.
 
-        `received`: signals that an earlier attempt of this process has noted; it keeps those of this one. `keep`: keeps
-        the handlers when this attempt fails.
+        `received`: signals that an earlier attempt of this process has received; it keeps those of this one. `keep`:
+        keeps the handlers when this attempt fails.
         """
         self.began = began
         self._deadline = None if limit_s is None else began + limit_s

@@ -284,15 +284,15 @@ def _sources(
     num_validation = config.validation.sequences if config.validation.every else 0
     opened: list[Sources] = []
 
-    def make(note_progress: Callable[[], None]) -> None:
+    def make(on_progress: Callable[[], None]) -> None:
         if corpora is None:
-            pack(config.data, config.model, note_progress)
+            pack(config.data, config.model, on_progress)
         else:
-            corpora.prepare(config.data, config.model, mesh.is_first, note_progress)
+            corpora.prepare(config.data, config.model, mesh.is_first, on_progress)
 
-    def open_all(note_progress: Callable[[], None]) -> None:
+    def open_all(on_progress: Callable[[], None]) -> None:
         sizes = config.batch.global_size, num_validation
-        opened.append(open_sources(config.data, config.model, config.train.seed, *sizes, note_progress))
+        opened.append(open_sources(config.data, config.model, config.train.seed, *sizes, on_progress))
 
     before = set(active_children())
 

@@ -217,7 +217,7 @@ class Saver(AbstractContextManager["Saver"]):
             # the first rank last: it would give up what others are still sending
             for runs_here in (not mesh.is_first, mesh.is_first):
                 agree_on_long_work(
-                    mesh, doing, lambda note: uploader.wait(mesh.timeout_s / 2, note), runs_here=runs_here
+                    mesh, doing, lambda report: uploader.wait(mesh.timeout_s / 2, report), runs_here=runs_here
                 )
 
     def wait(self, is_fault: bool = False) -> None:

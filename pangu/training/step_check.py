@@ -45,11 +45,11 @@ class StepCheck(ModuleHooks):
         self._count = 0
         """Operations of the step so far."""
         self._below, trainer.model.hooks = trainer.model.hooks, self
-        self._unsharder = parameters.unsharder
-        parameters.unsharder.note = lambda operation, flat: self._note(StepOp(operation.value, flat=flat.numbers))
-        parameters.gradients.note = parameters.unsharder.note
-        trainer.runner.note = self._begin_action
-        trainer.optimizer.register_step_pre_hook(lambda *_: self._note(StepOp(UPDATE)))
+        self._unsharder = unsharder = parameters.unsharder
+        unsharder.on_operation = lambda operation, flat: self._check(StepOp(operation.value, flat=flat.numbers))
+        parameters.gradients.on_operation = unsharder.on_operation
+        trainer.runner.on_action = self._begin_action
+        trainer.optimizer.register_step_pre_hook(lambda *_: self._check(StepOp(UPDATE)))
 
     def follow(self, schedule: Schedule) -> None:
         """Expect the operations of another schedule from the next step on."""
@@ -88,20 +88,20 @@ class StepCheck(ModuleHooks):
     def _begin_action(self, action: Action) -> None:
         self._action = action
         if action.kind in MESSAGES:
-            self._note(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
+            self._check(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
 
     def _note_module(self, module: str) -> None:
         if (action := self._action) is not None and module in self._stage.uses[action.chunk]:
             op = StepOp(action.kind.value, module, None, action.chunk, action.micro)
             if self._is_compared(op):
-                self._note(op)
+                self._check(op)
 
     def _is_compared(self, op: StepOp) -> bool:
         is_forward = op.kind == Kind.FORWARD
         alone = op.kind == Kind.BACKWARD_WEIGHT or (op.module in self._stage.regions.lookups and not is_forward)
         return not op.module or not alone
 
-    def _note(self, op: StepOp) -> None:
+    def _check(self, op: StepOp) -> None:
         if self._expected is None:
             return
         expected = next(self._expected, None)

@@ -60,20 +60,20 @@ class Uploader:
         self._abandoned = step
         self.wake()
 
-    def wait(self, limit_s: float, note_progress: Callable[[], None] | None = None) -> None:
-        """Send what is left; give up after `limit_s`, with `note_progress` only after as long without progress."""
+    def wait(self, limit_s: float, on_progress: Callable[[], None] | None = None) -> None:
+        """Send what is left; give up after `limit_s`, with `on_progress` only after as long without progress."""
         self.wake()
         before, since_s = -1, time.monotonic()
         while not self._idle.wait(0.05) and time.monotonic() - since_s < limit_s:
-            if note_progress is not None and self._progress != before:
+            if on_progress is not None and self._progress != before:
                 before, since_s = self._progress, time.monotonic()
-                note_progress()
+                on_progress()
         if not self._idle.is_set():
             fix = "the same command sends the rest when it starts again"
             words = self._config.remote, limit_s, fix
             log.warning("%s: not all is sent within %g s; %s", *words, extra={"alert": "failed_upload"})
 
-    def _note_progress(self) -> None:
+    def _on_progress(self) -> None:
         self._progress += 1
 
     def _work(self) -> None:
@@ -104,7 +104,7 @@ class Uploader:
     def _send_all(self) -> bool:
         """Send all local checkpoints, newest first; return True if this rank waits for files of others."""
         assert self._config.remote is not None
-        remote, mesh = RemoteRun(self._config.remote, self._note_progress), self._mesh
+        remote, mesh = RemoteRun(self._config.remote, self._on_progress), self._mesh
         if self._abandoned is not None and mesh.is_first:
             step = self._abandoned
             remote.send_start(self._folder)
@@ -168,9 +168,9 @@ def fetch(name: str, path: Path, config: CheckpointConfig, mesh: Mesh) -> list[s
     share = mesh.rank, mesh.layout.world
     log.info("%s", doing)
     try:
-        agree_on_long_work(mesh, doing, lambda note: RemoteRun(url, note).fetch_index(name, path), runs_here=first)
-        agree_on_long_work(mesh, doing, lambda note: RemoteRun(url, note).fetch(name, path, *share), runs_here=True)
-        agree_on_long_work(mesh, doing, lambda note: RemoteRun(url, note).finish(path), runs_here=first)
+        agree_on_long_work(mesh, doing, lambda report: RemoteRun(url, report).fetch_index(name, path), runs_here=first)
+        agree_on_long_work(mesh, doing, lambda report: RemoteRun(url, report).fetch(name, path, *share), runs_here=True)
+        agree_on_long_work(mesh, doing, lambda report: RemoteRun(url, report).finish(path), runs_here=first)
     except UserError as error:
         if DAMAGED not in str(error):
             raise

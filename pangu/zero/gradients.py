@@ -118,8 +118,8 @@ class GradientSum(ReduceRules[FlatParameter]):
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
         """Start or finish a reduction."""
-        if self.note is not None:
-            self.note(operation, flat)
+        if self.on_operation is not None:
+            self.on_operation(operation, flat)
         if operation is Operation.REDUCE:
             self._handles.append(self._start(flat))
         else:

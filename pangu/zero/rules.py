@@ -68,7 +68,7 @@ class UnshardRules(ABC, Generic[F]):
         self._kept: set[F] = set()
         """Flat parameters of chunks that a schedule keeps unsharded."""
 
-    note: Callable[[Operation, F], None] | None = None
+    on_operation: Callable[[Operation, F], None] | None = None
     """Callback that receives every operation before it is executed."""
 
     @property
@@ -191,7 +191,7 @@ class ReduceRules(ABC, Generic[F]):
         self._reducing: list[F] = []
         """Reductions in flight, oldest first."""
 
-    note: Callable[[Operation, F], None] | None = None
+    on_operation: Callable[[Operation, F], None] | None = None
 
     @property
     def state(self) -> Hashable:

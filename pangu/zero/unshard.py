@@ -60,8 +60,8 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
         """Execute an operation."""
-        if self.note is not None:
-            self.note(operation, flat)
+        if self.on_operation is not None:
+            self.on_operation(operation, flat)
         match operation:
             case Operation.UNSHARD:
                 self._unshard(flat)

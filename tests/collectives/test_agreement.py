@@ -61,10 +61,10 @@ def test_the_error_of_one_is_that_of_all() -> None:
 def test_work_that_makes_progress_may_take_long(pace: float) -> None:
     """One rank takes longer than the others would wait for it; meanwhile the foreground meets as well."""
 
-    def action(note_progress: Callable[[], None]) -> int:
+    def action(on_progress: Callable[[], None]) -> int:
         for _ in range(8):
             time.sleep(0.25 * pace)
-            note_progress()
+            on_progress()
         return 7
 
     def both(mesh: Mesh) -> Any:
@@ -106,11 +106,11 @@ def test_who_works_hears_of_its_own_progress_and_who_waits_of_all(pace: float) -
     heard: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(3)}
 
     def work(mesh: Mesh) -> None:
-        def action(note_progress: Callable[[], None]) -> None:
+        def action(on_progress: Callable[[], None]) -> None:
             for _ in range(6):
                 time.sleep(0.25 * pace)
                 if mesh.rank == 1:
-                    note_progress()
+                    on_progress()
 
         agree_on_long_work(
             mesh, "working", action, runs_here=mesh.rank < 2, watch=lambda *said: heard[mesh.rank].append(said)
@@ -129,15 +129,15 @@ def test_work_that_nobody_waits_for_ends_and_cleans_up(pace: float) -> None:
     ended = [Event(), Event()]
 
     def work(mesh: Mesh) -> bool:
-        def hang(note_progress: Callable[[], None]) -> None:
+        def hang(on_progress: Callable[[], None]) -> None:
             released.wait(300.0)
             ended[0].set()
 
-        def get_on(note_progress: Callable[[], None]) -> None:
+        def get_on(on_progress: Callable[[], None]) -> None:
             try:
                 for _ in range(400):
                     time.sleep(0.05 * pace)
-                    note_progress()
+                    on_progress()
             finally:
                 ended[1].set()
 

@@ -74,15 +74,15 @@ def test_whoever_waits_hears_of_progress_and_may_end_it(small_library: Path, tmp
     data = replace(stdlib(tmp_path / "data", 0.3), packing=replace(PACKING, method="best_fit"))
     heard: list[None] = []
 
-    def note_progress() -> None:
+    def on_progress() -> None:
         heard.append(None)
         if len(heard) == 9:
             raise CancelledError
 
     with pytest.raises(CancelledError):
-        prepare(data, model(400), False, note_progress)
+        prepare(data, model(400), False, on_progress)
     assert list((tmp_path / "data").iterdir()) == []
-    prepare(data, model(400), False, note_progress)
+    prepare(data, model(400), False, on_progress)
     assert len(heard) > 9 + 7 + 2 + 1
 
 

@@ -172,8 +172,8 @@ def test_a_bias_falls_while_its_expert_has_more_than_the_mean() -> None:
     none = torch.zeros(())
     for skipped in (False, True):
         balance.start_step(none, 0.5)
-        balance.note(0, torch.tensor([9, 3, 6, 6]), none, torch.ones(2))
-        balance.note(1, torch.tensor([0, 0, 24, 0]), none + 12, torch.ones(2))
+        balance.record(0, torch.tensor([9, 3, 6, 6]), none, torch.ones(2))
+        balance.record(1, torch.tensor([0, 0, 24, 0]), none + 12, torch.ones(2))
         figures = balance.finish_step(None, torch.tensor(skipped))
     assert balance.bias.tolist() == [[-0.25, 0.25, 0, 0], [0.25, 0.25, -0.25, 0.25]]
     assert balance.shares.tolist() == [[0.375, 0.125, 0.25, 0.25], [0, 0, 1, 0]]

@@ -107,7 +107,7 @@ def judged(checks: DeviceChecks, batches: list[Batch], is_last: bool) -> list[tu
             checks.computed = batches, trainer.config
             result = trainer.read(trainer.update())
             trainer.forward_backward(batches)  # as a run does before it reads the result
-            verdicts.append(checks.judge("spike", result))
+            verdicts.append(checks.diagnose("spike", result))
     return verdicts
 
 

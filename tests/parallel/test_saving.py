@@ -126,7 +126,7 @@ def sends(rank: int, world: int, folder: Path, limit_s: float) -> list[str]:
     def slow(self: RemoteRun, *arguments: Any) -> None:
         for _ in range(17 if rank == 1 else 0):
             time.sleep(limit_s / 10)
-            self._note_progress()
+            self._on_progress()
         send(self, *arguments)
 
     with patch.object(RemoteRun, "_send_file", slow):

@@ -412,7 +412,9 @@ def test_slow_ranks_are_those_for_which_there_are_spares_before_anything_is_save
     trainer.mesh.recorder.active = None
     monkeypatch.setenv(device_checks.VARIABLE, "0@host:1")
     monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: {1: 4.0})
-    monkeypatch.setattr(device_checks, "exchange", lambda *question, now: asked.append((*question, now)) or has_spares)
+    monkeypatch.setattr(
+        device_checks, "replace_ranks", lambda *question, now: asked.append((*question, now)) or has_spares
+    )
     found = Stragglers(trainer, config("faults.stragglers=act", "faults.straggler_every=1").faults)
     seen = []
     for _ in range(4):

@@ -109,7 +109,7 @@ def kill_at(number: int, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(system, name, call)
 
     monkeypatch.setattr(remote, "CHUNK_BYTES", 2**13)
-    monkeypatch.setattr(RemoteRun, "_note_progress", property(lambda _: dies), raising=False)
+    monkeypatch.setattr(RemoteRun, "_on_progress", property(lambda _: dies), raising=False)
     monkeypatch.setattr(RemoteRun, "__setattr__", lambda self, name, value: self.__dict__.update({name: value}))
 
 
