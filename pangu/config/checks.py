@@ -16,7 +16,7 @@ from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
 from pangu.config.dependencies import unmet
 from pangu.config.layout_checks import data_size, layout_problems
-from pangu.config.model_checks import contradictions, upcycling_problems
+from pangu.config.model_checks import contradictions
 from pangu.config.optimizer import MuonConfig
 from pangu.config.schema import RunConfig
 from pangu.config.stages import stage_problems
@@ -209,7 +209,7 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
         rule = f"checkpoint.resume = {checkpoint.resume} already provides the weights"
         yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "use null, or set checkpoint.resume=auto")
-    yield from upcycling_problems(checkpoint, config.model)
+    yield from _upcycling(config)
     if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
         near = multiples_near(checkpoint.every, checkpoint.keep_every)
         rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
@@ -219,6 +219,24 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
         rule = f"needs checkpoints of validated steps: checkpoint.every = {apart}, validation.every = {validation}"
         fix = f"use 0, or set validation.every={apart} or another divisor or multiple of checkpoint.every"
         yield Problem("checkpoint.keep_best", checkpoint.keep_best, rule, fix)
+
+
+def _upcycling(config: RunConfig) -> Iterator[Problem]:
+    """Yield the reasons why experts copied from dense layers would not compute the same as those layers."""
+    given, model = "with checkpoint.upcycle = true", config.model
+    if not config.checkpoint.upcycle or model.experts is None:
+        return
+    rule = f"{given} the weights of a token's experts must add up to 1"
+    if not model.router.normalised:
+        yield Problem("model.router.normalised", False, rule, "use true")
+    if model.router.scale != 1:
+        yield Problem("model.router.scale", model.router.scale, rule, "use 1")
+    if model.shared_experts:
+        rule = f"{given} shared experts would add to the output of the copies"
+        yield Problem("model.shared_experts", model.shared_experts, rule, "use 0")
+    if model.expert_size != model.ffn_size:
+        rule = f"{given} each expert is a copy of a dense layer of {model.ffn_size} columns"
+        yield Problem("model.expert_ffn", model.expert_ffn, rule, "use null")
 
 
 def _local_paths(config: RunConfig) -> Iterator[Problem]:

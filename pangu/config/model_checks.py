@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from pangu.common.errors import Problem
 from pangu.config import dependencies
 from pangu.config.build import findings, read
-from pangu.config.checkpoint import CheckpointConfig
 from pangu.config.dependencies import unmet
 from pangu.config.model import ModelConfig
 from pangu.config.rope import Llama3Scaling, YarnScaling
@@ -173,21 +172,3 @@ def _balance(model: ModelConfig, experts: int) -> Iterator[Problem]:
     router = model.router
     if router.balance == "bias" and not router.bias_rate:
         yield Problem("model.router.bias_rate", 0, "has no effect with model.router.balance = bias", "use e.g. 0.001")
-
-
-def upcycling_problems(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Yield the reasons why experts copied from dense layers would not compute the same as those layers."""
-    given = "with checkpoint.upcycle = true"
-    if not checkpoint.upcycle or model.experts is None:
-        return
-    rule = f"{given} the weights of a token's experts must add up to 1"
-    if not model.router.normalised:
-        yield Problem("model.router.normalised", False, rule, "use true")
-    if model.router.scale != 1:
-        yield Problem("model.router.scale", model.router.scale, rule, "use 1")
-    if model.shared_experts:
-        rule = f"{given} shared experts would add to the output of the copies"
-        yield Problem("model.shared_experts", model.shared_experts, rule, "use 0")
-    if model.expert_size != model.ffn_size:
-        rule = f"{given} each expert is a copy of a dense layer of {model.ffn_size} columns"
-        yield Problem("model.expert_ffn", model.expert_ffn, rule, "use null")

@@ -324,6 +324,32 @@ def test_one_contradiction(words: str) -> None:
     assert CONTRADICTIONS[words] in text
 
 
+UPCYCLING = {
+    "checkpoint.upcycle=true": (
+        "checkpoint.upcycle = true: needs checkpoint.init_from != null, got null; use false, or set "
+        "checkpoint.init_from=CHECKPOINT\n  checkpoint.upcycle = true: needs model.experts != null"
+    ),
+    (
+        "model.experts=8 checkpoint.upcycle=true checkpoint.init_from=a model.router.normalised=false "
+        "model.router.scale=2.5"
+    ): (
+        "model.router.normalised = false: with checkpoint.upcycle = true the weights of a token's experts must add up "
+        "to 1; use true\n  model.router.scale = 2.5: with checkpoint.upcycle = true"
+    ),
+    "model.experts=8 checkpoint.upcycle=true checkpoint.init_from=a model.shared_experts=1 model.expert_ffn=64": (
+        "model.shared_experts = 1: with checkpoint.upcycle = true shared experts would add to the output of the "
+        "copies; use 0\n  model.expert_ffn = 64: with checkpoint.upcycle = true each expert is a copy of a dense layer "
+        "of 512 columns; use null"
+    ),
+}
+"""Command line -> what is said of experts that copy dense layers."""
+
+
+@pytest.mark.parametrize("words", UPCYCLING)
+def test_experts_that_would_not_compute_as_the_dense_layers_they_copy(words: str) -> None:
+    assert UPCYCLING[words] in problems(*words.split())
+
+
 def test_all_contradictions_at_once() -> None:
     text = problems(
         "model.heads=7", "batch.micro_size=3", "optimizer.lr=-1", "train.steps=0", "lr_schedule.warmup_steps=0"

@@ -32,22 +32,6 @@ CONTRADICTIONS = {
         "model.experts_per_token = null: must be a multiple of model.router.groups = 4: each group contributes as "
         "many; nearest valid values: 4"
     ),
-    "checkpoint.upcycle=true": (
-        "checkpoint.upcycle = true: needs checkpoint.init_from != null, got null; use false, or set "
-        "checkpoint.init_from=CHECKPOINT\n  checkpoint.upcycle = true: needs model.experts != null"
-    ),
-    (
-        "model.experts=8 checkpoint.upcycle=true checkpoint.init_from=a model.router.normalised=false "
-        "model.router.scale=2.5"
-    ): (
-        "model.router.normalised = false: with checkpoint.upcycle = true the weights of a token's experts must add up "
-        "to 1; use true\n  model.router.scale = 2.5: with checkpoint.upcycle = true"
-    ),
-    "model.experts=8 checkpoint.upcycle=true checkpoint.init_from=a model.shared_experts=1 model.expert_ffn=64": (
-        "model.shared_experts = 1: with checkpoint.upcycle = true shared experts would add to the output of the "
-        "copies; use 0\n  model.expert_ffn = 64: with checkpoint.upcycle = true each expert is a copy of a dense layer "
-        "of 512 columns; use null"
-    ),
     "model.experts=8 model.router.selection=group_limited model.router.groups=4": (
         "model.router.groups_per_token = null: model.router.selection = group_limited needs a number; use 1 to 4"
     ),
