@@ -12,7 +12,7 @@ from torch import Tensor
 from pangu.collectives.conjugate import conjugate
 from pangu.collectives.exchange import exchange_rows, start_exchange
 from pangu.collectives.reduce import Handle, start_all_gather, start_reduce_scatter
-from pangu.config.context import context_kind, ulysses_size
+from pangu.config.parallelism import context_kind, ulysses_size
 from pangu.config.schema import RunConfig
 from pangu.topology.context import ContextRank, by_rank, in_order
 from pangu.topology.mesh import Mesh

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.reduce import Completion, Handle, start_all_gather
-from pangu.config.expert_layout import same_sequences
+from pangu.config.parallelism import same_sequences
 from pangu.topology.experts import ExpertRank
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup

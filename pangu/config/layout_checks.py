@@ -10,10 +10,9 @@ from typing import Any
 from pangu.common.errors import Problem, shown
 from pangu.config import dependencies
 from pangu.config.build import findings
-from pangu.config.context import context_problems
 from pangu.config.dependencies import unmet
-from pangu.config.expert_layout import group_problems, least_data, spread_problems
 from pangu.config.model import ModelConfig
+from pangu.config.parallelism import balance_problems, context_problems, expert_problems, least_data
 from pangu.config.schema import RunConfig
 from pangu.config.stages import in_stage
 from pangu.config.suggest import any_of, divisors_near, either, multiples_near
@@ -214,4 +213,4 @@ def _batch(config: RunConfig, world: int, uneven: bool) -> Iterator[Problem]:
 
 def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
     replicas = data_size(config, world) * config.parallel.context
-    yield from list(spread_problems(config, replicas)) or group_problems(config)
+    yield from list(expert_problems(config, replicas)) or balance_problems(config)

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import Function
 
-from pangu.config.expert_layout import fullest_load
+from pangu.config.parallelism import fullest_load
 from pangu.config.schema import RunConfig
 from pangu.dryrun.operators import tensors_in
 from pangu.layers import attention_blocks, gpu_kernels

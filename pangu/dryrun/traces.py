@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from pangu.config.expert_layout import least_data
 from pangu.config.model import ModelConfig
+from pangu.config.parallelism import least_data
 from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.dryrun.roles import run_with_progress

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from pangu.collectives.conjugate import conjugate
 from pangu.collectives.regions import enter, leave
-from pangu.config.expert_layout import most_of_rank
 from pangu.config.model import ModelConfig
+from pangu.config.parallelism import most_of_rank
 from pangu.layers.builder import Builder
 from pangu.layers.expert_balance import Attach
 from pangu.layers.expert_exchange import exchanged, split

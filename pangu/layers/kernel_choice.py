@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pangu.common.errors import ConfigError
 from pangu.config.attention import ABILITIES, obstacles
-from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
+from pangu.config.parallelism import context_kind
 from pangu.config.schema import RunConfig
 from pangu.config.sparse import SparseConfig
 from pangu.layers.attention import AttentionCore, split_heads

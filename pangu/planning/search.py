@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.cluster import ClusterConfig
-from pangu.config.expert_layout import holds_groups
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
+from pangu.config.parallelism import holds_groups
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import kept_workers, measured_gib
 from pangu.pipeline.stages import cut, layer_counts

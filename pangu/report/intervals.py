@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from pangu.config.expert_layout import fullest_load
+from pangu.config.parallelism import fullest_load
 from pangu.planning.program import Plan
 from pangu.planning.search import Space
 

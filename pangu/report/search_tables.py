@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import FailureConfig
-from pangu.config.context import context_kind
+from pangu.config.parallelism import context_kind
 from pangu.metrics.text import duration
 from pangu.models.size import training_flops_per_token
 from pangu.planning import search

@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from pangu.config.context import ulysses_size
 from pangu.config.optimizer import UPDATED_AT_ONCE, qk_clip_of
+from pangu.config.parallelism import ulysses_size
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 from pangu.models.size import hidden_state_shapes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.context import ContextRegion
-from pangu.config.context import context_kind
+from pangu.config.parallelism import context_kind
 from pangu.layers import attention_blocks
 from pangu.layers.attention_blocks import Lengths
 from pangu.layers.biases import Alibi

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pangu.config.expert_layout import most_of_rank
 from pangu.config.model import RouterConfig
+from pangu.config.parallelism import most_of_rank
 from pangu.layers.expert_balance import ExpertBalance
 from pangu.layers.experts import Router, Routes
 from pangu.layers.grouped_matmul import grouped_matmul

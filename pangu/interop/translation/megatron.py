@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-from pangu.config.expert_layout import least_data
+from pangu.config.parallelism import least_data
 from pangu.interop.formats.megatron_experts import layer_pattern
 from pangu.interop.translation.megatron_attention import attention
 from pangu.interop.translation.megatron_recipe import optimizer, schedule
