@@ -103,6 +103,7 @@ def _least_rate(config: RunConfig) -> Iterator[Problem]:
 def _decay(config: RunConfig) -> Iterator[Problem]:
     schedule, total = config.lr_schedule, config.train.steps
     if schedule.shape == "wsd":
+        # as `learning_rate` does
         length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
         if schedule.warmup_steps + length > total:
             keys, values = "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}"
@@ -130,7 +131,7 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
         if not packed:
             rule = "would split conversations"
             yield Problem("data.packing.method", "concat", rule, "use best_fit or single")
-    elif packed and lacks_eod and not isinstance(packing.bos, int):
+    elif packed and lacks_eod and not isinstance(packing.bos, int):  # where a document begins, the last one ends
         rule = f"data.packing.method = {packing.method} needs the id that ends a document"
         yield Problem("data.packing.eod", None, rule, "set an id, or data.packing.method=concat")
     elif lacks_eod and (packing.reset_mask or packing.reset_positions):
@@ -155,7 +156,7 @@ def _files(config: RunConfig) -> Iterator[Problem]:
     data = config.data
     if not isinstance(data, (IndexedData, StreamData, InstructionsData)):
         return
-    if not data.train and not config.dry_run:
+    if not data.train and not config.dry_run:  # a dry run reads no data
         examples = {
             "indexed": "[PREFIX], where PREFIX.bin and PREFIX.idx are written by tools/preprocess_data.py",
             "stream": "[FOLDER]",
@@ -215,6 +216,7 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
         rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
         yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, any_of(near))
     apart, validation = checkpoint.every, config.validation.every
+    # steps that are saved and validated are frequent only if one interval divides the other
     if checkpoint.keep_best and apart and (not validation or (apart % validation and validation % apart)):
         rule = f"needs checkpoints of validated steps: checkpoint.every = {apart}, validation.every = {validation}"
         fix = f"use 0, or set validation.every={apart} or another divisor or multiple of checkpoint.every"

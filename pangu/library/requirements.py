@@ -35,14 +35,14 @@ def storage_of(
         raise UserError(f"mesh = {shown(mesh)}: must be a mesh, as `pangu.connect` returns it")
     formats: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or is_lazy(parameter):
+        if parameter.is_meta or is_lazy(parameter):  # shards are cut from values
             raise UserError(
                 f"{name}: has no values yet; build the module on a device, and let lazy modules see a batch"
             )
         if not parameter.is_floating_point():
             raise UserError(f"{name}: is {parameter.dtype}; parameters must be floating; use buffers for others")
         formats.setdefault(parameter.dtype, name)
-    if dtype is None and len(formats) > 1:
+    if dtype is None and len(formats) > 1:  # a flat parameter has one dtype
         listed = ", ".join(f"{name} is {kind}" for kind, name in formats.items())
         raise UserError(f"parameters of several formats: {listed}; set one for all, e.g. dtype=torch.bfloat16")
     if unknown := {offload} if isinstance(offload, str) else set(offload) - {"optimizer", "parameters"}:
@@ -51,6 +51,7 @@ def storage_of(
         if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
             raise UserError(f"{name} = {kind}: must be a floating format of at least 16 bits; use torch.bfloat16")
     layout, kind = mesh.layout, dtype or next(iter(formats), torch.float32)
+    # frozen parameters have no gradients that could vanish
     half = {"dtype": kind if any(p.requires_grad for p in model.parameters()) else None, "message": message}
     for name in (name for name, each in half.items() if each == torch.float16):
         raise UserError(
@@ -95,11 +96,12 @@ def require_agreement(model: nn.Module, table: PlacementTable, mesh: Mesh) -> No
         return
     at, values = mesh.at, {**dict(model.named_parameters()), **dict(model.named_buffers())}
     cut = {placement.name for placement in table if placement.cut_dim is not None}
+    # tensor-parallel ranks hold different slices of what is cut, and copies of the rest
     local_digests = {name: (at.tensor if name in cut else 0, _digest(tensor)) for name, tensor in values.items()}
     holders: dict[tuple[int, int, str], tuple[int, str]] = {}
     for rank, (stage, digests) in enumerate(gather_objects((at.pipeline, local_digests), mesh.group("world"))):
         names = ", ".join(digests)
-        for name, (tensor, digest) in {"": (0, names), **digests}.items():
+        for name, (tensor, digest) in {"": (0, names), **digests}.items():  # names and order must agree first
             first, expected = holders.setdefault((stage, tensor, name), (rank, digest))
             if expected != digest:
                 what = f"{name}: its first values differ" if name else "parameters and buffers differ"

@@ -44,7 +44,7 @@ def make_optimizer(
     step; otherwise AdamW is LAMB without trust ratios, also with apex's kernels.
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
-    exclude = config.exclude_vectors if isinstance(config, LambConfig) else True
+    exclude = config.exclude_vectors if isinstance(config, LambConfig) else True  # only LAMB has the choice
     adapting: list[Placement] = []
     groups: list[dict[str, Any]] = []
     for own, names in options or [({}, [placement.name for placement, _ in tensors])]:
@@ -54,7 +54,7 @@ def make_optimizer(
             chosen = [(p, tensor) for p, tensor in members if (exclude and p.is_vector) == bare]
             decay = 0.0 if bare else config.weight_decay
             groups.append({"weight_decay": decay, **own, "params": [tensor for _, tensor in chosen]})
-            groups[-1]["decay_multiplier"] *= not bare
+            groups[-1]["decay_multiplier"] *= not bare  # schedules of the weight decay respect it
             if isinstance(config, LambConfig):
                 groups[-1]["adapt"] = not bare
             adapting += [] if bare else [placement for placement, _ in chosen]
@@ -69,7 +69,7 @@ def make_optimizer(
         muon.kernels = UPDATES[kernels]
         return muon
     if isinstance(config, AdamConfig):
-        groups = [{**group, "adapt": False} for group in groups]
+        groups = [{**group, "adapt": False} for group in groups]  # LAMB without trust ratios is AdamW
     else:
         shards |= {"eps_inside_root": config.eps_inside_root, "max_ratio": config.max_ratio}
         shards["sum_norms"] = over_ranks(adapting)

@@ -173,7 +173,7 @@ def make_table(
                     matrix = suffix == "weight"
                     own = naming.get("norms", {}).get(suffix, suffix) if "norm" in parts[0] else suffix
                     stack = model.experts or 0 if "{}" not in pattern and "experts" in parts[0] else 0
-                    end = f".{own}" if not stack else "" if matrix else "_bias"
+                    end = f".{own}" if not stack else "" if matrix else "_bias"  # stacks are parameters, not modules
                     each = parts[: len(parts) // stack] if stack else parts
                     shape = (sum(shapes[part][0] for part in each), *shapes[each[0]][1:])
                     transposed = matrix and pattern in naming.get("transposed", ())
@@ -182,9 +182,9 @@ def make_table(
                         cut = 1
                     blocks = (groups or {}).get(pattern, 1)
                     if pattern in naming.get("grouped", ()):
-                        blocks = model.kv_heads or model.heads
+                        blocks = model.kv_heads or model.heads  # heads that share a key stand together
                     if pattern in naming.get("in_turn", ()):
-                        blocks = shapes[parts[0]][0]
+                        blocks = shapes[parts[0]][0]  # gate and up, row by row
                     shape = shape[::-1] if transposed else shape
                     paired = _rotary_pairs(model, parts) if naming.get("neighbors", False) else ()
                     name, shape = f"{prefix}{module}{end}", (stack, *shape) if stack else shape

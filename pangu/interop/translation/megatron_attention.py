@@ -55,7 +55,7 @@ def _latent(source: Translation) -> None:
     """Set `model.latent`, whose vectors are always normed here, and which has other biases than there."""
     sizes = {key: source.count(name) for key, name in _SIZES.items()}
     source.set("model.latent", sizes, "multi-latent-attention", *_SIZES.values())
-    source.overrides.pop("model.qk_norm", None)
+    source.overrides.pop("model.qk_norm", None)  # there it means the norms of latent vectors
     if not source.flag("qk-layernorm") or not source.flag("disable-bias-linear"):
         source.lacks("multi-latent-attention", "latent_norms")
     source.set("model.biases", False, "disable-bias-linear")
@@ -65,7 +65,7 @@ def _windows(source: Translation) -> None:
     """Set the window, and the layers without one."""
     if sides := [int(side) for word in source.words("window-size") for side in re.findall(r"-?\d{1,9}", word)]:
         if len(sides) == 2 and sides[0] >= 0 and sides[1] == 0:
-            source.set("model.window", sides[0] + 1, "window-size")
+            source.set("model.window", sides[0] + 1, "window-size")  # theirs leaves out the token itself
             if pattern := _layers(source, "window-attn-skip-freq", 0):
                 source.set("model.full_layers", pattern, "window-attn-skip-freq")
         else:
@@ -101,7 +101,7 @@ def _rotary(source: Translation) -> None:
     elif kind is not None or source.flag("use-rope-scaling"):
         numbers = {
             "factor": source.number("rope-scaling-factor"),
-            "low_freq_factor": source.number("low-freq-factor") or 1.0,
+            "low_freq_factor": source.number("low-freq-factor") or 1.0,  # these are Megatron's defaults, of Llama 3.1
             "high_freq_factor": source.number("high-freq-factor") or 4.0,
             "original_sequence": source.integer("original-max-position-embeddings") or 8192,
         }
@@ -113,7 +113,7 @@ def _yarn(source: Translation, name: str) -> None:
     if (factor := source.number(name)) is None:
         return
     if source.text("rope-type") == "rope":
-        if factor != 1 and source.number("mscale-all-dim"):
+        if factor != 1 and source.number("mscale-all-dim"):  # it scales logits even without YaRN
             source.lacks("mscale-all-dim", "other_function")
         return
     others = ("original-max-position-embeddings", "beta-fast", "beta-slow", "mscale", "mscale-all-dim")

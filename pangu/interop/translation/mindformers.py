@@ -208,7 +208,7 @@ def _layout(source: Translation) -> None:
     if source.flag("parallel_config.use_seq_parallel") and tensor > 1:
         source.set("parallel.sequence", True, "parallel_config.use_seq_parallel")
     expert, data = source.count("parallel_config.expert_parallel") or 1, source.count("parallel_config.data_parallel")
-    if data is not None and data % expert and data * tensor % expert == 0:
+    if data is not None and data % expert and data * tensor % expert == 0:  # groups span tensor-parallel ranks
         source.set("parallel.expert_tensor", 1, "parallel_config.expert_parallel")
     shards = ("parallel.enable_parallel_optimizer", "parallel_config.optimizer_shard")
     if any(map(source.flag, shards)):

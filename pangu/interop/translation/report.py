@@ -60,7 +60,7 @@ def _checked(source: Translation, configs: Path) -> tuple[list[str], str]:
     groups = sorted(path.name for path in configs.iterdir() if path.is_dir())
     left_open = [key for key in groups if source.overrides.get(key, (None,))[0] == UNSAID]
     chosen = [f"{key}={value}" for key, (value, _) in source.overrides.items() if key in {*groups} - {*left_open}]
-    usual = compose(configs, [*chosen, "dry_run=true"])
+    usual = compose(configs, [*chosen, "dry_run=true"])  # values that need not be stated
     stated = {
         key: value
         for key, (value, names) in source.overrides.items()
@@ -71,9 +71,11 @@ def _checked(source: Translation, configs: Path) -> tuple[list[str], str]:
     words = [f"{key}={hydra_value(stated[key])}" for key in order]
     values = compose(configs, [*(word for word in words if word.partition("=")[0] not in left_open), "dry_run=true"])
     config, problems = find_problems(values)
+    # a value that could not be read is a problem already, and no layout
     problems += [problem for problem in layout_problems(config, world=1) if not isinstance(problem.value, Wrong)]
     if wrong := [_renamed(problem, source) for problem in problems if problem.value != "(missing)"]:
         raise ConfigError(wrong)
+    # without all keys of the model its size is unknown
     is_whole = "model" in source.overrides and not any(key.startswith("model") for key in source.open)
     missing = any(problem.value == "(missing)" and problem.key.startswith("parallel.") for problem in problems)
     count = 1 if missing else one_copy(config) * data_size(config, 1)
@@ -116,6 +118,7 @@ def hydra_value(value: object) -> str:
     text = str(value)
     if not isinstance(value, str) or value == UNSAID or (_BARE.fullmatch(text) and text.lower() not in _WORDS):
         return text
+    # Hydra takes backslashes literally, except in front of a quote, where each is doubled
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 

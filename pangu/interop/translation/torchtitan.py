@@ -67,6 +67,7 @@ def _layout(source: Translation) -> None:
     else:
         keep = source.text("parallelism.fsdp_reshard_after_forward")
         keeps_full = keep == "never" or (keep == "default" and stages > 1)
+        # FSDP that keeps full weights from forward to backward is ZeRO-2 here
         source.set("parallel.zero", 2 if keeps_full else 3, name, "parallelism.fsdp_reshard_after_forward")
         copies = source.integer("parallelism.data_parallel_replicate_degree")
         if copies is not None and copies > 1 and shard is not None and shard > 1:
@@ -81,7 +82,7 @@ def _layout(source: Translation) -> None:
             source.set("parallel.schedule", schedule, name)
         else:
             source.lacks(name, "value")
-        virtual = 2 if schedule in ("interleaved", "breadth_first", "zb_v") else 1
+        virtual = 2 if schedule in ("interleaved", "breadth_first", "zb_v") else 1  # its default for these
         per = source.count("parallelism.pipeline_parallel_layers_per_stage")
         layers = source.get("model.layers")
         if per is not None and isinstance(layers, int):
