@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from pangu.layers.builder import Builder
@@ -39,6 +42,25 @@ class AttentionCore:
 def split_heads(x: Tensor, size: int) -> Tensor:
     """Split [sequence, batch, heads x size] into [batch, heads, sequence, size]; heads are contiguous in the width."""
     return x.view(*x.shape[:-1], x.shape[-1] // size, size).permute(1, 2, 0, 3)
+
+
+def split_projections(stacked: Tensor, widths: Sequence[int], size: int) -> tuple[Tensor, ...]:
+    """Split [sequence, batch, sum of `widths`] into the heads of each projection, as `split_heads` does."""
+    of_heads = stacked.view(*stacked.shape[:-1], stacked.shape[-1] // size, size).permute(1, 2, 0, 3)
+    return of_heads.split_with_sizes([width // size for width in widths], 1)
+
+
+def stack_projections(heads: Sequence[Tensor], apart: bool = True) -> Tensor:
+    """Undo `split_projections`, without a copy if the heads lie side by side; `apart`: rows may then lie apart."""
+    first, width = heads[0], 0
+    (batch, _, length, size), (of_row, _, of_place, _) = first.shape, first.stride()
+    for one in heads:
+        at = one.untyped_storage()._cdata, one.storage_offset() - width, one.stride()
+        if at != (first.untyped_storage()._cdata, first.storage_offset(), (of_row, size, of_place, 1)):
+            return torch.cat([part.permute(2, 0, 1, 3) for part in heads], 2).flatten(2)
+        width += one.shape[1] * size
+    stacked = first.as_strided((length, batch, width), (of_place, of_row, 1))
+    return stacked if apart else stacked.contiguous()
 
 
 def merge_heads(x: Tensor) -> Tensor:

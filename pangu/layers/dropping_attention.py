@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.common.errors import LocalError
+from pangu.layers.attention import split_heads, split_projections
 from pangu.layers.attention_blocks import Attended, Drops, Gradients, Scores, Tile
 from pangu.layers.dropout import Dropout, DropoutKeys, Masks
 from pangu.layers.dropout_masks import COLUMNS, bound_of, signed
@@ -78,11 +79,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[T
 
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return gradients of queries, keys and values."""
     # `output` and `log_sum` are those of all keys that the queries see; `key` may be a part of these.
     tensors = grad, query, key, value, output, log_sum, *masked.reach
-    return torch.ops.pangu.attend_backward(*tensors, *masked.arguments)
+    return _parts(torch.ops.pangu.attend_backward(*tensors, *masked.arguments), query, key)
 
 
 class _Attention(Function):
@@ -273,9 +274,10 @@ def _attend_backward(
     oldest: Tensor | None,
     newest: Tensor | None,
     *of_mask: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     grad, query, key, value, output = _lined_up(grad, query, key, value, output)
-    grad_query, grad_key, grad_value = _like_attend_backward(grad, query, key, value)
+    stacked = _like_attend_backward(grad, query, key, value)
+    grad_query, grad_key, grad_value = _parts(stacked, query, key)
     log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
     launcher = _Launcher(query, key, *of_mask)
@@ -284,29 +286,36 @@ def _attend_backward(
         "query_gradients", (query, key, value, grad, output, grad_query), sums, oldest, query_tiles, "queries"
     )
     launcher.launch("key_gradients", (query, key, value, grad, grad_key, grad_value), sums, newest, key_tiles, "keys")
-    return grad_query, grad_key, grad_value
+    return stacked
 
 
-def _like_heads(part: Tensor) -> Tensor:
-    batch, heads, length, size = part.shape
-    return part.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
+def _parts(stacked: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, whose rows lie side by side if there are equally many."""
+    # side by side, they are the gradient of a stacked projection without a copy (`stack_projections`)
+    batch, heads, queries, size = query.shape
+    groups, keys = key.shape[1:3]
+    widths = [heads * size, groups * size, groups * size]
+    if queries == keys:
+        return split_projections(stacked.view(queries, batch, -1), widths, size)
+    parts = stacked.split([query.numel(), key.numel(), key.numel()])
+    return tuple([split_heads(part.view(-1, batch, n), size) for part, n in zip(parts, widths, strict=True)])
 
 
 def _like_attend(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _like_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    batch, heads, length, size = query.shape
+    output = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
+    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _like_attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_heads(query), _like_heads(key), _like_heads(value)
+def _like_attend_backward(grad: Tensor, query: Tensor, key: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.numel() + 2 * key.numel())
 
 
 _OF_MASK = "Tensor? rows, Tensor? place, float probability, int query_at, int key_at"
 _LIBRARY.define(f"attend(Tensor query, Tensor key, Tensor value, Tensor? oldest, {_OF_MASK}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor log_sum, "
-    f"Tensor? oldest, Tensor? newest, {_OF_MASK}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor? oldest, Tensor? newest, {_OF_MASK}) -> Tensor"
 )
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")

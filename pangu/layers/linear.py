@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, enter, join_pieces, leave
 from pangu.layers.apex import NORMS
+from pangu.layers.attention import split_heads, split_projections
 from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
 
@@ -71,18 +72,22 @@ class ColumnParallelLinear(ParallelLinear):
         self.region = TensorRegion() if from_table else build.region
         self.widths = [placement.local_shape[0] for placement in self.placements]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [sequence (/ ranks with sequence parallelism), ..., inputs] to [sequence, ..., outputs / ranks]."""
-        if self.in_graph is not None and torch.compiler.is_compiling():
-            return self.in_graph(self, x)
-        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
+    def forward(self, x: Tensor, head_size: int | None = None) -> Any:
+        """Map [sequence (/ ranks with sequence parallelism), ..., inputs] to [sequence, ..., outputs / ranks].
 
-    def projections(self, output: Tensor, ranks_per_key_head: int) -> tuple[Tensor, ...]:
-        """Return each projection of this layer's output, of which the last two are keys and values, of whole heads."""
-        outputs = output.split_with_sizes(self.widths, -1)
-        if ranks_per_key_head == 1:
-            return outputs
-        return *outputs[:-2], *join_pieces(torch.stack(outputs[-2:]), ranks_per_key_head, self.region)
+        With `head_size`, return the heads of each projection instead (`split_projections`).
+        """
+        heads = None if head_size is None else (self.widths, head_size)
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            output = self.in_graph(self, x)
+            return output if heads is None else split_projections(output, *heads)
+        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8, heads)
+
+    def joined_heads(self, x: Tensor, head_size: int, ranks_per_key_head: int) -> tuple[Tensor, ...]:
+        """Return the heads of each projection of x, of which the last two are keys and values with pieces of heads."""
+        outputs = self(x).split_with_sizes(self.widths, -1)
+        outputs = *outputs[:-2], *join_pieces(torch.stack(outputs[-2:]), ranks_per_key_head, self.region)
+        return tuple(split_heads(part, head_size) for part in outputs)
 
 
 class ReplicatedLinear(ColumnParallelLinear):

@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
+from pangu.layers.attention import split_projections, stack_projections
 from pangu.layers.fp8_blocks import BlockProducts, by_sample
 from pangu.layers.recompute import end_recompute, is_discarded
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     Fp8 = Fp8Products | None  # or `BlockProducts`, of which `casts_once` is False
 
 ALONE = TensorRegion()
+Heads = tuple[Sequence[int], int] | None
+"""Widths of the projections and the head size of an output that is split into heads (`split_projections`)."""
 Multiply = Callable[[Tensor], Tensor]
 
 
@@ -44,23 +47,31 @@ class Use(NamedTuple):
     region: TensorRegion
     store: Store
     fp8: Fp8 = None
+    heads: Heads = None
 
 
 def column_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, fp8: Fp8 = None
-) -> Tensor:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    region: TensorRegion,
+    store: Store,
+    fp8: Fp8 = None,
+    heads: Heads = None,
+) -> Any:
     """Return x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
     x [sequence (/ ranks with sequence parallelism), ..., inputs], weight [outputs / ranks, inputs], bias [outputs /
     ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is and gathered again in the backward pass; an open
     `store` takes the gradients of weight and bias, which are leaves. `fp8` is for training; communication keeps the
-    dtype of x.
+    dtype of x. With `heads`, the output is split in the same node, so that its gradient can be taken without a copy.
     """
     fp8 = fp8 if torch.is_grad_enabled() else None
     if region.size == 1 and store is None and fp8 is None:
-        return F.linear(x, weight, bias)
+        output = F.linear(x, weight, bias)
+        return output if heads is None else split_projections(output, *heads)
     kind = LocalMatmul if region.size == 1 else ColumnParallelMatmul
-    return _node(kind, x, Use(weight, bias, region, store, fp8))
+    return _node(kind, x, Use(weight, bias, region, store, fp8, heads))
 
 
 def row_parallel_matmul(
@@ -176,7 +187,8 @@ class MatmulNode(Function):
         ctx.save_for_backward(x if cast is None else cast.columns, use.weight)
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
         ctx.use = use
-        return value(x if cast is None else cast.rows.view(x.shape), use)
+        output = value(x if cast is None else cast.rows.view(x.shape), use)
+        return output if use.heads is None else split_projections(output, *use.heads)
 
 
 class LocalMatmul(MatmulNode):
@@ -193,7 +205,8 @@ class LocalMatmul(MatmulNode):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
-        use, grad = ctx.use, grads[0].contiguous()
+        use = ctx.use
+        grad = grads[0].contiguous() if use.heads is None else stack_projections(grads, use.fp8 is None)
         rows = sums = grad.flatten(0, -2)
         if use.fp8 is None:
             grad_x, left = torch.mm(rows, weight), rows.t()
@@ -221,7 +234,8 @@ class ColumnParallelMatmul(MatmulNode):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx, and last dW and db unless the store takes them."""
         x, weight = ctx.saved_tensors
-        use, grad = ctx.use, grads[0].contiguous()
+        use = ctx.use
+        grad = grads[0].contiguous() if use.heads is None else stack_projections(grads, use.fp8 is None)
         is_open = use.store is not None and use.store.is_open
         whole_x = start_gather(x, use.region) if use.weight.requires_grad and not is_open else None
         grad, left, rows = _gradients(use, grad)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.layers.attention import AttentionCore, KVCache, merge_heads, split_heads
+from pangu.layers.attention import AttentionCore, KVCache, merge_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.experts import MixtureOfExperts
@@ -142,10 +141,9 @@ class Attention(nn.Module):
         """Return queries, keys and values of x [sequence, batch, hidden]."""
         # `queries`: position vectors [sequence, batch, hidden], for the query layer
         if queries is None:
-            projected = self.qkv.projections(self.qkv(x), self.ranks_per_key_head)
+            query, key, value = self._heads(self.qkv, x)
         else:
-            projected = (self.query(queries), *self.key_value.projections(self.key_value(x), self.ranks_per_key_head))
-        query, key, value = map(partial(split_heads, size=self.head_size), projected)
+            (query,), (key, value) = self.query(queries, self.head_size), self._heads(self.key_value, x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None and self.has_rope:
@@ -153,6 +151,11 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.append(self, context.first, key, value)
         return QKV(query, key, value)
+
+    def _heads(self, layer: ColumnParallelLinear, x: Tensor) -> Any:
+        if self.ranks_per_key_head > 1:
+            return layer.joined_heads(x, self.head_size, self.ranks_per_key_head)
+        return layer(x, self.head_size)
 
     def finish(self, attended: Tensor, context: ForwardContext) -> Tensor:
         """Return the output [sequence, batch, hidden] for attention [batch, heads / ranks, sequence, head size]."""
