@@ -23,8 +23,8 @@ from unittest.mock import patch
 
 import torch
 
-from pangu.layers import dropping_attention
-from pangu.layers.dropping_attention import tiles_of
+from pangu.layers import triton_attention
+from pangu.layers.triton_attention import tiles_of
 
 KERNELS = ("attend", "query_gradients", "key_gradients")
 CAPABILITIES = (80, 90, 100, 120)
@@ -66,8 +66,8 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
     with (
         patch.object(JITFunction, "run", compile_only),
         pretending(capability),
-        patch.object(dropping_attention, "has_small_tiles", lambda device: uses_small_tiles(capability)),
-        patch.object(dropping_attention, "has_whole_rows", lambda device: capability // 10 in (10, 11)),
+        patch.object(triton_attention, "has_small_tiles", lambda device: uses_small_tiles(capability)),
+        patch.object(triton_attention, "has_whole_rows", lambda device: capability // 10 in (10, 11)),
     ):
         yield made
 

@@ -68,18 +68,18 @@ class GatheredKeys:
         start_all_gather(whole.view(-1), self.part.view(-1), self.region.group).wait()
         yield None, in_order(whole)
 
-    def give_back(self, gradient: Tensor) -> None:
+    def reduce_grad(self, gradient: Tensor) -> None:
         """Reduce-scatter the gradient of the keys and values that were yielded last."""
         whole = by_rank(gradient.to(self.part.dtype), self.region.size)
         self._sum = torch.empty_like(self.part)
         start_reduce_scatter(self._sum.view(-1), whole.view(-1), self.region.group).wait()
 
-    def gradient(self) -> Tensor:
-        """Return the gradient of `part`, summed over the ranks, after the last `give_back`."""
+    def grad(self) -> Tensor:
+        """Return the gradient of `part`, summed over the ranks, after the last `reduce_grad`."""
         return self._sum
 
 
-class PassedKeys:
+class RingKeys:
     """Ring of keys and values: while a rank computes with one shard it receives the next (Liu et al. 2023).
 
     Gradients are sent straight to the rank that owns the keys, each rounded once, while the next ones are computed.
@@ -108,7 +108,7 @@ class PassedKeys:
                 handle.wait()
                 now = following
 
-    def give_back(self, gradient: Tensor) -> None:
+    def reduce_grad(self, gradient: Tensor) -> None:
         """Send the gradient of the keys and values that were yielded last to the rank that owns them."""
         if self._sum is None:  # the first shard is this rank's own
             self._sum = gradient
@@ -119,8 +119,8 @@ class PassedKeys:
         self._add()
         self._arriving = received, handle
 
-    def gradient(self) -> Tensor:
-        """Return the gradient of `part`, summed over the ranks, after the last `give_back`."""
+    def grad(self) -> Tensor:
+        """Return the gradient of `part`, summed over the ranks, after the last `reduce_grad`."""
         self._add()
         assert self._sum is not None
         return self._sum

@@ -116,7 +116,7 @@ class Blend:
         return chosen
 
 
-class PassingShuffle(Generic[Item]):
+class ShuffleBuffer(Generic[Item]):
     """Streaming shuffle that delays each document by a keyed pseudorandom number of tokens, at most `span`.
 
     The order depends only on document lengths and keys, not on how far ahead the text is read, so that resuming has to
@@ -135,14 +135,14 @@ class PassingShuffle(Generic[Item]):
 
     def turn(self, epoch: int, begin: int, number: int) -> Turn:
         """Return the turn of document `number` of an epoch, which starts after `begin` tokens of the epoch."""
-        passing = random_key(*self._keys, epoch, number) * (self._span + 1) >> 64 if self._span else 0
-        return epoch, begin + passing, number
+        delay = random_key(*self._keys, epoch, number) * (self._span + 1) >> 64 if self._span else 0
+        return epoch, begin + delay, number
 
-    def put(self, turn: Turn, item: Item) -> None:
+    def push(self, turn: Turn, item: Item) -> None:
         """Add a document to the buffer."""
         heappush(self._waiting, (turn, item))
 
-    def take(self, epoch: int, read: int) -> tuple[Turn, Item] | None:
+    def pop(self, epoch: int, read: int) -> tuple[Turn, Item] | None:
         """Return the next document once `read` tokens of an epoch have been read; None if more must be read first."""
         if not self._waiting or self._waiting[0][0][:2] > (epoch, read):
             return None

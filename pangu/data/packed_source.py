@@ -16,7 +16,7 @@ from pangu.common.errors import UserError
 from pangu.config.data import StreamData
 from pangu.data.documents import BadLine, documents, held_out, leave_out
 from pangu.data.inputs import TextPosition, read_chunks
-from pangu.data.order import PassingShuffle, Turn, permuted
+from pangu.data.order import ShuffleBuffer, Turn, permuted
 from pangu.data.workers import parallel_map
 from pangu.topology.random import random_key
 
@@ -98,7 +98,7 @@ class PackedSource:
             epoch, passed, number = map(int, position["turn"])
             self._skipped = epoch, passed, number
         self._begun, self._epoch = position, start.epoch
-        self._shuffle = PassingShuffle[tuple[_Chunk, NDArray[np.int32]]](
+        self._shuffle = ShuffleBuffer[tuple[_Chunk, NDArray[np.int32]]](
             self._recipe.shuffle, *self._recipe.keys, "documents"
         )
         self._chunks: deque[_Chunk] = deque()
@@ -163,7 +163,7 @@ class PackedSource:
 
     def next_document(self) -> NDArray[np.int32]:
         """Return the ids of the next document, or what is left of the one in which reading began."""
-        while (taken := self._shuffle.take(self._epoch, self._num_tokens)) is None:
+        while (taken := self._shuffle.pop(self._epoch, self._num_tokens)) is None:
             self._read_on()
         turn, (chunk, ids) = taken
         if self._skipped is not None:
@@ -191,7 +191,7 @@ class PackedSource:
         for ids in encoded.documents:
             turn = self._shuffle.turn(self._epoch, self._num_tokens, self._num_documents)
             if self._skipped is None or turn >= self._skipped:
-                self._shuffle.put(turn, (chunk, ids))
+                self._shuffle.push(turn, (chunk, ids))
                 chunk.waiting += 1
             self._num_documents += 1
             self._num_tokens += len(ids)

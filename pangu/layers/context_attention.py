@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.context import ContextRegion, GatheredKeys, PassedKeys, to_heads, to_sequence
+from pangu.collectives.context import ContextRegion, GatheredKeys, RingKeys, to_heads, to_sequence
 from pangu.config.model import ModelConfig
 from pangu.layers.attention_blocks import (
     Attended,
@@ -30,10 +30,10 @@ from pangu.layers.attention_blocks import (
 from pangu.layers.biases import Bias
 from pangu.layers.cpu import CpuBlocks
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.dropping_attention import TritonBlocks
 from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
 from pangu.layers.recompute import checkpointed
+from pangu.layers.triton_attention import TritonBlocks
 
 
 def context_kernel(
@@ -102,7 +102,7 @@ class HeadExchange:
 
 
 class BlockAttention:
-    """Kernel whose queries stay, while keys and values of other ranks come and go (`GatheredKeys`, `PassedKeys`)."""
+    """Kernel whose queries stay, while keys and values of other ranks come and go (`GatheredKeys`, `RingKeys`)."""
 
     # They come again in the backward pass; scores are never stored.
     def __init__(
@@ -132,7 +132,7 @@ class BlockAttention:
         return output, scores
 
 
-def visits(
+def attention_tiles(
     region: ContextRegion | None, length: int, window: int | None, source: int | None
 ) -> Iterator[tuple[slice, slice, Tile]]:
     """Yield this rank's queries with the keys of `source` (None: of all ranks) that they see, and their block."""
@@ -166,7 +166,7 @@ def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
     return CpuBlocks if fused and not (learned or drops) else ExplicitBlocks
 
 
-class _OwnKeys:
+class _LocalKeys:
     """Keys and values of this rank, which has all; see `GatheredKeys`."""
 
     def __init__(self, pair: Tensor) -> None:
@@ -175,18 +175,18 @@ class _OwnKeys:
     def __iter__(self) -> Iterator[tuple[None, Tensor]]:
         yield None, self.pair
 
-    def give_back(self, gradient: Tensor) -> None:
+    def reduce_grad(self, gradient: Tensor) -> None:
         self.pair = gradient
 
-    def gradient(self) -> Tensor:
+    def grad(self) -> Tensor:
         return self.pair
 
 
-def exchanged(pair: Tensor, region: ContextRegion | None) -> GatheredKeys | PassedKeys | _OwnKeys:
+def exchange_keys(pair: Tensor, region: ContextRegion | None) -> GatheredKeys | RingKeys | _LocalKeys:
     """Return the exchange of this rank's keys and values [2, batch, heads, sequence / ranks, head size]."""
     if region is None:
-        return _OwnKeys(pair)
-    return (PassedKeys if region.kind == "ring" else GatheredKeys)(pair, region)
+        return _LocalKeys(pair)
+    return (RingKeys if region.kind == "ring" else GatheredKeys)(pair, region)
 
 
 def _part(query: Tensor, pair: Tensor, queries: slice, keys: slice) -> QKV:
@@ -216,8 +216,8 @@ class _Attend(Function):
             scores = query.new_zeros(*query.shape[:3], attention.length)
         attended: dict[int, Attended] = {}
         states = []
-        for source, pair in exchanged(torch.stack((key, value)), attention.region):
-            for queries, keys, block in visits(attention.region, attention.length, attention.window, source):
+        for source, pair in exchange_keys(torch.stack((key, value)), attention.region):
+            for queries, keys, block in attention_tiles(attention.region, attention.length, attention.window, source):
                 passed = Scores(_columns(below, queries, block), _columns(scores, queries, block))
                 part = _part(query, pair, queries, keys)
                 one = attention.blocks.forward(part, block, drops.rows(queries), passed)
@@ -241,10 +241,10 @@ class _Attend(Function):
         grad_query = torch.zeros_like(query, dtype=wide)
         grad_bias = torch.zeros_like(attention.bias) if ctx.needs_input_grad[3] else None
         grad_scores = grads[1].clone() if attention.residual_scores else None
-        exchange = exchanged(torch.stack((key, value)), attention.region)
+        exchange = exchange_keys(torch.stack((key, value)), attention.region)
         for source, pair in exchange:
             grad_pair = torch.zeros_like(pair, dtype=wide)
-            for queries, keys, block in visits(attention.region, attention.length, attention.window, source):
+            for queries, keys, block in attention_tiles(attention.region, attention.length, attention.window, source):
                 passed = Scores(_columns(below, queries, block), _columns(grad_scores, queries, block))
                 whole = Attended(output[:, :, queries], log_sum[:, :, queries], next(states))
                 into = Gradients(_part(grad_query, grad_pair, queries, keys), grad_bias)
@@ -252,8 +252,8 @@ class _Attend(Function):
                 attention.blocks.backward(
                     grads[0][:, :, queries], part, block, drops.rows(queries), passed, whole, into
                 )
-            exchange.give_back(grad_pair)
-        grad_key, grad_value = exchange.gradient().to(query.dtype)
+            exchange.reduce_grad(grad_pair)
+        grad_key, grad_value = exchange.grad().to(query.dtype)
         grad_below = grad_scores if ctx.needs_input_grad[4] else None
         grad_sinks = None
         if ctx.needs_input_grad[5]:

@@ -19,10 +19,10 @@ from pangu.common.errors import Problem
 from pangu.layers.attention_blocks import with_sinks
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropout_masks import is_kept
-from pangu.layers.dropping_attention import Triton
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Reference, Sdpa
 from pangu.layers.masks import AttentionMask
 from pangu.layers.sparse import FLEX_TILE
+from pangu.layers.triton_attention import Triton
 
 MOST_PAIRS = 1 << 26
 """Number of token pairs of a mask that are examined at a time."""

@@ -16,7 +16,7 @@ from pangu.config.optimizer import qk_clip_of
 from pangu.config.schema import RunConfig
 from pangu.layers.attention_blocks import MOST_SCORES, Tile, grouped
 from pangu.layers.builder import DTYPES, Builder
-from pangu.layers.context_attention import exchanged, visits
+from pangu.layers.context_attention import attention_tiles, exchange_keys
 from pangu.layers.kernels import MaskAndBias
 from pangu.layers.recompute import is_repeating
 
@@ -66,8 +66,8 @@ class LayerLogits:
         heads = query.shape[1]
         of_rank = self.values[self.rank * heads : (self.rank + 1) * heads]
         own = key[None] if self.region is None else key[None].contiguous()
-        for source, (keys,) in exchanged(own, self.region):
-            for rows, columns, block in visits(self.region, terms.length, terms.mask.window, source):
+        for source, (keys,) in exchange_keys(own, self.region):
+            for rows, columns, block in attention_tiles(self.region, terms.length, terms.mask.window, source):
                 for one in _largest(query[:, :, rows], keys[:, :, columns], block, terms):
                     torch.maximum(of_rank, one.to(of_rank.dtype), out=of_rank)
 

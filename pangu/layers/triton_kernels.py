@@ -1,4 +1,4 @@
-"""Triton kernels of `pangu.layers.dropping_attention`: flash attention (Dao 2023, algorithms 1 and 2) with dropout.
+"""Triton kernels of `pangu.layers.triton_attention`: flash attention (Dao 2023, algorithms 1 and 2) with dropout.
 
 The dropout masks are the hash of `pangu.layers.dropout_masks`, computed next to the probability and never stored. Where
 tensor cores give a thread all four columns of a word, or two of transposed scores, it computes the word once. A program

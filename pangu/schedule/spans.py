@@ -57,7 +57,7 @@ def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float =
         scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
         if "backward" not in operator:
             return [scores, mixed]
-        # one kernel, or those of `dropping_attention`, which compute scores and gradients of probabilities for each
+        # one kernel, or those of `triton_attention`, which compute scores and gradients of probabilities for each
         shared, grad_query = [scores, fused(queries, keys, columns)], fused(queries, width, keys)
         return [*shared * (1 + (operator == "attend_backward")), mixed, grad_query, grad_query]
     if operator.startswith("grouped"):  # assume equal groups; the last operand has their ends

@@ -16,7 +16,7 @@ from pangu.layers import attention_blocks
 from pangu.layers.attention_blocks import Lengths
 from pangu.layers.biases import Alibi
 from pangu.layers.builder import Builder
-from pangu.layers.context_attention import context_kernel, visits
+from pangu.layers.context_attention import attention_tiles, context_kernel
 from pangu.layers.dropout import Dropout
 from pangu.layers.kernels import QKV, MaskAndBias, Reference
 from pangu.layers.masks import AttentionMask
@@ -110,7 +110,7 @@ def test_every_rank_has_as_many_scores_to_compute(ranks: int) -> None:
         work, seen = Counter[int](), Counter[tuple[int, int]]()
         for rank in range(ranks):
             region = ContextRegion(rank, ranks, kind=kind)
-            for _, _, block in (visit for source in sources for visit in visits(region, length, None, source)):
+            for _, _, block in (visit for source in sources for visit in attention_tiles(region, length, None, source)):
                 for query in range(block.query, block.query + block.queries):
                     for key in range(block.key, min(block.key + block.keys, query + 1)):
                         seen[query, key] += 1

@@ -26,8 +26,8 @@ from pangu.layers.kernels import QKV, MaskAndBias
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 
 
-class Reach(NamedTuple):
-    """Reach of a mask under which the keys that a query sees are contiguous: within a document and a window."""
+class VisibleRange(NamedTuple):
+    """Range of the keys that each query sees, which is contiguous within a document and a window."""
 
     oldest: Tensor | None
     """Position of the first key that a query sees, int32 [batch or 1, sequence]; None: 0. The last is its own."""
@@ -35,8 +35,8 @@ class Reach(NamedTuple):
     """Position of the last query that sees a key, int32 [batch or 1, sequence]."""
 
     @classmethod
-    def of(cls, terms: MaskAndBias) -> Reach:
-        """Return the reach of a mask, shared by all layers; both positions are non-decreasing, as kernels require."""
+    def of(cls, terms: MaskAndBias) -> VisibleRange:
+        """Return the ranges of a mask, shared by all layers; both positions are non-decreasing, as kernels require."""
         mask, length, device = terms.mask, terms.length, terms.device
         assert mask.sparse is None
         assert (mask.documents is None) == (mask.bounds is None)
@@ -56,10 +56,10 @@ class Reach(NamedTuple):
         return cls(oldest, newest)
 
 
-class Masked(NamedTuple):
+class KernelMask(NamedTuple):
     """Mask and dropout of an attention call."""
 
-    reach: Reach
+    visible: VisibleRange
     masks: Masks | None
     query_at: int = 0
     """Position of the first query; `key_at`: of the first key."""
@@ -71,18 +71,18 @@ class Masked(NamedTuple):
         return *(self.masks or (None, None, 0.0)), self.query_at, self.key_at
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, masked: KernelMask) -> tuple[Tensor, Tensor]:
     """Return output [batch, heads, queries, head size] and logarithms of the sums of exponentials."""
     # The latter are fp32 [batch, heads, queries]. A query that sees nothing has output 0 and -inf.
-    return torch.ops.pangu.attend(query, key, value, masked.reach.oldest, *masked.arguments)
+    return torch.ops.pangu.attend(query, key, value, masked.visible.oldest, *masked.arguments)
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: KernelMask
 ) -> tuple[Tensor, ...]:
     """Return gradients of queries, keys and values."""
     # `output` and `log_sum` are those of all keys that the queries see; `key` may be a part of these.
-    tensors = grad, query, key, value, output, log_sum, *masked.reach
+    tensors = grad, query, key, value, output, log_sum, *masked.visible
     return _parts(torch.ops.pangu.attend_backward(*tensors, *masked.arguments), query, key)
 
 
@@ -100,7 +100,7 @@ class _Attention(Function):
         probability: float,
     ) -> Tensor:
         masks = None if rows is None or place is None else Masks(rows, place, probability)
-        ctx.masked = Masked(Reach(oldest, newest), masks)
+        ctx.masked = KernelMask(VisibleRange(oldest, newest), masks)
         output, log_sum = attend(query, key, value, ctx.masked)
         ctx.save_for_backward(query, key, value, output, log_sum)
         return output
@@ -116,23 +116,23 @@ class Triton:
     """Kernel of our own in Triton, for contiguous keys that end with the query's own: no block-sparse masks."""
 
     def __init__(self, terms: MaskAndBias) -> None:
-        """Compute the reach of the mask."""
-        self.reach = Reach.of(terms)
+        """Compute the ranges of visible keys."""
+        self.visible = VisibleRange.of(terms)
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention; see `Kernel`."""
         rows, place, probability = dropout.masks(qkv.query, keys) or (None, None, 0.0)
-        return _Attention.apply(*qkv, *self.reach, rows, place, probability), None
+        return _Attention.apply(*qkv, *self.visible, rows, place, probability), None
 
 
 class TritonBlocks:
     """Blocks with the Triton kernels."""
 
     def __init__(self, terms: MaskAndBias) -> None:
-        """Compute the reach of the mask."""
-        self.reach = Reach.of(terms)
+        """Compute the ranges of visible keys."""
+        self.visible = VisibleRange.of(terms)
 
     def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
         """Attend to a block of keys; see `Blocks`."""
@@ -146,8 +146,8 @@ class TritonBlocks:
         for total, gradient in zip(into.of, gradients, strict=True):
             total.add_(gradient)
 
-    def _masked(self, part: QKV, block: Tile, drops: Drops) -> Masked:
-        return Masked(self.reach, drops.dropout.masks(part.query, drops.keys), block.query, block.key)
+    def _masked(self, part: QKV, block: Tile, drops: Drops) -> KernelMask:
+        return KernelMask(self.visible, drops.dropout.masks(part.query, drops.keys), block.query, block.key)
 
 
 def head_parts(size: int) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class _Launcher(NamedTuple):
 
     query: Tensor
     key: Tensor
-    # as `Masked.arguments`
+    # as `KernelMask.arguments`
     rows: Tensor | None
     place: Tensor | None
     probability: float
@@ -203,7 +203,7 @@ class _Launcher(NamedTuple):
     key_at: int
 
     def launch(
-        self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], reach: Tensor | None, tiles: Tiles, cut: str
+        self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], edge: Tensor | None, tiles: Tiles, cut: str
     ) -> None:
         """Launch a kernel; `columns` are tensors with head columns, `cut` the tiled dimension: queries or keys."""
         from triton.errors import TritonError  # noqa: PLC0415 - optional package
@@ -219,14 +219,14 @@ class _Launcher(NamedTuple):
         arguments = (
             *columns,
             *sums,
-            self.query if reach is None else reach,  # not read
+            self.query if edge is None else edge,  # not read
             self.query if self.rows is None else self.rows,
             *(stride for part in columns for stride in part.stride()[:3]),
             heads,
             heads // groups,
             queries,
             keys,
-            0 if reach is None or reach.shape[0] == 1 else reach.stride(0),
+            0 if edge is None or edge.shape[0] == 1 else edge.stride(0),
             self.query_at,
             self.key_at,
             math.log2(math.e) / math.sqrt(size),
@@ -234,7 +234,7 @@ class _Launcher(NamedTuple):
             place >> 32,
             bound_of(self.probability),
             1.0 / (1.0 - self.probability),
-            reach is not None,
+            edge is not None,
             self.rows is not None,
             shared and self.key_at % COLUMNS == tiles.keys % COLUMNS == 0,
             size,

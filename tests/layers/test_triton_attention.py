@@ -19,15 +19,15 @@ from torch import Tensor
 
 from pangu.common.errors import LocalError
 from pangu.config import attention as abilities
-from pangu.layers import dropping_attention
+from pangu.layers import triton_attention
 from pangu.layers.attention import AttentionCore
 from pangu.layers.attention_blocks import Attended, Drops, ExplicitBlocks, Gradients, Scores, Tile
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.dropping_attention import Reach, Tiles, TritonBlocks, head_parts
 from pangu.layers.gpu_kernels import KERNELS
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
+from pangu.layers.triton_attention import Tiles, TritonBlocks, VisibleRange, head_parts
 from pangu.models import compiled
 from pangu.topology.layout import Layout
 from pangu.topology.placement import PlacementTable
@@ -68,7 +68,7 @@ NAMES = ["plain", "grouped", "documents", "window", "documents in windows", "all
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a sequence, the last of them not full, and not as many queries as keys."""
     tiles = Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)
-    monkeypatch.setattr(dropping_attention, "tiles_of", lambda size, small: tiles)
+    monkeypatch.setattr(triton_attention, "tiles_of", lambda size, small: tiles)
 
 
 def masked(documents: Tensor | None, window: int | None) -> AttentionMask:
@@ -147,7 +147,7 @@ def test_nearly_all_may_be_dropped() -> None:
 def test_reach_is_what_the_mask_allows(documents: Tensor | None, window: int | None) -> None:
     """Of every query the keys from the oldest to its own, of every key the queries from its own to the newest."""
     mask = masked(documents, window)
-    oldest, newest = Reach.of(MaskAndBias(mask, None, LENGTH, torch.float32, CPU))
+    oldest, newest = VisibleRange.of(MaskAndBias(mask, None, LENGTH, torch.float32, CPU))
     if mask.is_plain_causal:
         assert oldest is newest is None
         return

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.data.order import PassingShuffle
+from pangu.data.order import ShuffleBuffer
 
 
 @settings(max_examples=200)
@@ -17,28 +17,28 @@ from pangu.data.order import PassingShuffle
     ahead=st.integers(1, 20),
     data=st.data(),
 )
-def test_a_passing_shuffle_is_a_bounded_permutation_that_goes_on_anywhere(
+def test_a_shuffle_buffer_is_a_bounded_permutation_that_goes_on_anywhere(
     lengths: list[int], span: int, key: int, ahead: int, data: st.DataObject
 ) -> None:
     begins = [sum(lengths[:number]) for number in range(len(lengths))]
 
     def taken(after: tuple[int, int, int] | None, ahead: int) -> list[tuple[tuple[int, int, int], int]]:
         """What comes in two epochs, from a turn on, where so many documents are read at once."""
-        shuffle: PassingShuffle[int] = PassingShuffle(span, key)
+        shuffle: ShuffleBuffer[int] = ShuffleBuffer(span, key)
         result = []
         for epoch in (0, 1):
             for number, begin in enumerate(begins):
                 turn = shuffle.turn(epoch, begin, number)
                 assert 0 <= turn[1] - begin <= span
                 if after is None or turn > after:
-                    shuffle.put(turn, number)
+                    shuffle.push(turn, number)
                 if (number + 1) % ahead == 0:
-                    while item := shuffle.take(epoch, begin + lengths[number]):
+                    while item := shuffle.pop(epoch, begin + lengths[number]):
                         result.append(item)
                     read = begin + lengths[number]
                     waiting = [n for (e, _, n), _ in shuffle._waiting if e == epoch]
                     assert all(begins[n] > read - span - lengths[n] - 1 for n in waiting)
-            while item := shuffle.take(epoch + 1, 0):
+            while item := shuffle.pop(epoch + 1, 0):
                 result.append(item)
         return result
 
@@ -53,9 +53,9 @@ def test_a_passing_shuffle_is_a_bounded_permutation_that_goes_on_anywhere(
     assert taken(whole[place][0], ahead) == whole[place + 1 :]
 
 
-def test_a_passing_shuffle_mixes() -> None:
+def test_a_shuffle_buffer_mixes() -> None:
     """Every delay up to the span is equally likely, and keys choose it."""
-    delays = [PassingShuffle(999, 1).turn(0, 0, number)[1] for number in range(5000)]
+    delays = [ShuffleBuffer(999, 1).turn(0, 0, number)[1] for number in range(5000)]
     assert np.std(np.histogram(delays, bins=10, range=(0, 1000))[0]) < 3 * np.sqrt(500)
     assert min(delays) < 5 < 995 < max(delays)
-    assert delays != [PassingShuffle(999, 2).turn(0, 0, number)[1] for number in range(5000)]
+    assert delays != [ShuffleBuffer(999, 2).turn(0, 0, number)[1] for number in range(5000)]
