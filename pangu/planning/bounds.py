@@ -29,7 +29,7 @@ from pangu.schedule.spans import END, START, Collective, Trace
 from pangu.schedule.stage_ledger import HIDDEN
 from pangu.topology.layout import Coordinates, Layout
 from pangu.zero.grouping import Sharding
-from pangu.zero.stage_parameters import FlatNumbers, place_stage
+from pangu.zero.stage_parameters import FlatSpec, place_stage
 from pangu.zero.states import Formats
 
 
@@ -189,7 +189,7 @@ class LayoutBounds:
         if key not in self._elements:
             formats, numel = self._formats, 2**30
             sharding = Sharding.of(plan.layout, Coordinates(0, 0, 0), plan.offload, expert)
-            flat = FlatNumbers(0, 0, ("",), numel, numel, sharding, trained)
+            flat = FlatSpec(0, 0, ("",), numel, numel, sharding, trained)
             reduce_each = shards_sums(plan.layout) and reduces_each(plan.schedule)
             buffers = buffers_of(flat, 0, formats, reduce_each)
             moments = formats.matrix_moments * formats.moments * (trained and not flat.main_on_host)

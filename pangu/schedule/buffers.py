@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 from pangu.schedule.spans import Axis, Collective
 from pangu.topology.placement import PlacementTable
 from pangu.zero.grouping import Sharding
-from pangu.zero.stage_parameters import FlatNumbers
+from pangu.zero.stage_parameters import FlatSpec
 from pangu.zero.states import Formats
 
 GRAIN = 512
@@ -54,7 +54,7 @@ class Shards(NamedTuple):
     """Axes along which other ranks hold copies of tensors in the local shard."""
 
     @classmethod
-    def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
+    def of(cls, flat: FlatSpec, table: PlacementTable) -> Shards:
         """Return the shards of a flat parameter."""
         held = [(entry, span.stop - span.start) for entry, span, _ in flat.shard_ranges(table)]
         shared = frozenset(entry.shared for entry, _ in held if entry.shared)
@@ -65,7 +65,7 @@ class Shards(NamedTuple):
         )
 
 
-def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
+def buffers_of(flat: FlatSpec, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
     """Return the transient buffers and collectives of a flat parameter with `num_tensors` logical tensors."""
     sharding, padded = flat.sharding, flat.padded
     size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
@@ -94,7 +94,7 @@ def axis_of(sharding: Sharding, name: str) -> Axis:
     return cast(Axis, sharding.axis(name))
 
 
-def lasting_bytes(flat: FlatNumbers, moments: Collection[int], formats: Formats) -> int:
+def lasting_bytes(flat: FlatSpec, moments: Collection[int], formats: Formats) -> int:
     """Return the device bytes of a flat parameter that persist across steps; `moments`: elements of each moment."""
     rows = flat.buffers(formats.weights < formats.sums)
     own = (row for row in rows.values() if row.alias is None and row.lasting and not row.on_host)
@@ -103,7 +103,7 @@ def lasting_bytes(flat: FlatNumbers, moments: Collection[int], formats: Formats)
     return lasting + on_device * sum(allocated(numel * formats.moments) for numel in moments)
 
 
-def copied_bytes(flat: FlatNumbers, formats: Formats) -> float:
+def copied_bytes(flat: FlatSpec, formats: Formats) -> float:
     """Return the bytes an update copies between device and host: gradients to the host, updated weights back."""
     if not flat.trained:
         return 0.0

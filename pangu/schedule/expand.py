@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pangu.schedule.actions import COMPUTE, Action, Kind
 from pangu.zero.grouping import backward_order
 from pangu.zero.rules import Operation, ReduceRules, UnshardRules
-from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+from pangu.zero.stage_parameters import FlatSpec, StageParameters
 
 
 class StepOp(NamedTuple):
@@ -21,7 +21,7 @@ class StepOp(NamedTuple):
     kind: str
     """Kind of an action (of a module if it computes), an `Operation` on a flat parameter, or `UPDATE`."""
     module: str = ""
-    flat: FlatNumbers | None = None
+    flat: FlatSpec | None = None
     chunk: int | None = None
     micro: int | None = None
     peer: int | None = None
@@ -39,25 +39,25 @@ UPDATE = "UPDATE"
 """Kind of the optimizer's update of one flat parameter, or of all (None)."""
 
 
-class _Unsharding(UnshardRules[FlatNumbers]):
+class _Unsharding(UnshardRules[FlatSpec]):
     """Rules that list the operations on weights."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
         super().__init__(parameters, parameters.flats)
         self._ops = ops
 
-    def do(self, operation: Operation, flat: FlatNumbers) -> None:
+    def do(self, operation: Operation, flat: FlatSpec) -> None:
         self._ops.append(StepOp(operation.value, flat=flat))
 
 
-class _Reducing(ReduceRules[FlatNumbers]):
+class _Reducing(ReduceRules[FlatSpec]):
     """Rules that list the operations on gradients."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
         super().__init__(parameters, parameters.flats)
         self._ops = ops
 
-    def do(self, operation: Operation, flat: FlatNumbers) -> None:
+    def do(self, operation: Operation, flat: FlatSpec) -> None:
         self._ops.append(StepOp(operation.value, flat=flat))
 
 
@@ -66,7 +66,7 @@ def expand(
     parameters: StageParameters,
     in_flight: Collection[int] | None = None,
     one_by_one: bool = False,
-    published: Sequence[FlatNumbers] | None = None,
+    published: Sequence[FlatSpec] | None = None,
 ) -> list[StepOp]:
     """Return the step of one rank.
 
@@ -117,7 +117,7 @@ class Expansion:
             self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
 
     def step(
-        self, actions: Iterable[Action], one_by_one: bool, published: Sequence[FlatNumbers] | None = None
+        self, actions: Iterable[Action], one_by_one: bool, published: Sequence[FlatSpec] | None = None
     ) -> list[StepOp]:
         """Return the operations of a full step."""
         for action in actions:
@@ -156,7 +156,7 @@ class Expansion:
         if action.reduce:
             self.reducing.reduce(chunk)
 
-    def _backward(self, action: Action, module: str, flats: Sequence[FlatNumbers], reads_weights: bool) -> None:
+    def _backward(self, action: Action, module: str, flats: Sequence[FlatSpec], reads_weights: bool) -> None:
         """Append one module of a backward pass, or of its input or weight part."""
         reads_weights = reads_weights and action.kind is not Kind.BACKWARD_WEIGHT
         if reads_weights:
@@ -170,7 +170,7 @@ class Expansion:
         if reads_weights:
             self.unsharding.end(module, self.unsharding.backward)
 
-    def _adds(self, flats: Sequence[FlatNumbers]) -> bool:
+    def _adds(self, flats: Sequence[FlatSpec]) -> bool:
         return any(flat.trained for flat in flats)
 
     def _postpones(self, module: str) -> bool:

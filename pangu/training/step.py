@@ -43,7 +43,7 @@ from pangu.training.step_check import StepCheck
 from pangu.zero.gradients import Norms, layer_products_add
 from pangu.zero.muon_exchange import MuonExchange
 from pangu.zero.sharded import ShardedParameters
-from pangu.zero.stage_parameters import FlatNumbers
+from pangu.zero.stage_parameters import FlatSpec
 from pangu.zero.weight_products import WeightProducts
 from pangu.zero.weight_sums import NUMBERS
 
@@ -157,7 +157,7 @@ class Trainer:
         self.runner = Runner.on(mesh, self.model, chunks, schedule, dtype, store=store, parameters=self.parameters)
         self.check = StepCheck(self) if config.train.check_step else None
 
-    def _publish(self, flats: Sequence[FlatNumbers]) -> None:
+    def _publish(self, flats: Sequence[FlatSpec]) -> None:
         if self.clip is not None:
             self.clip.scale(
                 {placement.name for flat in flats for placement, _ in flat.tensor_ranges(self.parameters.stage.table)}

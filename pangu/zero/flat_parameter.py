@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pangu.layers.initial import fill, replace_parameter
 from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement, PlacementTable
-from pangu.zero.stage_parameters import FlatNumbers
+from pangu.zero.stage_parameters import FlatSpec
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def _rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[t
             yield (last, *place), (1, *rest)
 
 
-class FlatParameter(FlatNumbers):
+class FlatParameter(FlatSpec):
     """Parameters of consecutive layers with their weights, gradients and main parameters in flat buffers."""
 
     def __init__(
         self,
         model: nn.Module,
-        numbers: FlatNumbers,
+        numbers: FlatSpec,
         table: PlacementTable,
         seed: int | None,
         dtype: torch.dtype,

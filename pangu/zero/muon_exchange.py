@@ -16,7 +16,7 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.topology.recorder import AxisGroup
 from pangu.zero.muon_schedule import Round, RoundStep, matrix_rounds, publications, steps_of
-from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+from pangu.zero.stage_parameters import FlatSpec, StageParameters
 
 
 class MuonExchange:
@@ -28,7 +28,7 @@ class MuonExchange:
         mesh: Mesh,
         compute: str,
         config: MuonConfig,
-        publish: Callable[[Sequence[FlatNumbers]], None],
+        publish: Callable[[Sequence[FlatSpec]], None],
     ) -> None:
         """Prepare the exchanges; `compute`: compute format; `publish`: function that publishes updated weights."""
         # fp16 has too small a range for messages and iterations

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from pangu.config.optimizer import UPDATED_AT_ONCE, matrices_at_once
 from pangu.topology.placement import Placement, TensorRank
-from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+from pangu.zero.stage_parameters import FlatSpec, StageParameters
 
 MAX_SLOWDOWN = 1.01
 """Largest factor by which iterations may be slower so that weights are published earlier."""
@@ -119,7 +119,7 @@ def matrix_rounds(stage: StageParameters, split_heads: bool, at_once: int = UPDA
     return rounds
 
 
-def _matrices_of(flat: FlatNumbers, stage: StageParameters, cut: TensorRank, split_heads: bool) -> Iterator[Matrix]:
+def _matrices_of(flat: FlatSpec, stage: StageParameters, cut: TensorRank, split_heads: bool) -> Iterator[Matrix]:
     spans = [replace(flat.sharding, rank=rank).span(flat.padded) for rank in range(flat.sharding.size)]
     for entry, span in flat.tensor_ranges(stage.table):
         if entry.is_matrix:
@@ -180,17 +180,17 @@ def _cost(matrix: Matrix) -> int:
     return matrix.placement.numel * min(matrix.shape)
 
 
-def publications(stage: StageParameters, rounds: Sequence[Round]) -> list[list[FlatNumbers]]:
+def publications(stage: StageParameters, rounds: Sequence[Round]) -> list[list[FlatSpec]]:
     """Return the trained flat parameters without matrices, and those whose last matrices are in each round."""
     last = {matrix.flat: number for number, one in enumerate(rounds) for matrix in one.matrices}
-    found: list[list[FlatNumbers]] = [[] for _ in range(1 + len(rounds))]
+    found: list[list[FlatSpec]] = [[] for _ in range(1 + len(rounds))]
     for flat in stage.flats:
         if flat.trained:
             found[1 + last.get(flat.index, -1)].append(flat)
     return found
 
 
-def publish_order(stage: StageParameters, split_heads: bool) -> list[FlatNumbers]:
+def publish_order(stage: StageParameters, split_heads: bool) -> list[FlatSpec]:
     """Return the trained flat parameters in the order in which their weights are published."""
     rounds = [one for of_kind in matrix_rounds(stage, split_heads).values() for one in of_kind]
     first, *others = publications(stage, rounds)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from pangu.zero.grouping import IN_FLIGHT, backward_order
-from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+from pangu.zero.stage_parameters import FlatSpec, StageParameters
 
 
 class Operation(StrEnum):
@@ -30,7 +30,7 @@ class Operation(StrEnum):
     WAIT_REDUCE = "WAIT_REDUCE"
 
 
-F = TypeVar("F", bound=FlatNumbers)
+F = TypeVar("F", bound=FlatSpec)
 Following = Mapping[str, str]
 """Module -> module that is used next."""
 
@@ -62,8 +62,8 @@ class UnshardRules(ABC, Generic[F]):
         self.backward = {a: b for order in orders for a, b in pairwise(order)}
         self.in_flight: dict[F, None] = {}
         """Flat parameters whose gather or copy is in flight."""
-        self.whole: set[F] = set()
-        """Flat parameters of stage 3 that are gathered."""
+        self.unsharded: set[F] = set()
+        """Flat parameters of stage 3 whose full weights are in memory."""
         self._users = dict.fromkeys(self.flat_parameters, 0)
         self._kept: set[F] = set()
         """Flat parameters of chunks that a schedule keeps unsharded."""
@@ -75,12 +75,12 @@ class UnshardRules(ABC, Generic[F]):
     def state(self) -> Hashable:
         """State between two actions, which determines all later operations."""
         users = tuple((flat, count) for flat, count in self._users.items() if count)
-        return tuple(self.in_flight), frozenset(self.whole), users, frozenset(self._kept)
+        return tuple(self.in_flight), frozenset(self.unsharded), users, frozenset(self._kept)
 
     @state.setter
     def state(self, state: Any) -> None:
-        in_flight, whole, users, kept = state
-        self.in_flight, self.whole, self._kept = dict.fromkeys(in_flight), set(whole), set(kept)
+        in_flight, unsharded, users, kept = state
+        self.in_flight, self.unsharded, self._kept = dict.fromkeys(in_flight), set(unsharded), set(kept)
         self._users = dict.fromkeys(self.flat_parameters, 0) | dict(users)
 
     @abstractmethod
@@ -153,7 +153,7 @@ class UnshardRules(ABC, Generic[F]):
 
     def start(self, flat: F) -> None:
         """Start to gather sharded weights."""
-        if flat.sharding.stage == 3 and flat not in self.whole and flat not in self.in_flight:
+        if flat.sharding.stage == 3 and flat not in self.unsharded and flat not in self.in_flight:
             self.do(Operation.UNSHARD, flat)
             self.in_flight[flat] = None
 
@@ -162,12 +162,12 @@ class UnshardRules(ABC, Generic[F]):
         if flat in self.in_flight:
             del self.in_flight[flat]
             self.do(Operation.WAIT_UNSHARD, flat)
-            self.whole.add(flat)
+            self.unsharded.add(flat)
 
     def release(self, flat: F) -> None:
         """Reshard weights that no module uses."""
-        if flat.sharding.stage == 3 and flat in self.whole and not self._users[flat] and flat not in self._kept:
-            self.whole.discard(flat)
+        if flat.sharding.stage == 3 and flat in self.unsharded and not self._users[flat] and flat not in self._kept:
+            self.unsharded.discard(flat)
             self.do(Operation.RESHARD, flat)
 
 

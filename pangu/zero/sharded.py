@@ -20,7 +20,7 @@ from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum
 from pangu.zero.norms import Squares, counts, norm_and_loss
-from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+from pangu.zero.stage_parameters import FlatSpec, StageParameters
 from pangu.zero.unshard import Unsharder
 from pangu.zero.weight_sums import WeightSums
 
@@ -111,7 +111,7 @@ class ShardedParameters:
         self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
-    def publish_updated(self, flats: Iterable[FlatNumbers]) -> None:
+    def publish_updated(self, flats: Iterable[FlatSpec]) -> None:
         """Start to publish weights while an optimizer still updates others."""
         updated = [self.flat_parameters[flat.index] for flat in flats]
         self.unsharder.publish(updated)

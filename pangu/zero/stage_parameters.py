@@ -17,8 +17,8 @@ from pangu.zero.grouping import Buffer, Regions, Sharding, Uses, buffer_table, d
 
 
 @dataclass(eq=False)
-class FlatNumbers:
-    """Flat parameter without tensors."""
+class FlatSpec:
+    """Specification of a flat parameter: its tensors, size and sharding; `FlatParameter` adds the data."""
 
     index: int
     """Index among the flat parameters of the rank, in the order of the forward pass but trained ones first."""
@@ -72,10 +72,10 @@ class StageParameters:
     regions: Regions
     trained: frozenset[str]
     """Modules whose output has a gradient whatever their input."""
-    flats: tuple[FlatNumbers, ...]
-    uses: Mapping[int, Mapping[str, Sequence[FlatNumbers]]]
+    flats: tuple[FlatSpec, ...]
+    uses: Mapping[int, Mapping[str, Sequence[FlatSpec]]]
     """Chunk -> module, in the order of the forward pass -> flat parameters."""
-    reduced: Mapping[int, Sequence[FlatNumbers]]
+    reduced: Mapping[int, Sequence[FlatSpec]]
     """Chunk -> trained flat parameters in the order of the forward pass; -1: of several chunks, reduced last."""
     offload: tuple[str, ...]
     """Host-memory states, as in `memory.offload`."""
@@ -107,15 +107,15 @@ class StageParameters:
         """
         kinds = (False, True) if layout.splits_experts else (False,)
         shardings = {apart: Sharding.of(layout, at, offload, apart) for apart in kinds}
-        reduced: dict[int, list[FlatNumbers]] = {}
+        reduced: dict[int, list[FlatSpec]] = {}
         indices = count()
 
-        def make(chunk: int, names: list[str]) -> FlatNumbers:
+        def make(chunk: int, names: list[str]) -> FlatSpec:
             sharding, trained = shardings[table.is_expert(names[0])], table.is_trained(names[0])
             numel = sum(math.prod(table.shapes[name]) for name in names)
             casts = {name: math.prod(table.shapes[name]) for name in names if fp8 and table.is_in_fp8(name)}
             padded = sharding.padded(numel)
-            flat = FlatNumbers(next(indices), chunk, tuple(names), numel, padded, sharding, trained, casts)
+            flat = FlatSpec(next(indices), chunk, tuple(names), numel, padded, sharding, trained, casts)
             if trained:
                 # a sum in the buffer that the next micro-batch adds to cannot be reduced before the last one
                 late = reduce_each and sharding.size == 1

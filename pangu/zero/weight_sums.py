@@ -88,7 +88,7 @@ class WeightSums:
     def finish_step(self) -> tuple[Tensor, Tensor]:
         """Return the sums by row, and the fp64 numbers [NUMBERS] whose sum over all ranks is 0 if copies are equal."""
         for flat in list(self._missing):
-            if flat.sharding.stage < 3 or flat in self._unsharder.whole:
+            if flat.sharding.stage < 3 or flat in self._unsharder.unsharded:
                 self._unsharder.finish(flat)
                 self.add(flat)
         sums = torch.stack(self._sums) if self._sums else self._zero.new_zeros(0)

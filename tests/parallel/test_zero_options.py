@@ -15,7 +15,7 @@ from pangu.topology.layout import Layout
 from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import Sharding
-from pangu.zero.stage_parameters import FlatNumbers
+from pangu.zero.stage_parameters import FlatSpec
 from tests.configs import tiny
 from tests.parallel import harness
 from tests.parallel.cases import FROZEN
@@ -82,7 +82,7 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
 
     def looked_at(trainer: Trainer) -> Any:
         weights = trainer.parameters.unsharder
-        found.append((len(weights.whole), len(weights.in_flight)))
+        found.append((len(weights.unsharded), len(weights.in_flight)))
         return update(trainer)
 
     with replaced_here(Trainer, update=looked_at):
@@ -180,7 +180,7 @@ def test_masters_on_the_host_lie_beside_the_device() -> None:
     model, table = build_model(config.model)
     sharding = Sharding(stage=3, offload=("optimizer", "parameters"))
     names, numel = tuple(table.shapes), sum(parameter.numel() for parameter in model.parameters())
-    numbers = FlatNumbers(0, 0, names, numel, numel, sharding, trained=True)
+    numbers = FlatSpec(0, 0, names, numel, numel, sharding, trained=True)
     unit = FlatParameter(model, numbers, table, 1, torch.bfloat16, torch.device("cpu"))
     tensors = [unit.weights, unit.local, unit.main, unit.grad, unit.host_grad]
     assert len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}) == 5
