@@ -86,14 +86,14 @@ def take_part(folder: Path) -> None:
     from pangu.training.loop import Loop
 
     times: list[tuple[float, float, int]] = []
-    make_step, operators = Loop._make_step, Operators()
+    make_step, operators = Loop._train_step, Operators()
 
     def timed(loop: Loop, *arguments: Any) -> None:
         with operators if COUNTS in os.environ else nullcontext():
             make_step(loop, *arguments)
         times.append((time.process_time(), time.perf_counter(), operators.count))
 
-    Loop._make_step = timed  # type: ignore[method-assign]
+    Loop._train_step = timed  # type: ignore[method-assign]
     pretrain()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(times))
 

@@ -81,7 +81,7 @@ class Loop:
         """Requests in the flags of earlier steps that are not done yet."""
         self._step_began: DeviceEvent | None = None
         """End of the last step whose result was read; None: start a new measurement."""
-        self._interlude_s = 0.0
+        self._outside_s = 0.0
         """Seconds since then that belong to no step."""
         self._step_s = 0.0
         self.checkpoint: Path | None = None
@@ -106,14 +106,14 @@ class Loop:
             saver = stack.enter_context(Saver(config, trainer, self._in_memory))
             while trainer.step < config.train.steps and self.stopped is None:
                 with report_unresponsive_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
-                    self._make_step(loader, saver)
+                    self._train_step(loader, saver)
             self._enter_phase("saving")
             with report_unresponsive_ranks(mesh, partial(self._place, trainer.step)):
                 saver.finish()
                 self.checkpoint = saver.newest
                 saver.finish_uploads()
 
-    def _make_step(self, loader: Loader, saver: Saver) -> None:
+    def _train_step(self, loader: Loader, saver: Saver) -> None:
         """Compute gradients, read the previous step's result, which has arrived meanwhile, then update the weights.
 
         So the host never waits for an idle device, and a bad step is known before another one changes its state. If
@@ -124,7 +124,7 @@ class Loop:
         trainer = self.trainer
         self._enter_phase("training")
         if self._step_began is None:
-            self._step_began, self._interlude_s = DeviceEvent(trainer.mesh.device), 0.0
+            self._step_began, self._outside_s = DeviceEvent(trainer.mesh.device), 0.0
         recorder = trainer.mesh.recorder
         self.stages.enter(trainer)
         with recorder.span("loading"):
@@ -133,7 +133,7 @@ class Loop:
         self.devices.before_step(batches)
         with recorder.span("update"):
             stragglers = self._stragglers.forward_backward(batches)
-        if self._pending is not None and not self._look(saver, at_once=False):
+        if self._pending is not None and not self._handle_result(saver, at_once=False):
             return  # these gradients are those of a state that is gone
         stage = self.stages.loader_stage_at(trainer.step)
         trainer.loss_limit = self.spikes.limit if self.devices.repeats else None
@@ -147,11 +147,11 @@ class Loop:
         every = [config.checkpoint.every, config.checkpoint.memory_every, config.validation.every]
         every += [config.evaluate.every, config.train.check_replicas]
         is_asked = any(self._asked) or self._stragglers.slow or trainer.step == config.train.steps
-        if is_asked or any(map(self._due, every)):
+        if is_asked or any(map(self._is_due, every)):
             with recorder.span("interlude"):  # the time is a part of the next step, as always
-                self._look(saver, at_once=True)
+                self._handle_result(saver, at_once=True)
 
-    def _look(self, saver: Saver, at_once: bool) -> bool:
+    def _handle_result(self, saver: Saver, at_once: bool) -> bool:
         """Read the result of the last update and act on it; return False if the run has gone back to a checkpoint.
 
         `at_once`: no other step is in flight.
@@ -161,14 +161,14 @@ class Loop:
         (pending, stragglers, of_data), self._pending = self._pending, None
         result = self.trainer.read(pending)
         self._asked = [any(flags) for flags in zip(result.flags, self._asked or result.flags, strict=True)]
-        self._step_s = pending.end.seconds_since(self._step_began) - self._interlude_s
-        self._step_began, self._interlude_s = pending.end, 0.0
+        self._step_s = pending.end.seconds_since(self._step_began) - self._outside_s
+        self._step_began, self._outside_s = pending.end, 0.0
         # The order matters: a step that is taken back is not recorded; what is recorded is on the disk before a
         # checkpoint says that it was made; replicas that differ are found before they are saved; and what a signal
         # asks for is done last, so that the step that was just made is saved.
-        if self._goes_back(result, saver):
+        if self._handle_fault(result, saver):
             return False
-        record = self._figures(result, self._step_s, stragglers)
+        record = self._make_record(result, self._step_s, stragglers)
         counts = saver.failures | {"rollbacks": len(self.spikes.rollbacks)}
         goodput = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
         fields = {name: count or None for name, count in counts.items()} | {"goodput": goodput} | of_data
@@ -176,15 +176,15 @@ class Loop:
         self._continued_from = None
         self.heartbeat.counts = {**counts, "skipped": self.trainer.skipped, "goodput": goodput}
         for writer in self._writers:
-            with self._bearing_failures(type(writer).__name__):
+            with self._log_failures(type(writer).__name__):
                 writer.write(self.record)
         saver.statuses.mark_proven(self.spikes.good_steps, saver.is_writing)
         self._check_replicas(saver)
         if at_once:
-            self._obey(saver)
+            self._handle_signals(saver)
         return True
 
-    def _obey(self, saver: Saver) -> None:
+    def _handle_signals(self, saver: Saver) -> None:
         (save, stop, settle), self._asked = read_flags(self._asked), []
         if stop and self.trainer.step < self.config.train.steps:
             self.stopped = stop
@@ -192,7 +192,7 @@ class Loop:
             with self._outside_step("saving"):
                 saver.wait()
         every, slow = self.config.checkpoint.every, self._stragglers.slow
-        if self._due(every) or ((save or slow) and every):
+        if self._is_due(every) or ((save or slow) and every):
             with self._outside_step("saving"):
                 self._save(saver)
         saver.save_in_memory(self.samples, self.spikes.state(), self._position)
@@ -212,7 +212,7 @@ class Loop:
         yield
         recording = trainer.mesh.recorder.stop()
         if self._pending is not None:
-            self._look(saver, at_once=True)
+            self._handle_result(saver, at_once=True)
         if trainer.step <= self._profiled_after:
             return  # the run has gone back, and will come to this step again
         self._profiled_after = -1
@@ -225,16 +225,16 @@ class Loop:
                 self.profile.write_trace(Path(config.train.output) / "plots" / "profile.json")
                 log.info(self.profile.table())
 
-    def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
+    def _make_record(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
         """Validate and evaluate if due, and return the record of the step."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         validation: dict[str, Any] = {}
         stage_config = self.stages.config_at(trainer.step - 1)
         evaluation, ratios = None, trust_ratios(trainer) if config.metrics.trust_ratios else None
-        if self.validation is not None and self._due(config.validation.every):
+        if self.validation is not None and self._is_due(config.validation.every):
             with self._outside_step("validating"):
                 validation = self.validation.figures(trainer)
-        if self.benchmarks is not None and self._due(config.evaluate.every):
+        if self.benchmarks is not None and self._is_due(config.evaluate.every):
             with self._outside_step("evaluating"):
                 evaluation = self.benchmarks(in_training(config, trainer, self.sources.tokenizer))
         return StepRecord(
@@ -273,24 +273,24 @@ class Loop:
     def _outside_step(self, doing: str) -> Iterator[None]:
         """Run a block whose time belongs to no step."""
         self._enter_phase(doing)
-        interlude_s, began = self._interlude_s, time.perf_counter()
+        outside_s, began = self._outside_s, time.perf_counter()
         with self.trainer.mesh.recorder.span("interlude"):
             yield
-        self._interlude_s = interlude_s + time.perf_counter() - began  # once, where one is within another
+        self._outside_s = outside_s + time.perf_counter() - began  # once, where one is within another
 
-    def _goes_back(self, result: StepResult, saver: Saver) -> bool:
+    def _handle_fault(self, result: StepResult, saver: Saver) -> bool:
         """Handle a step's fault, if any; return True if the run has gone back. May raise UserError on all ranks."""
         if result.skipped and not result.loss > self.spikes.limit:
             mesh = self.trainer.mesh
             of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
             alert = None if self.config.precision.loss_scale else "skipped_step"  # fp16 skips steps to find its scale
             log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks), extra={"alert": alert})
-        if (found := self.devices.find(result)) is not None and self._answer(found[0], saver, found[1]):
+        if (found := self.devices.find(result)) is not None and self._respond(found[0], saver, found[1]):
             return True
         if (fault := self.spikes.fault(result)) is None:
             return False
         fault, intact = self.devices.diagnose(fault, result)
-        return self._answer(fault, saver, intact)
+        return self._respond(fault, saver, intact)
 
     def _save(self, saver: Saver) -> None:
         """Save a checkpoint; non-finite weights or moments are a fault of the run instead."""
@@ -299,10 +299,10 @@ class Loop:
             saver.save(self.samples, self.spikes.state(), self._position, loss)
             return
         fault = f"no checkpoint is saved, because of non-finite values in {tensors}"
-        if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
+        if not self._respond(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
             raise UserError(f"step {self.trainer.step}: {fault}")
 
-    def _answer(self, fault: str, saver: Saver, intact: int | None = None) -> bool:
+    def _respond(self, fault: str, saver: Saver, intact: int | None = None) -> bool:
         """Handle a fault as configured; return True if the run has gone back. May raise UserError on all ranks.
 
         `intact`: last step whose state is surely right, if a device is at fault, and no batches are.
@@ -347,7 +347,7 @@ class Loop:
 
     def _check_replicas(self, saver: Saver) -> None:
         step, every = self.trainer.step, self.config.train.check_replicas
-        if not self._due(every):
+        if not self._is_due(every):
             return
         with self._outside_step("comparing replicas"):
             difference = find_replica_difference(self.trainer)
@@ -360,7 +360,7 @@ class Loop:
                 continues = saver.statuses.condemn_after(last, fault)
             raise DeviceError(f"{message}; {continues}")
 
-    def _due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)
 
     def _open_writers(self) -> None:
@@ -374,11 +374,11 @@ class Loop:
     def _close_writers(self) -> None:
         writers, self._writers = self._writers, []
         for writer in writers:
-            with self._bearing_failures(type(writer).__name__):
+            with self._log_failures(type(writer).__name__):
                 writer.close()
 
     @contextmanager
-    def _bearing_failures(self, writer: str) -> Iterator[None]:
+    def _log_failures(self, writer: str) -> Iterator[None]:
         """Warn once, until it works again, if metrics cannot be written: the run is worth more than they are."""
         try:
             yield

@@ -50,8 +50,8 @@ def test_few_calls_lead_from_a_step_to_the_first_product(
 
     def noting(*given: Any, **named: Any) -> Any:
         names = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(package)]
-        if "_make_step" in names:
-            paths.append(names[names.index("_make_step") :])
+        if "_train_step" in names:
+            paths.append(names[names.index("_train_step") :])
         return product(*given, **named)
 
     monkeypatch.setattr(F, "linear", noting)

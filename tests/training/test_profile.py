@@ -113,7 +113,7 @@ def test_parts_are_the_time_that_the_metrics_have(every: int, tmp_path: Path, mo
     takes(4, Runner, "_forward")
     takes(8, Runner, "_backward")
     takes(2, Trainer, "update")
-    takes(3, Loop, "_figures")
+    takes(3, Loop, "_make_record")
     takes(200, Saver, "save")
     takes(400, Profile, "write_trace")
     monkeypatch.setattr("pangu.training.loop.PROFILED", 3)
