@@ -31,8 +31,7 @@ _PROGRAM = "python -m benchmarks.planner_accuracy"
 _EXAMPLE = """example:
   python -m benchmarks.planner_accuracy --table measurements.csv
   python -m benchmarks.planner_accuracy --table measurements.csv --held-out
-  python -m benchmarks.planner_accuracy --table measurements.csv --fit vTrain,dgxc --json
-  python -m benchmarks.planner_accuracy --table measurements.csv --fit all --write planner_fit.json
+  python -m benchmarks.planner_accuracy --table measurements.csv --fit vTrain,dgxc --write planner_fit.json
 
 A table has a row for each measurement, with columns source, gpu, gpus, layers, hidden, heads, vocab, seq, tp, pp,
 global_batch and more; rows that lack what is needed are counted and left out.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import kendalltau
 
-from benchmarks.planner_accuracy.fit import MEMORY, TIMES, Factors, fit, scaled
+from benchmarks.planner_accuracy.fit import MEMORY, NOISE, TIMES, Factors, fit, scaled
 from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of
 from benchmarks.planner_accuracy.published import Setup
 from benchmarks.planner_accuracy.step import memory_gib, step_seconds
@@ -35,6 +35,8 @@ DISAGREEMENT = 0.1
 """Logarithm of a source's median time over those of all others."""
 UNUSUAL = math.log(2)
 """Logarithm of how far a row may be off without being left out of a fit."""
+FARTHER = 4.0
+"""The same as a multiple of the median error, where there are more than `MODELS_AT_MOST` rows."""
 LEAST_STALL = 0.1
 """Seconds of a message that are no latency of a network."""
 LEAST_SWEEP = 3
@@ -114,9 +116,10 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
     everyone = [row for row in rows if row.seconds]
     timed, filled = _spread(everyone), _spread([row for row in rows if row.memory])
     figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), TIMES) if timed else {}
-    # A row that takes twice as long as its like has another cause, and tells nothing of the figures.
+    # A row that takes much longer than its like has another cause, and tells nothing of the figures.
     errors = log_errors(timed, Fitted(times=figures))
-    usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < UNUSUAL]
+    limit = FARTHER * max(NOISE, median(map(abs, errors))) if len(timed) > MODELS_AT_MOST else UNUSUAL
+    usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < limit]
     if 2 * len(usual) > len(timed) > len(usual):
         figures = fit(lambda factors: log_errors(usual, Fitted(times=factors)), TIMES)
     memory = fit(lambda factors: log_errors(filled, Fitted(memory=factors), "memory"), MEMORY) if filled else {}
@@ -127,8 +130,7 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
 
 def _spread(rows: list[Row]) -> list[Row]:
     """Return at most `MOST_ROWS` of the rows, evenly spread."""
-    count = min(MOST_ROWS, len(rows))
-    return [rows[number * len(rows) // count] for number in range(count)]
+    return [rows[place * len(rows) // MOST_ROWS] for place in range(MOST_ROWS)] if len(rows) > MOST_ROWS else rows
 
 
 def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:

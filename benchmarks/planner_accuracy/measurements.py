@@ -62,8 +62,7 @@ def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
 
 def family_of(device: str) -> tuple[str, float, float]:
     """Return the device whose file describes this one, and this one's peak rate and NVLink bandwidth over its."""
-    name = re.sub(r"nvidia|huawei|(?<=ascend)\s", "", device, flags=re.IGNORECASE).strip()
-    name = re.split(r"[-\s(]", name)[0].upper()
+    name = re.split(r"[-\s(]", re.sub(r"(?i)nvidia|huawei|(?<=ascend)\s", "", device).strip())[0].upper()
     return DERIVATIVES.get(name, (name, 1.0, 1.0))
 
 
@@ -194,17 +193,16 @@ def _cluster(device: str, told: str, clusters: Mapping[str, ClusterConfig]) -> C
     cluster = clusters.get(f"{family.lower()}_40gb" if "40G" in device else family.lower())
     if cluster is None:
         raise UserError(f"no file of configs/cluster for {device}")
-    rates, links, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
+    rates, link, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
     rate = (rates.tflops_fp8 or rates.tflops) * matmul * (FP4 if _format(told) == "fp4" else 1.0)
     rates = replace(rates, tflops=rates.tflops * matmul, tflops_fp8=rate)
-    links = replace(links, gb_s=links.gb_s * nvlink)
     if network := _NETWORK.search(told):
         gbits = int(network[3]) if network[3] else int(network[1]) * int(network[2])
         nominal = NOMINAL.get(family, between.gb_s) * cluster.nics
         between = replace(between, gb_s=between.gb_s * gbits / 8 / nominal)
     if "HBM2e" in device and family == "H100":  # six stacks; the H100 PCIe has five and 2,000 GB/s
         memory = replace(memory, gib=94.9, gb_s=2400.0)
-    return replace(cluster, matmul=rates, inside=links, between=between, memory=memory)
+    return replace(cluster, matmul=rates, inside=replace(link, gb_s=link.gb_s * nvlink), between=between, memory=memory)
 
 
 def _model(values: _Values) -> ModelConfig:
@@ -317,8 +315,7 @@ def cut_by_cost(model: ModelConfig, chunks: int) -> tuple[int, ...]:
     """Return the layers of each chunk where the head costs its weights: a layer goes to the first chunk that has not
     yet had its share of all weights (nanotron's `build_model`)."""
     each = sum(depth * columns for depth, columns in layer_matrices(model))
-    total, cost, chunk = model.layers * each + model.vocab * model.hidden, 0, 0
-    counts = [0] * chunks
+    total, cost, chunk, counts = model.layers * each + model.vocab * model.hidden, 0, 0, [0] * chunks
     for _ in range(model.layers):
         counts[chunk] += 1
         cost += each

@@ -143,15 +143,19 @@ def embedding_work(setup: Setup) -> Module:
 
 def head_work(setup: Setup) -> Module:
     """Return the work of the final norm, the output matrix and the loss: logits in 16 bits and, unless fused, fp32."""
-    tokens, h = setup.tokens, setup.model.hidden
+    tokens, h, system = setup.tokens, setup.model.hidden, setup.system
     columns = room(setup.model.vocab, setup.plan.tensor, VOCABULARY_MULTIPLE)
-    logits, accumulation = 1.0 * tokens * columns, setup.system.accumulation_bytes
-    bytes_forward, bytes_backward, saved = (4, 4, 2) if setup.system.fused_loss else (22, 14, 10)
+    logits, is_late = 1.0 * tokens * columns, system.deferred_head and setup.plan.pipeline > 1
+    bytes_forward, bytes_backward, saved = (4, 4, 2) if system.fused_loss else (22, 14, 10)
+    # The loss reduces the maximum, the sum and the label's logit of a token. Wgrad matmuls that come late hide nothing.
+    loss = Collective("all_reduce", "tensor", 4.0 * tokens, 3)
+    hidden = 0.0 if is_late else max(system.hidden_tensor, system.hidden_backward)
+    inputs = Collective("all_reduce", "tensor", 2.0 * tokens * h, 1, hidden)
     passes = (
-        Work((Matmul(tokens, columns, h),), logits * bytes_forward + 8.0 * tokens * h, 14),
+        Work((Matmul(tokens, columns, h),), logits * bytes_forward + 8.0 * tokens * h, 14, (loss,)),
         Work(),
-        Work((Matmul(tokens, h, columns),), logits * bytes_backward + 12.0 * tokens * h, 8),
-        Work((Matmul(h, columns, tokens),), accumulation * columns * h, 1),
+        Work((Matmul(tokens, h, columns),), logits * bytes_backward + 12.0 * tokens * h, 8, (inputs,)),
+        Work((Matmul(h, columns, tokens),), system.accumulation_bytes * columns * h, 1),
     )
     return Module(passes, tokens * h * 4 + saved * logits, columns * h)
 
@@ -167,9 +171,8 @@ def layer_work(setup: Setup) -> Module:
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
     # Sequence parallelism gathers the inputs of matmuls once more for the weight gradients.
     again = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
-    is_sharded, sent = plan.zero == 3, system.gradient_bytes * parameters
-    gather = (Collective("all_gather", "shard", 2 * parameters, 1, 1.0),) * is_sharded
-    reduce = (Collective("reduce_scatter", "shard", sent, 1, 1.0),) * is_sharded
+    gather = (Collective("all_gather", "shard", 2 * parameters, 1, 1.0),) * (plan.zero == 3)
+    reduce = (Collective("reduce_scatter", "shard", system.gradient_bytes * parameters, 1, 1.0),) * (plan.zero == 3)
     bytes_forward, bytes_backward = _layer_bytes(setup)
     heads = max(1, model.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.

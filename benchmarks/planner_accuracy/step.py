@@ -97,10 +97,8 @@ def _reductions(parameters: float, setup: Setup) -> tuple[tuple[Collective, ...]
     # The size of Megatron-Core's DistributedDataParallelConfig.
     buckets = max(1.0, parameters / max(40e6, 1e6 * plan.layout.replicas)) if system.bucketed else 1.0
     sent, hidden = parameters * system.gradient_bytes / buckets, 1.0 if setup.reduces_each else 1 - 1 / buckets
-    if plan.zero == 0:
-        return (Collective("all_reduce", "replicas", sent, buckets, hidden),), ()
-    if plan.zero == 3:
-        return (), ()
+    if plan.zero in (0, 3):
+        return (Collective("all_reduce", "replicas", sent, buckets, hidden),) * (plan.zero == 0), ()
     times = plan.micro_batches if setup.reduces_each else 1
     gathers = (Collective("all_gather", "shard", 2 * parameters / buckets, buckets, hidden),)
     return (Collective("reduce_scatter", "shard", sent, times * buckets, hidden),), gathers

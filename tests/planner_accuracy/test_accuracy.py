@@ -59,6 +59,13 @@ def test_a_row_that_takes_twice_as_long_as_its_like_moves_no_figure(tmp_path: Pa
     assert list(fitted.times.values()) == pytest.approx([1.0] * len(fitted.times), rel=0.02)
 
 
+def test_rows_that_take_longer_than_many_of_their_like_move_no_figure(tmp_path: Path) -> None:
+    rows = [row for devices in (64, 128, 256, 512) for row in measured(tmp_path, devices)]
+    late = [row._replace(seconds=1.3 * (row.seconds or 0)) for row in rows[::6]]
+    fitted = fit_rows([*rows, *late])
+    assert list(fitted.times.values()) == pytest.approx([1.0] * len(fitted.times), rel=0.01)
+
+
 def test_times_and_memory_come_from_the_nearest_fit_that_tells_of_them(tmp_path: Path) -> None:
     one = row(tmp_path, gpus="16")
     own = Fitted("paper", "A100-80G", "bf16", rows=4, memory={"memory.fragmentation": 2.0})

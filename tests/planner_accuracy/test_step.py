@@ -33,6 +33,7 @@ from pangu.schedule.actions import Durations
 from pangu.schedule.groups import groups_of
 from pangu.schedule.schedule import make_schedule
 from pangu.schedule.simulate import simulate
+from pangu.schedule.spans import Collective
 from pangu.topology.layout import Layout
 from tests.spawn import repository
 
@@ -161,6 +162,16 @@ def test_scales_of_the_tensor_itself_read_every_operand_once_more() -> None:
     tokens, h = 4 * 2048, 6144
     assert rescales[0].bytes - casts[0].bytes == 2 * tokens * (h + h + h + 4 * h)  # inputs of the four matmuls
     assert rescales[2].bytes - casts[2].bytes == 2 * tokens * (3 * h + h + 4 * h + h)  # gradients of their outputs
+
+
+def test_heads_reduce_the_loss_and_the_gradients_of_their_inputs() -> None:
+    # Shoeybi et al. 2019, section 3: an all-reduce of hidden states backward, three of a number per token for the loss
+    tokens, h = 4 * 2048, 6144
+    whole = (MEGATRON_2021, 1, 0.0), (MEGATRON_2022, 1, 1.0), (NANOTRON, 1, 1.0)
+    for system, stages, hidden in (*whole, (NEMO, 1, 0.5), (NEMO, 4, 0.0)):
+        forward, _, backward, _ = head_work(setup(Layout(8, stages), system)).passes
+        assert forward.collectives == (Collective("all_reduce", "tensor", 4 * tokens, 3),)
+        assert backward.collectives == (Collective("all_reduce", "tensor", 2 * tokens * h, 1, hidden),)
 
 
 @pytest.mark.parametrize("stages", [1, 4])
