@@ -212,7 +212,8 @@ class _Launcher(NamedTuple):
 
         batch, heads, queries, size = self.query.shape
         groups, keys = self.key.shape[1:3]
-        count = -(-queries // tiles.queries) * heads if cut == "queries" else -(-keys // tiles.keys) * groups
+        count = -(-queries // tiles.queries) * heads * batch
+        grid = (count,) if cut == "queries" else (-(-keys // tiles.keys), groups, batch)
         place = 0 if self.place is None else int(self.place)
         shared = name != "key_gradients" or not has_whole_rows(self.query.device)
         kernel, options = getattr(triton_kernels, name), {"num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -243,7 +244,7 @@ class _Launcher(NamedTuple):
             tiles.keys,
         )
         try:
-            kernel[(count * batch,)](*arguments, **options, enable_fp_fusion=True)
+            kernel[grid](*arguments, **options, enable_fp_fusion=True)
         except (TritonError, subprocess.SubprocessError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             fix = "set model.attention=reference"

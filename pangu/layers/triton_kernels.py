@@ -48,8 +48,13 @@ def _store(at, numbers, stride, stop, values, FIRST: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def _keys(rows, numbers, stop, place_low, place_high):
-    keys = tl.load(rows + numbers, mask=numbers < stop, other=0)
+def _load_row(at, numbers, stop, MASKED: tl.constexpr):
+    return tl.load(at + numbers, mask=numbers < stop, other=0) if MASKED else tl.load(at + numbers)
+
+
+@triton.jit
+def _keys(rows, numbers, stop, place_low, place_high, MASKED: tl.constexpr = True):
+    keys = _load_row(rows, numbers, stop, MASKED)
     return keys.to(tl.int32) ^ place_low, ((keys >> 32).to(tl.int32) ^ place_high) | 1
 
 
@@ -289,8 +294,8 @@ def _gradients_of_keys(
             of_output_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE, MASKED)
             scores = tl.dot(key_e, tl.trans(part_e), scores)
             grad_shares = tl.dot(value_e, tl.trans(of_output_e), grad_shares)
-        log_sums = tl.load(log_sum + numbers, mask=numbers < queries, other=0.0) / LOG_2
-        means = tl.load(mean + numbers, mask=numbers < queries, other=0.0)
+        log_sums = _load_row(log_sum, numbers, queries, MASKED) / LOG_2
+        means = _load_row(mean, numbers, queries, MASKED)
         shares = tl.exp2(scores * scale - log_sums[None, :])
         if MASKED:
             seen = places[:, None] <= (query_at + numbers)[None, :]
@@ -300,7 +305,7 @@ def _gradients_of_keys(
             shares = tl.where(seen, shares, 0.0)
         left = shares
         if DROPS:
-            low, high = _keys(rows, numbers, queries, place_low, place_high)
+            low, high = _keys(rows, numbers, queries, place_low, place_high, MASKED)
             keep_mask = kept_by_keys(low, high, first, bound, WORDS, M, N)
             left = tl.where(keep_mask, shares, nothing)
             grad_shares = tl.where(keep_mask, grad_shares, 0.0)
@@ -325,12 +330,9 @@ def key_gradients(
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values, from all query heads of their group."""
-    tiles = tl.cdiv(keys, N)
-    first = tl.program_id(0) % tiles * N
+    first = tl.program_id(0) * N
     last = tl.minimum(first + N, keys) - 1
-    pair = tl.program_id(0) // tiles
-    groups = heads // group
-    batch, of_group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
+    of_group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     numbers = first + tl.arange(0, N)
     key += batch * key_batch + of_group * key_head
     value += batch * value_batch + of_group * value_head
@@ -351,19 +353,26 @@ def key_gradients(
         ends = tl.load(of_places + numbers, mask=numbers < keys, other=0)
         end = tl.minimum(tl.load(of_places + last) + 1 - query_at, queries)
         whole_end = tl.load(of_places + first) + 1 - query_at
-    edges = _edges(begin, end, key_at + first + N - 1 - query_at, whole_end, M)
+    begin, first_whole, last_whole, end = _edges(begin, end, key_at + first + N - 1 - query_at, whole_end, M)
     for head in range(of_group * group, (of_group + 1) * group):
         of_query = query + batch * query_batch + head * query_head
         of_grad = grad + batch * grad_batch + head * grad_head
         of_head = (batch * heads + head) * queries
-        for part in tl.static_range(3):
+        # both masked edges by one code, or it would keep registers over the other loops; threads of whole rows need two
+        for part in tl.range(2, loop_unroll_factor=1 if WORDS or SIZE <= 80 else 2):
             key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
                 key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
-                of_query, of_grad, query_row, grad_row, edges[part], edges[part + 1], queries, key_at + first,
-                places, ends, query_at, scale, rows + of_head, place_low, place_high, bound, rescale * 0.0,
-                log_sum + of_head, mean + of_head,
-                part != 1, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
+                of_query, of_grad, query_row, grad_row, tl.where(part == 0, begin, last_whole),
+                tl.where(part == 0, first_whole, end), queries, key_at + first, places, ends, query_at, scale,
+                rows + of_head, place_low, place_high, bound, rescale * 0.0,
+                log_sum + of_head, mean + of_head, True, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
             )  # fmt: skip
+        key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
+            key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
+            of_query, of_grad, query_row, grad_row, first_whole, last_whole, queries, key_at + first,
+            places, ends, query_at, scale, rows + of_head, place_low, place_high, bound, rescale * 0.0,
+            log_sum + of_head, mean + of_head, False, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
+        )  # fmt: skip
     of_key += batch * of_key_batch + of_group * of_key_head
     of_value += batch * of_value_batch + of_group * of_value_head
     _store(of_key, numbers, of_key_row, keys, key_sums * (scale * rescale * LOG_2), 0, D, SIZE)

@@ -51,9 +51,8 @@ def kept_by_keys(low, high, first, bound, WORDS: tl.constexpr, M: tl.constexpr, 
         columns = tl.arange(0, N // 2)
         columns = first + (columns >> 3 << 4 | columns & 7)
         mixed = _mixed(low[None, :], high[None, :], _words(columns)[:, None])
-        mixed = tl.join(mixed * _factors(columns)[:, None], mixed * _factors(columns | 8)[:, None])
-        mixed = tl.permute(tl.reshape(mixed, (N // 16, 8, M, 2)), (0, 3, 1, 2))
-        mixed = tl.reshape(mixed, (N, M))
+        factors = tl.reshape(_factors(first + tl.arange(0, N)), (N // 16, 2, 8, 1))
+        mixed = tl.reshape(tl.reshape(mixed, (N // 16, 1, 8, M)) * factors, (N, M))
     else:
         columns = first + tl.arange(0, N)
         mixed = _mixed(low[None, :], high[None, :], _words(columns)[:, None]) * _factors(columns)[:, None]

@@ -14,17 +14,14 @@ from benchmarks.attention_kernels import CAPABILITIES, KERNELS, uses_small_tiles
 from tests.spawn import repository
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
-    reason="Triton 3.6 spills up to 196 bytes in the gradients of keys",
-)
+IS_OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 SHARED_KIB = {80: 163, 90: 227, 100: 227, 120: 99}
 """Shared memory that a program may have, by compute capability (CUDA programming guide, technical specifications)."""
 SIZES = (64, 80, 128)
 """Columns of a head of the presets."""
 LOOP_INSTRUCTIONS = {
-    (90, 80): {"attend": 500, "query_gradients": 480, "key_gradients": 415},
+    (90, 80): {"attend": 500, "query_gradients": 480, "key_gradients": 405},
     (80, 128): {"attend": 680, "query_gradients": 350, "key_gradients": 530},
 }
 """Most instructions of a thread for a tile, with dropout: 717, 637 and 496, and 868, 427 and 630 with a hash for every
@@ -42,6 +39,8 @@ IN_CI = {(80, 128), (90, 64), (90, 80), (90, 128), (100, 80)}
 )
 def test_kernels_fit(capability: int, size: int, tmp_path: Path) -> None:
     """Nothing is spilled, and all products run on the tensor cores as the newest instructions of the GPU have them."""
+    if IS_OLD and capability != 90:
+        pytest.skip("Triton 3.6 spills up to 188 bytes in the gradients of keys")
     # a process of its own: in this one, other tests let Triton interpret its kernels
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -59,4 +58,5 @@ def test_kernels_fit(capability: int, size: int, tmp_path: Path) -> None:
             not uses_small_tiles(capability),
             uses_small_tiles(capability),
         ), row
-        assert row["loop_instructions"] <= LOOP_INSTRUCTIONS.get((capability, size), {}).get(row["kernel"], 10**9), row
+        most = {} if IS_OLD else LOOP_INSTRUCTIONS.get((capability, size), {})
+        assert row["loop_instructions"] <= most.get(row["kernel"], 10**9), row
