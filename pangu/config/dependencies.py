@@ -57,6 +57,11 @@ LAYOUT = (
     Dependency("parallel.expert_tensor", None, "model.experts", "!=", None),
     Dependency("parallel.fixed_exchange", False, "model.experts", "!=", None),
     Dependency("parallel.expert_imbalance", 1.0, "model.experts", "!=", None),
+    Dependency("parallel.two_batch_overlap", False, "parallel.expert", ">", 1, "", "no tokens travel"),
+    Dependency("parallel.two_batch_overlap", False, "batch.micro_size", ">", 1, "", "it computes halves of that"),
+    Dependency("parallel.two_batch_overlap", False, "model.norm_placement", "!=", "post"),
+    Dependency("parallel.two_batch_overlap", False, "model.parallel_block", "=", False),
+    Dependency("parallel.two_batch_overlap", False, "compile", "=", False),
 )
 RECIPE = (
     Dependency("precision.fp32_matmul", "auto", "precision.compute", "=", "fp32", "precision=fp32"),

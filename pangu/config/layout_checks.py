@@ -134,7 +134,8 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     multiple = FP8_MULTIPLES[matmul]
     share = "" if ranks == 1 else f" on each of parallel.tensor = {ranks} ranks"
     length, shared = model.sequence // context, "" if context == 1 else f" / parallel.context = {context}"
-    tokens = {f"batch.micro_size x model.sequence{shared}": config.batch.micro_size * length}
+    half = "half of " * config.parallel.two_batch_overlap
+    tokens = {f"{half}batch.micro_size x model.sequence{shared}": config.rows_at_once * length}
     key_value = 2 * model.kv_size // ranks
     if matmul != "fp8":  # a rank may have a chunk from each end of the sequence
         tokens = {f"model.sequence{shared and f' / (2 x parallel.context = {context})'}": length // min(context, 2)}

@@ -98,13 +98,16 @@ def expert_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
 
 def balance_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problem of sequences that share a balance loss but are not computed at the same time."""
-    parallel, size, micro = config.parallel, config.model.router.balance_sequences, config.batch.micro_size
+    parallel, size, micro = config.parallel, config.model.router.balance_sequences, config.rows_at_once
     repeats = same_sequences(parallel.expert_tensor, parallel.tensor, parallel.context)
-    together = micro * (1 if parallel.expert % repeats else parallel.expert // repeats)
+    apart = parallel.expert % repeats or parallel.two_batch_overlap  # halves of other ranks are no neighbors
+    together = micro * (1 if apart else parallel.expert // repeats)
     if together % size:
         ranks = f" x {together // micro} data-parallel ranks that share experts" if together > micro else ""
-        rule = f"must divide batch.micro_size = {micro}{ranks}{ranks and f' = {together}'}, which are computed together"
-        fix = f"{any_of(divisors_near(together, size))}; or set batch.micro_size to a multiple of {size}"
+        half, multiple = ("half of ", 2 * size) if parallel.two_batch_overlap else ("", size)
+        of = f"{half}batch.micro_size = {config.batch.micro_size}"
+        rule = f"must divide {of}{ranks}{ranks and f' = {together}'}, which are computed together"
+        fix = f"{any_of(divisors_near(together, size))}; or set batch.micro_size to a multiple of {multiple}"
         yield Problem("model.router.balance_sequences", size, rule, fix)
 
 

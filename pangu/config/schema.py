@@ -89,6 +89,9 @@ class ParallelConfig:
     """In training, devices that divide experts exchange as many rows as the router could choose at most, so that the
     host never waits to learn how many there are. It costs memory and bytes where that is more than an even share; where
     it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
+    two_batch_overlap: bool = False
+    """In training, compute both halves of a micro-batch in turns: attention and experts of one half hide the exchange
+    of tokens and experts of the other. It needs `expert` and `batch.micro_size` greater than 1."""
     expert_imbalance: Annotated[float, Bounds(least=1)] = 1.0
     """Tokens that the fullest of the devices that divide experts computes, over the mean, as plans and dry runs assume:
     they describe that device, which the others wait for. 1: even loads. No more than `model.expert_capacity` counts,
@@ -374,6 +377,12 @@ class RunConfig:
     """Tensors with a learning rate or weight decay of their own."""
     cluster: dict[str, object] | None = None
     """Cluster that a plan is made for, see `config.cluster`; null: no time estimates."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Sequences that a layer computes at once: a micro-batch, or what divides both halves of one."""
+        micro = self.batch.micro_size
+        return math.gcd(micro, micro // 2) if self.parallel.two_batch_overlap else micro
 
     @property
     def loss_chunk(self) -> int | None:

@@ -55,6 +55,19 @@ class Batch:
         cut: dict[str, Any] = {name: part.cut(tensor, -1) for name, tensor in tensors.items()}
         return replace(self, **cut, part=part)
 
+    def halves(self) -> list[Batch]:
+        """Return the first and the second half of the rows; of an odd number, the first half has one more."""
+        count, rows = len(self.tokens), -(-len(self.tokens) // 2)
+        return [self._rows(0, rows), self._rows(rows, count)]
+
+    def _rows(self, start: int, stop: int) -> Batch:
+        tensors: dict[str, Any] = {name: x[start:stop] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        if self.bounds is not None and self.documents is not None:
+            length = self.documents.shape[1]
+            # without a host sync: documents of other rows stay, but are empty
+            tensors["bounds"] = (self.bounds - start * length).clamp(0, (stop - start) * length)
+        return replace(self, **tensors, samples=self.samples[start:stop])
+
     def uncounted(self) -> Batch:
         """Return the batch with all tokens masked out of the loss, its gradients and the loads of experts."""
         padding = torch.ones_like(self.tokens, dtype=torch.bool)

@@ -211,8 +211,8 @@ def _values_of(config: RunConfig) -> str:
         data, zero = 2 * data, 1
     elif config.precision.matmul == "fp8" and parallel.zero > 1:
         zero = 2  # shards nothing on one replica, but each micro-batch begins new sums, to which nothing is added
-    # measured in all sizes at once, unless the size tells who counts the choices of a balance loss
-    micro = config.batch.micro_size if model.router.balance_sequences > 1 else 1
+    # measured in all sizes at once, unless halves or the size tell who counts the choices of a balance loss
+    micro = config.batch.micro_size if model.router.balance_sequences > 1 or parallel.two_batch_overlap else 1
     values = {**asdict(config), "dry_run": True, "cluster": None}
     changes: dict[str, dict[str, Any]] = {
         # replaces a kernel that a dry run cannot carry out, and that keeps as much

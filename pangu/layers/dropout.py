@@ -37,6 +37,12 @@ class DropoutKeys:
         rows = [row_keys(chunk, self.samples[0], start) for chunk, start in zip(chunks, starts, strict=True)]
         return replace(self, rows=rows[0] if part is None else torch.cat(rows))
 
+    def select(self, samples: tuple[int, ...]) -> DropoutKeys:
+        """Return the keys of some of the rows, which are consecutive."""
+        assert self.rows is not None
+        first = samples[0] - self.samples[0]
+        return replace(self, samples=samples, rows=self.rows[:, first : first + len(samples)].contiguous())
+
 
 class Masks(NamedTuple):
     """Keys from which the masks of attention probabilities are made."""

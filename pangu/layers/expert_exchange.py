@@ -8,7 +8,7 @@ the host knows all sizes. Otherwise it waits for the device's counts, unless `pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,8 +80,11 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 def exchanged(
     layer: MixtureOfExperts, x: Tensor, choices: TokenChoices, beside: Iterator[Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the experts' outputs for x [sequence, batch, hidden], and the second of the two results of `beside`."""
+) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+    """Return the experts' outputs for x [sequence, batch, hidden], and the second of the two results of `beside`.
+
+    Yield when tokens, and when outputs, have started to travel.
+    """
     # The output is a tensor-parallel rank's term of a sum. Two parts; > starts an exchange, < ends it:
     #
     #    tokens to experts    1> 2>          1<          2<
@@ -107,8 +110,10 @@ def exchanged(
         sent = received = [[room] * region.size for room in rooms]
     trips = [_Trip(part, sent[at], received[at], from_ranks[:, at], layer) for at, part in enumerate(parts)]
     next(beside)
+    yield
     for trip in trips:
         trip.compute(full)
+    yield
     result = next(beside)
     pieces = [trip.finish() for trip in trips]
     if shares > 1:

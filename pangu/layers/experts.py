@@ -269,6 +269,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """Map x [sequence (/ ranks with sequence parallelism), batch, hidden] to an output of the same shape."""
+        *_, output = self.steps(x, routes)
+        assert output is not None
+        return output
+
+    def steps(self, x: Tensor, routes: Routes) -> Iterator[Tensor | None]:
+        """Compute in steps: yield None when tokens, and when outputs, have started to travel, and then the output."""
         whole = enter(x, self.region)
         choices = self.router(whole, routes)
         shared = iter((None, None)) if self.shared is None else self.shared.halves(x)
@@ -277,6 +283,6 @@ class MixtureOfExperts(nn.Module):
             out = unpermute(self.experts(whole.flatten(0, 1), weights, dispatch), dispatch)
             _, beside = shared
         else:
-            out, beside = exchanged(self, whole, choices, shared)
+            out, beside = yield from exchanged(self, whole, choices, shared)
         out = leave(out.view_as(whole), self.region)
-        return out if beside is None else out + beside
+        yield out if beside is None else out + beside

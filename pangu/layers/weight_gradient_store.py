@@ -62,6 +62,8 @@ class WeightGradientStore:
     def clear(self) -> None:
         """Forget what a failed step has postponed."""
         self._stored.clear()
+        if self.sums is not None:
+            self.sums.clear()
 
     def put(
         self, parameter: Tensor, part: Tensor, region: TensorRegion, gradient: Callable[[Tensor], Tensor | None]

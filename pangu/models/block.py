@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -38,13 +38,15 @@ class Options:
     loss_chunk: int | None = None
     """Number of tokens whose logits exist at a time; None: all."""
     offload: bool = False
+    two_batch_overlap: bool = False
+    """Compute both halves of a micro-batch in turns (`in_turns`)."""
 
     @classmethod
     def of(cls, config: RunConfig, kernel: str) -> Options:
         """Return the options of a run with this attention kernel."""
         memory = config.memory
-        offload = "activations" in memory.offload
-        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk, offload)
+        offload, overlaps = "activations" in memory.offload, config.parallel.two_batch_overlap
+        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk, offload, overlaps)
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,26 @@ class Block(nn.Module):
         attended, scores = self.attend(self.project(x, context, queries), context, scores)
         return HiddenStates(self.feed(self.join(x, attended, context), x, context), scores)
 
+    def steps(
+        self, below: HiddenStates, context: ForwardContext, queries: Tensor | None
+    ) -> Iterator[HiddenStates | None]:
+        """Compute in steps: yield None whenever tokens have started to travel, and then what `forward` returns."""
+        if not isinstance(self.mlp, MixtureOfExperts):
+            yield self(below, context, queries)
+            return
+        x, scores = below
+        attended, scores = self.attend(self.project(x, context, queries), context, scores)
+        x = self.join(x, attended, context)
+        assert self.mlp_norm is not None
+        assert context.routes is not None
+        with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
+            steps = self.mlp.steps(normed, context.routes)
+            change = next(steps)  # later steps do not save the norm's output
+        while change is None:
+            yield None
+            change = next(steps)
+        yield HiddenStates(self.mlp_dropout.hidden(self.of_mlp(change), context.keys, x), scores)
+
     def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
         """Return queries, keys and values for the layer's input."""
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
@@ -319,6 +341,29 @@ class ParallelBlock(Block):
     def feed(self, x: Tensor, below: Tensor, context: ForwardContext) -> Tensor:
         """Return the layer's output; see `Block`. A shared norm is computed again, and its output is not kept."""
         return self.mlp_dropout.hidden(self._mlp(below, context), context.keys, x)
+
+
+def in_turns(
+    block: Block, below: HiddenStates, contexts: tuple[ForwardContext, ...], queries: Tensor | None
+) -> HiddenStates:
+    """Return the hidden states after a layer, whose halves are computed in turns while tokens of the other travel.
+
+    Each half has its context. The backward pass, which runs in the opposite order, overlaps in the same way:
+
+        computing           attention 1 | attention 2 | experts 1 | experts 2 |
+        tokens to experts               | 1           | 2         |           |
+        back                            |             |           | 1         | 2
+    """
+    number = len(contexts)
+
+    def split(x: Tensor | None, dim: int) -> Sequence[Any]:
+        return [None] * number if x is None else [half.contiguous() for half in x.chunk(number, dim)]
+
+    inputs = zip(split(below.hidden, 1), split(below.scores, 0), contexts, split(queries, 1), strict=True)
+    halves = [block.steps(HiddenStates(x, scores), context, asked) for x, scores, context, asked in inputs]
+    *_, outputs = zip(*halves, strict=True)
+    hidden, scores = zip(*outputs, strict=True)
+    return HiddenStates(torch.cat(hidden, 1), None if scores[0] is None else torch.cat(scores))
 
 
 def make_block(config: ModelConfig, build: Builder, options: Options, number: int) -> Block:

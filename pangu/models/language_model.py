@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, all_targets
 from pangu.layers.attention import KVCache
-from pangu.layers.biases import make_bias
+from pangu.layers.biases import Bias, make_bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.context_attention import context_kernel, sequence_kernel
@@ -30,7 +30,7 @@ from pangu.layers.offload import Offload
 from pangu.layers.recompute import SavedTensors, address, checkpointed
 from pangu.layers.rotary import RotaryEmbedding
 from pangu.layers.scores import logits, token_losses
-from pangu.models.block import ForwardContext, HiddenStates, Options, make_block
+from pangu.models.block import ForwardContext, HiddenStates, Options, in_turns, make_block
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.prediction import Predictions
 from pangu.models.size import hidden_state_shapes
@@ -59,12 +59,12 @@ class TokenEmbedding(nn.Module):
         self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
         self.dropout = Dropout(build, config.dropout, "sum")
 
-    def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
-        """Map tokens int64 [batch, sequence] to [sequence, batch, hidden]."""
+    def forward(self, tokens: Tensor, positions: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """Map tokens and positions int64 [batch, sequence] to [sequence, batch, hidden]."""
         words = self.word(tokens.t())
         if self.position is not None:
-            words = words + self.position(context.positions)
-        return self.dropout.hidden(words, context.keys)
+            words = words + self.position(positions)
+        return self.dropout.hidden(words, keys)
 
 
 class LanguageModel(nn.Module):
@@ -115,6 +115,7 @@ class LanguageModel(nn.Module):
             recompute = "attention" in options.recompute_parts
             self._context_kernel = context_kernel(config, options.kernel, recompute, build.context)
         self.recomputed_layers, self.offload = options.recompute, options.offload
+        self.two_batch_overlap = options.two_batch_overlap
         self._balance, self._notes_logits = build.balance, build.logits is not None
 
     def forward(
@@ -131,11 +132,14 @@ class LanguageModel(nn.Module):
         its `documents` may be longer than its tokens, which then come last, after those in `cache`. `keys` of None: no
         dropout.
         """
-        context, hooks = self._context(batch, keys, cache), self.hooks
+        drops, hooks = self.config.dropout > 0 or self.config.attention_dropout > 0, self.hooks
+        keys = keys.on(batch.positions, batch.part) if keys is not None and drops else None
+        context, *others = self._contexts(batch, keys, cache)
+        compute, given = (partial(checkpointed, in_turns), (context, *others)) if others else (self.compute, context)
         if part.first:
             assert self.embedding is not None
             tokens = hooks.before("embedding", batch.tokens)
-            received = HiddenStates(hooks.after("embedding", self.embedding(tokens, context)))
+            received = HiddenStates(hooks.after("embedding", self.embedding(tokens, batch.positions, keys)))
         assert received is not None
         # multi-token prediction: embeddings of the tokens ahead, and what else the head reads
         words, read = list[Tensor](), list[Tensor]()
@@ -158,12 +162,12 @@ class LanguageModel(nn.Module):
                     words = self.mtp.embed(batch, self.input_matrix, self.head, completes=self.embedding is None)
                 if layer < self.config.layers:
                     # no other name refers to the input, which would keep it alive while the next layer computes
-                    hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
+                    hidden, scores = compute(block, HiddenStates(hidden, scores), given, queries, on=on)
                 elif words:
                     module = self.mtp.module(layer)
                     read.append(hidden)
                     merged = HiddenStates(module(hidden, words.pop(0)))
-                    hidden = module.output_norm(self.compute(block, merged, context, None, on=on).hidden)
+                    hidden = module.output_norm(compute(block, merged, given, None, on=on).hidden)
             # the previous layer's offloaded tensors are freed by now, and so count for this layer
             hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
@@ -199,10 +203,8 @@ class LanguageModel(nn.Module):
     def shapes_behind(self, chunk: int, batch: Batch, region: TensorRank) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors that a part sends to the next for a micro-batch, equal for all parts."""
         (rows, length), part, context = batch.tokens.shape, batch.part, self.context
-        documents = batch.documents
-        seen = length * (1 if part is None else part.size) if documents is None else documents.shape[1]
         shared = context.ulysses if context is not None and part is not None else 1
-        return hidden_state_shapes(self.config, region, rows, length, seen, shared)
+        return hidden_state_shapes(self.config, region, rows, length, _length(batch), shared)
 
     def balance_on(self, device: torch.device) -> ExpertBalance | None:
         """Return the load statistics of the experts, moved to a device; None without experts."""
@@ -227,17 +229,28 @@ class LanguageModel(nn.Module):
         assert self.embedding is not None
         return self.embedding.word.weight
 
-    def _context(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> ForwardContext:
-        config, positions, documents = self.config, batch.positions, batch.documents
-        dtype, device = next(self.parameters()).dtype, positions.device
-        length = positions.shape[1] if batch.part is None else positions.shape[1] * batch.part.size
-        length = length if documents is None else documents.shape[1]
-        first = length - positions.shape[1] if batch.part is None else 0
-        bias, rotary, offload = None, None, None
+    def _contexts(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> list[ForwardContext]:
+        """Return the context of a micro-batch, or those of both halves if they are computed in turns."""
+        bias, resident, device = None, set[int](), batch.positions.device
         if self.position_bias is not None:
-            self.hooks.before("position_bias", positions)
-            bias = self.position_bias(length, dtype, device)
-            self.hooks.after("position_bias", positions)
+            self.hooks.before("position_bias", batch.positions)
+            bias = self.position_bias(_length(batch), next(self.parameters()).dtype, device)
+            self.hooks.after("position_bias", batch.positions)
+        saved = SavedTensors(Offload(device, resident) if self.offload else None)
+        parts = batch.halves() if self.two_batch_overlap and torch.is_grad_enabled() else [batch]
+        contexts = list(map(partial(self._context, bias=bias, keys=keys, cache=cache, saved=saved), parts))
+        if self.offload:
+            kernels = chain.from_iterable(context.kernels for context in contexts)
+            tensors = chain(self.parameters(), *(vars(kernel).values() for kernel in kernels))
+            resident |= {address(x) for x in tensors if isinstance(x, Tensor)}
+        return contexts
+
+    def _context(
+        self, batch: Batch, bias: Bias | None, keys: DropoutKeys | None, cache: KVCache | None, saved: SavedTensors
+    ) -> ForwardContext:
+        config, positions, documents, rotary, routes = self.config, batch.positions, batch.documents, None, None
+        dtype, device, length = next(self.parameters()).dtype, positions.device, _length(batch)
+        first = length - positions.shape[1] if batch.part is None else 0
         sparse = None if config.sparse is None else self._pattern(config.sparse, length, device)
         lasts = documents is None and not first and config.positions != "relative"
         make, kernels, terms = self._lasting_kernel if lasts else self._new_kernel, list[Kernel](), list[MaskAndBias]()
@@ -246,18 +259,14 @@ class LanguageModel(nn.Module):
             mask = AttentionMask(documents, config.window if windowed else None, batch.bounds, sparse)
             terms.append(MaskAndBias(mask, bias, length, dtype, device, first))
             kernels.append(make(terms[-1], batch.part is not None))
-        drops = config.dropout > 0 or config.attention_dropout > 0
-        keys = keys.on(positions, batch.part) if keys is not None and drops else None
+        if keys is not None and keys.samples != batch.samples:
+            keys = keys.select(batch.samples)
         if config.positions == "rope":
             rotary = RotaryEmbedding(positions, config, dtype)
-        if self.offload:
-            resident = (*self.parameters(), *chain.from_iterable(vars(kernel).values() for kernel in kernels))
-            offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
-        routes = None
         if config.experts is not None:
             routes = Routes(None if batch.padding is None else batch.padding.t())
         both, masks = (kernels[0], kernels[-1]), (terms[0], terms[-1]) if self._notes_logits else ()
-        return ForwardContext(both, positions, keys, SavedTensors(offload), rotary, cache, first, routes, masks)
+        return ForwardContext(both, positions, keys, saved, rotary, cache, first, routes, masks)
 
     def _new_kernel(self, terms: MaskAndBias, shares: bool) -> Kernel:
         if shares:
@@ -266,6 +275,13 @@ class LanguageModel(nn.Module):
         if terms.first or unbounded:
             return densely_masked(self.kernel, self.config.attention_sinks)(terms)
         return self._sequence_kernel(terms)
+
+
+def _length(batch: Batch) -> int:
+    """Return the number of tokens that each of a batch sees: all of its sequence, with those of a KV cache."""
+    if batch.documents is not None:
+        return batch.documents.shape[1]
+    return batch.tokens.shape[1] * (1 if batch.part is None else batch.part.size)
 
 
 def build_model(

@@ -25,7 +25,10 @@ from pangu.schedule.groups import groups_of
 from pangu.schedule.simulate import simulate
 from pangu.zero.choices import STAGES
 
-KEPT = ("parallel.layers", "parallel.bucket_mib", "loss.chunk", "precision.reduce", "optimizer.moments", "compile")
+KEPT = (
+    *("parallel.layers", "parallel.bucket_mib", "parallel.two_batch_overlap"),
+    *("loss.chunk", "precision.reduce", "optimizer.moments", "compile"),
+)
 """Keys that change time or memory of a step, of which a search tries no values."""
 WIDTH = 900
 """Width of a chart in pixels."""

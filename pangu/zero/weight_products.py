@@ -39,6 +39,14 @@ class WeightProducts:
         # with a tied head, the gradient of the lookup comes last
         tables = [model.input_matrix] if model.embedding is None else model.embedding.parameters()
         self._looked_up = {id(one) for one in tables}
+        self._twice = {id(one) for one in model.layers.parameters()} if model.two_batch_overlap else set[int]()
+        """Weights to which both halves of a micro-batch add a gradient."""
+        self._of_one_half = set[int]()
+        """Weights to which one half has added, and the other half not yet."""
+
+    def clear(self) -> None:
+        """Forget what a failed step has added."""
+        self._of_one_half.clear()
 
     def add(
         self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Products | None = None, completes: bool = True
@@ -50,13 +58,19 @@ class WeightProducts:
             add_product(total, left, right, begins, self._with_apex)
         else:
             fp8.add_product(total, left, right, begins)
-        if completes and id(weight) not in self._looked_up:
+        if completes and id(weight) not in self._looked_up and not (self._twice and self._is_first_half(weight)):
             self._gradients.complete(weight)
 
     def complete(self, weight: Tensor) -> None:
         """Count the gradient of a weight as added, unless a lookup still follows."""
         if id(weight) not in self._looked_up:
             self._gradients.complete(weight)
+
+    def _is_first_half(self, parameter: Tensor) -> bool:
+        """Return whether the other half of a micro-batch still adds to the gradient that was just added to."""
+        if id(parameter) in self._twice:
+            self._of_one_half ^= {id(parameter)}
+        return id(parameter) in self._of_one_half
 
     def add_rows(self, bias: Tensor, grad: Tensor) -> None:
         """Add the sum over the rows of `grad` [rows, width] to the gradient of a bias."""
@@ -65,7 +79,8 @@ class WeightProducts:
             torch.sum(grad, 0, dtype=total.dtype, out=total)
         else:
             total.add_(grad.sum(0, dtype=total.dtype))
-        self._gradients.complete(bias)
+        if not (self._twice and self._is_first_half(bias)):
+            self._gradients.complete(bias)
 
     def add_lookup(self, table: Tensor, rows: Tensor, grad: Tensor, completes: bool = True) -> None:
         """Add gradients [..., width] to looked-up rows [...] of a table; `completes`: the last of a backward pass."""

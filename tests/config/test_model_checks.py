@@ -70,6 +70,29 @@ CONTRADICTIONS = {
     "parallel.fixed_exchange=true": (
         "parallel.fixed_exchange = true: needs model.experts != null, got null; use false, or set"
     ),
+    "model.experts=8 parallel.two_batch_overlap=true": (
+        "parallel.two_batch_overlap = true: needs parallel.expert > 1, got 1: no tokens travel; use false, or a larger"
+    ),
+    "model.experts=8 parallel.expert=2 parallel.data=2 parallel.two_batch_overlap=true batch.micro_size=1": (
+        "parallel.two_batch_overlap = true: needs batch.micro_size > 1, got 1: it computes halves of that"
+    ),
+    "model.experts=8 parallel.expert=2 parallel.data=2 parallel.two_batch_overlap=true model.norm_placement=post": (
+        "parallel.two_batch_overlap = true: needs model.norm_placement != post, got post"
+    ),
+    "model.experts=8 parallel.expert=2 parallel.data=2 parallel.two_batch_overlap=true compile=true": (
+        "parallel.two_batch_overlap = true: needs compile = false, got true"
+    ),
+    (
+        "model.experts=8 parallel.expert=2 parallel.data=4 parallel.two_batch_overlap=true batch.micro_size=4 "
+        "model.router.balance_sequences=4"
+    ): (
+        "model.router.balance_sequences = 4: must divide half of batch.micro_size = 4, which are computed together; "
+        "nearest valid values: 1, 2; or set batch.micro_size to a multiple of 8"
+    ),
+    (
+        "model.experts=8 parallel.expert=2 parallel.data=2 parallel.two_batch_overlap=true batch.micro_size=2 "
+        "precision=fp8 model.sequence=24"
+    ): "precision.matmul = fp8: needs multiples of 16: half of batch.micro_size x model.sequence = 24",
     "model.experts=6 parallel.expert=4 parallel.data=4 batch.global_size=4 batch.micro_size=1": (
         "parallel.expert = 4: must divide model.experts = 6 and 4 replicas; nearest valid values: 1, 2"
     ),

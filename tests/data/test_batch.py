@@ -83,6 +83,20 @@ def test_example_of_two_documents() -> None:
     assert batch.weights.tolist() == [[1, 1, 1, 1, 0]]
 
 
+def test_halves_are_the_batches_of_their_rows() -> None:
+    """But for empty documents, which the bounds of either half have in place of the other's."""
+    samples, packing = np.array([[5, 9, 5, 6, 9], [5, 5, 5, 5, 5], [9, 9, 5, 5, 5]]), PackingConfig(9, 6, True, True)
+    for half, rows in zip(make_batch(samples, [4, 5, 6], packing).halves(), ([0, 1], [2]), strict=True):
+        alone = make_batch(samples[rows], [4 + row for row in rows], packing)
+        assert half.samples == alone.samples
+        for name in ("tokens", "labels", "weights", "positions", "documents"):
+            assert torch.equal(getattr(half, name), getattr(alone, name))
+        assert half.bounds is not None
+        assert alone.bounds is not None
+        assert half.bounds.dtype == alone.bounds.dtype
+        assert half.bounds.unique_consecutive().tolist() == alone.bounds.unique_consecutive().tolist()
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_types_and_device(reset: bool) -> None:
     batch = make_batch(np.arange(12).reshape(2, 6), range(2), PackingConfig(9, 6, reset, reset))

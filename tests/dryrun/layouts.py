@@ -64,6 +64,8 @@ LAYOUTS = (
     "model.expert_capacity=1 model.router.balance=bias memory.recompute=selective",
     "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=8 precision=bf16 "
     "model.experts=4 model.shared_experts=1 memory.offload=[activations] model.layers=4",
+    "parallel.pipeline=2 parallel.data=2 parallel.expert=2 parallel.two_batch_overlap=true batch.micro_size=2 "
+    "batch.global_size=16 precision=bf16 model.experts=4 memory.offload=[activations] model.layers=4 parallel.zero=2",
 )
 """At least two micro-batches, of a pipeline four. Left out are `parallel.tensor=2` and `parallel.pipeline=2` alone:
 LAMB's layout and that of all axes show the same."""

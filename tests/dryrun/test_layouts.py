@@ -99,6 +99,23 @@ def test_tokens_go_to_experts_on_other_devices_without_a_wait(process: SharedWor
     assert found[0] > 0 or not EXPERTS_APART[preset]
 
 
+@pytest.mark.parametrize(("recompute", "share"), [("none", 1 / 4), ("full", 1 / 5)])
+def test_two_batch_overlap_exposes_a_quarter_of_the_exchange(
+    recompute: str, share: float, process: SharedWorker
+) -> None:
+    """Of four sequences on each of eight ranks, as four micro-batches or as halves of two. A recompute repeats what
+    goes to the experts, all of it exposed without the overlap and hidden with it."""
+    preset = "+config=mixtral_8x7b data=synthetic model.layers=2 parallel.pipeline=1 parallel.tensor=1 parallel.data=8"
+    words = f"{preset} parallel.expert=8 batch.global_size=32 memory.recompute={recompute}".split()
+    exposed = []
+    for more in ("batch.micro_size=1", "batch.micro_size=2 parallel.two_batch_overlap=true"):
+        report = process.report({**composed(*words, *more.split()), "dry_run": True}, 0, whole=True)
+        sent = report["collectives"]["expert"]["all_to_all"]
+        exposed.append(sent["bytes"] - sent.get("hidden_bytes", 0))
+        assert not report["races"]
+    assert exposed[1] == pytest.approx(share * exposed[0], rel=0.01)
+
+
 def test_every_spelling_of_a_host_sync_is_seen() -> None:
     """And work that only looks like one is not counted."""
     command = [sys.executable, "-m", "tests.dryrun.spellings"]

@@ -236,6 +236,20 @@ def test_shared_experts_hide_tokens_on_their_way_there_and_back(recompute: str) 
     assert sum(one.calls * one.hidden for one in sent) == (3 if recompute == "none" else 2)
 
 
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(("action", "numbers"), [("F", 2), ("I", 0)])
+def test_one_half_of_a_micro_batch_hides_the_tokens_of_the_other(action: str, numbers: int, shared: int) -> None:
+    """Of four messages of each token's row, forward and backward, one is exposed: the last one, behind which nothing is
+    left to compute but the first matmul of shared experts. Numbers of rows are small, and nothing hides them."""
+    layout = "batch.micro_size=4 parallel.data=4 parallel.expert=4 parallel.two_batch_overlap=true"
+    work = Modules(layout, *EXPERTS, f"model.shared_experts={shared}").work(action)
+    sent = [one for one in work.collectives if one.axis == "expert"]
+    assert sum(one.calls for one in sent) == 2 * 3 + numbers  # rows, weights and outputs of each half
+    exposed = sum(one.bytes * one.calls * (1 - one.hidden) for one in sent if one.bytes > 2**10)
+    total = sum(one.bytes * one.calls for one in sent if one.bytes > 2**10)
+    assert exposed == pytest.approx(0 if shared else total / 4, rel=0.01)
+
+
 @pytest.mark.parametrize("kind", ["gather", "ring", "ulysses"])
 @pytest.mark.parametrize(("ranks", "key_heads"), [(2, 4), (4, 2)])
 def test_a_layer_sends_what_formulas_say_to_ranks_that_share_sequences(kind: str, ranks: int, key_heads: int) -> None:

@@ -180,6 +180,7 @@ def test_casts_to_fp8_are_planned_with_their_weights(layout: str, kind: str, pro
         "parallel.overlap_chunks=2",
         "model.expert_capacity=1.25 memory.recompute=full",
         "parallel.fixed_exchange=false parallel.expert_imbalance=1.5",
+        "parallel.two_batch_overlap=true",
     ],
 )
 def test_exchanges_of_given_sizes_are_planned(words: str, process: SharedWorker) -> None:

@@ -112,6 +112,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "context_ulysses": ("1", "2"),
     "expert": ("1", "2", "4"),
     "expert_tensor": ("null", "1"),
+    "two_batch_overlap": ("false", "true"),
     "zero": ("0", "1", "2", "3"),
     "zero_group": ("null", "2"),
     "overlap": ("true", "false"),
@@ -217,7 +218,9 @@ def together(case: Mapping[str, str]) -> bool:
     is decided."""
     whole = int(case.get("tensor", 1)) if case.get("expert_tensor") == "1" else 1
     repeats, expert = int(case.get("context", 1)) * whole, int(case.get("expert", 8))
-    number = int(case.get("micro_size", 2)) * (1 if "expert" in case and expert % repeats else expert // repeats)
+    halves = case.get("two_batch_overlap") == "true"
+    apart = halves or ("expert" in case and expert % repeats)
+    number = int(case.get("micro_size", 2)) // (1 + halves) * (1 if apart else expert // repeats)
     return number % int(case.get("balance_sequences", 1)) == 0
 
 
@@ -236,6 +239,7 @@ SHARDED, SEVERAL = ("1", "2", "3"), ("2", "4")
 OF_EXPERTS = (
     "expert",
     "expert_tensor",
+    "two_batch_overlap",
     "router",
     "balance",
     "balance_sequences",
@@ -279,6 +283,10 @@ RULES = (
         "stages", "grow", then="context", needs=("1", "2", "4")
     ),  # each of 8 ranks would have two parts of 8 positions
     among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
+    among("two_batch_overlap", "true", then="expert", needs=WIDER["expert"][1:]),
+    among("two_batch_overlap", "true", then="micro_size", needs=("2",)),
+    among("two_batch_overlap", "true", then="norm_placement", needs=("pre", "sandwich")),
+    among("two_batch_overlap", "true", then="parallel_block", needs=("false",)),
     among("balance_sequences", "2", then="balance", needs=("sequence",)),
     among("expert", "4", then="tensor", needs=("1", "2", "4")),
     among("expert", "4", then="pipeline", needs=("1", "2")),
@@ -352,6 +360,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"parallel.context_kind={case['context_kind']}",
         f"parallel.context_ulysses={case.get('context_ulysses', '1')}",
         f"parallel.overlap_chunks={case['overlap_chunks']}",
+        f"parallel.two_batch_overlap={case.get('two_batch_overlap', 'false')}",
         f"memory.offload=[{case['offload']}]",
         f"loss.chunk={case['loss_chunk']}",
         f"batch.micro_size={case['micro_size']}",
@@ -379,7 +388,7 @@ def cost(case: Mapping[str, str]) -> float:
 
 LOOKS_AT = (
     *("tensor", "overlap_chunks", "pipeline", "data", "context", "context_kind", "zero", "zero_group"),
-    *("expert", "expert_tensor", "experts", "micro_size", "balance_sequences"),
+    *("expert", "expert_tensor", "experts", "two_batch_overlap", "micro_size", "balance_sequences"),
 )
 """Options that rules of `WIDE` look at."""
 FITS: dict[str, Any] = {"rule": fits, "more": (partial(fits, rules=WIDE), LOOKS_AT), "cost": cost}

@@ -83,6 +83,17 @@ CASES = {
         ("model.experts=8", "model.expert_ffn=12", "model.biases=true", "batch.micro_size=1", "model.layers=3"),
         ("parallel.fixed_exchange=true", "parallel.overlap_chunks=3"),
     ),
+    # halves of two sequences and one; of one with fp8, whose scales both halves raise
+    "uneven_halves": (
+        Layout(pipeline=2, data=2, expert=2, zero=2),
+        ("batch.global_size=18", "model.shared_experts=1", "model.layers=3"),
+        ("parallel.two_batch_overlap=true", "batch.micro_size=3", "memory.recompute=full", "train.check_step=true"),
+    ),
+    "fp8_halves": (
+        Layout(data=2, expert=2, zero=3),
+        ("precision.matmul=fp8", "model.shared_experts=1", "batch.micro_size=2", "model.layers=3"),
+        ("parallel.two_batch_overlap=true", "memory.recompute=selective"),
+    ),
     "narrow_rooms": (
         Layout(data=2, context=2, tensor=2, expert=2),
         (*LIMITED, "model.expert_capacity=0.3", "data.packing.pad=null", "batch.micro_size=2", "model.layers=3"),
@@ -228,6 +239,7 @@ def questions(rank: int, world: int, layout: Layout, *overrides: str) -> int:
         ("model.router.selection=each_group model.router.groups=2", 0),
         ("model.expert_capacity=1", 8),  # 16 x 2 / 6 choices, 6 at most: more than an even share
         ("model.expert_capacity=1 model.experts=8", 0),
+        ("parallel.two_batch_overlap=true batch.micro_size=2", 8),  # for each half of one micro-batch
     ],
 )
 def test_the_host_asks_for_numbers_of_rows_only_where_they_are_not_fixed(ranks: Ranks, words: str, times: int) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pangu.collectives.regions import TensorRegion
 from pangu.data.batch import make_batch
@@ -205,3 +205,18 @@ def test_what_was_put_aside_is_freed(recompute: str) -> None:
     assert 8 * tokens * numbers <= held <= 1.05 * 8 * tokens * numbers
     store.flush("first")
     assert sum(size for address, size in live_storages().items() if address not in before) == 0
+
+
+def test_a_failed_step_leaves_no_half_of_a_micro_batch_behind() -> None:
+    """A gradient is complete when both halves have added to it, those of the next step."""
+    weight, total, eye, completed = nn.Parameter(torch.zeros(2, 2)), torch.zeros(2, 2), torch.eye(2), list[Tensor]()
+    model = Mock(embedding=None, input_matrix=None, two_batch_overlap=True, layers=nn.ParameterList([weight]))
+    sums = Mock(sum_of=lambda parameter: (total, False), complete=completed.append)
+    store = WeightGradientStore()
+    store.sums = weight_products.WeightProducts(sums, model)
+    store.sums.add(weight, eye, eye)
+    store.clear()
+    for number in (0, 1, 1, 2):
+        store.sums.add(weight, eye, eye)
+        assert len(completed) == number
+    assert torch.equal(total, 5 * eye)
