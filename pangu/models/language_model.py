@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, all_targets
 from pangu.layers.attention import KVCache
-from pangu.layers.biases import Bias, make_bias
+from pangu.layers.biases import make_bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.context_attention import context_kernel, sequence_kernel
@@ -231,42 +231,35 @@ class LanguageModel(nn.Module):
 
     def _contexts(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> list[ForwardContext]:
         """Return the context of a micro-batch, or those of both halves if they are computed in turns."""
-        bias, resident, device = None, set[int](), batch.positions.device
-        if self.position_bias is not None:
-            self.hooks.before("position_bias", batch.positions)
-            bias = self.position_bias(_length(batch), next(self.parameters()).dtype, device)
-            self.hooks.after("position_bias", batch.positions)
-        saved = SavedTensors(Offload(device, resident) if self.offload else None)
-        parts = batch.halves() if self.two_batch_overlap and torch.is_grad_enabled() else [batch]
-        contexts = list(map(partial(self._context, bias=bias, keys=keys, cache=cache, saved=saved), parts))
-        if self.offload:
-            kernels = chain.from_iterable(context.kernels for context in contexts)
-            tensors = chain(self.parameters(), *(vars(kernel).values() for kernel in kernels))
-            resident |= {address(x) for x in tensors if isinstance(x, Tensor)}
-        return contexts
-
-    def _context(
-        self, batch: Batch, bias: Bias | None, keys: DropoutKeys | None, cache: KVCache | None, saved: SavedTensors
-    ) -> ForwardContext:
-        config, positions, documents, rotary, routes = self.config, batch.positions, batch.documents, None, None
+        config, positions, contexts, resident = self.config, batch.positions, list[ForwardContext](), set[int]()
         dtype, device, length = next(self.parameters()).dtype, positions.device, _length(batch)
-        first = length - positions.shape[1] if batch.part is None else 0
+        first, bias = length - positions.shape[1] if batch.part is None else 0, None
+        if self.position_bias is not None:
+            self.hooks.before("position_bias", positions)
+            bias = self.position_bias(length, dtype, device)
+            self.hooks.after("position_bias", positions)
         sparse = None if config.sparse is None else self._pattern(config.sparse, length, device)
-        lasts = documents is None and not first and config.positions != "relative"
-        make, kernels, terms = self._lasting_kernel if lasts else self._new_kernel, list[Kernel](), list[MaskAndBias]()
-        # all parts of a model make the kernels of both kinds, so that memory does not depend on where the model is cut
-        for windowed in self._windows:
-            mask = AttentionMask(documents, config.window if windowed else None, batch.bounds, sparse)
-            terms.append(MaskAndBias(mask, bias, length, dtype, device, first))
-            kernels.append(make(terms[-1], batch.part is not None))
-        if keys is not None and keys.samples != batch.samples:
-            keys = keys.select(batch.samples)
-        if config.positions == "rope":
-            rotary = RotaryEmbedding(positions, config, dtype)
-        if config.experts is not None:
-            routes = Routes(None if batch.padding is None else batch.padding.t())
-        both, masks = (kernels[0], kernels[-1]), (terms[0], terms[-1]) if self._notes_logits else ()
-        return ForwardContext(both, positions, keys, saved, rotary, cache, first, routes, masks)
+        lasts = batch.documents is None and not first and config.positions != "relative"
+        make = self._lasting_kernel if lasts else self._new_kernel
+        saved = SavedTensors(Offload(device, resident) if self.offload else None)
+        for part in batch.halves() if self.two_batch_overlap and torch.is_grad_enabled() else [batch]:
+            kernels, terms, rotary, routes = list[Kernel](), list[MaskAndBias](), None, None
+            # all parts of a model make the kernels of both kinds, so that memory does not depend on where it is cut
+            for windowed in self._windows:
+                mask = AttentionMask(part.documents, config.window if windowed else None, part.bounds, sparse)
+                terms.append(MaskAndBias(mask, bias, length, dtype, device, first))
+                kernels.append(make(terms[-1], batch.part is not None))
+            if config.positions == "rope":
+                rotary = RotaryEmbedding(part.positions, config, dtype)
+            if self.offload:
+                tensors = (*self.parameters(), *chain.from_iterable(vars(kernel).values() for kernel in kernels))
+                resident |= {address(x) for x in tensors if isinstance(x, Tensor)}
+            if config.experts is not None:
+                routes = Routes(None if part.padding is None else part.padding.t())
+            own = keys if keys is None or part is batch else keys.select(part.samples)
+            both, masks = (kernels[0], kernels[-1]), (terms[0], terms[-1]) if self._notes_logits else ()
+            contexts.append(ForwardContext(both, part.positions, own, saved, rotary, cache, first, routes, masks))
+        return contexts
 
     def _new_kernel(self, terms: MaskAndBias, shares: bool) -> Kernel:
         if shares:
