@@ -72,22 +72,23 @@ class ColumnParallelLinear(ParallelLinear):
         self.region = TensorRegion() if from_table else build.region
         self.widths = [placement.local_shape[0] for placement in self.placements]
 
-    def forward(self, x: Tensor, head_size: int | None = None) -> Any:
+    def forward(self, x: Tensor, head_size: int | None = None, ranks_per_key_head: int = 1) -> Any:
         """Map [sequence (/ ranks with sequence parallelism), ..., inputs] to [sequence, ..., outputs / ranks].
 
-        With `head_size`, return the heads of each projection instead (`split_projections`).
+        With `head_size`, return the heads of each projection instead (`split_projections`). If several ranks share a
+        head of the last two, keys and values, they first join its pieces.
         """
-        heads = None if head_size is None else (self.widths, head_size)
+        heads = None if head_size is None or ranks_per_key_head > 1 else (self.widths, head_size)
         if self.in_graph is not None and torch.compiler.is_compiling():
-            output = self.in_graph(self, x)
-            return output if heads is None else split_projections(output, *heads)
-        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8, heads)
-
-    def joined_heads(self, x: Tensor, head_size: int, ranks_per_key_head: int) -> tuple[Tensor, ...]:
-        """Return the heads of each projection of x, of which the last two are keys and values with pieces of heads."""
-        outputs = self(x).split_with_sizes(self.widths, -1)
-        outputs = *outputs[:-2], *join_pieces(torch.stack(outputs[-2:]), ranks_per_key_head, self.region)
-        return tuple(split_heads(part, head_size) for part in outputs)
+            output: Any = self.in_graph(self, x)
+            output = output if heads is None else split_projections(output, *heads)
+        else:
+            output = column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8, heads)
+        if head_size is None or ranks_per_key_head == 1:
+            return output
+        parts = output.split_with_sizes(self.widths, -1)
+        parts = *parts[:-2], *join_pieces(torch.stack(parts[-2:]), ranks_per_key_head, self.region)
+        return tuple(split_heads(part, head_size) for part in parts)
 
 
 class ReplicatedLinear(ColumnParallelLinear):

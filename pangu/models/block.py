@@ -142,10 +142,11 @@ class Attention(nn.Module):
     def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
         """Return queries, keys and values of x [sequence, batch, hidden]."""
         # `queries`: position vectors [sequence, batch, hidden], for the query layer
+        of_heads = self.head_size, self.ranks_per_key_head
         if queries is None:
-            query, key, value = self._heads(self.qkv, x)
+            query, key, value = self.qkv(x, *of_heads)
         else:
-            (query,), (key, value) = self.query(queries, self.head_size), self._heads(self.key_value, x)
+            (query,), (key, value) = self.query(queries, self.head_size), self.key_value(x, *of_heads)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None and self.has_rope:
@@ -153,11 +154,6 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.append(self, context.first, key, value)
         return QKV(query, key, value)
-
-    def _heads(self, layer: ColumnParallelLinear, x: Tensor) -> Any:
-        if self.ranks_per_key_head > 1:
-            return layer.joined_heads(x, self.head_size, self.ranks_per_key_head)
-        return layer(x, self.head_size)
 
     def finish(self, attended: Tensor, context: ForwardContext) -> Tensor:
         """Return the output [sequence, batch, hidden] for attention [batch, heads / ranks, sequence, head size]."""
