@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ def start(parent: Connection, output: str) -> None:
         output: file for what libraries write to standard output and error.
     """
     global _fake
+    gc.set_threshold(100_000)  # a dry run allocates much and leaves few cycles
     Thread(target=lambda: parent.poll(None) and os._exit(0), daemon=True).start()
     os.environ.update(ENVIRONMENT)
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), 2)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.model import LatentConfig, ModelConfig
+from pangu.topology.experts import ExpertRank
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
 
-if TYPE_CHECKING:
-    from pangu.topology.experts import ExpertRank
-
-Parameters = Iterator[tuple[str, list[Placement]]]
+Parameters = Iterable[tuple[str, list[Placement]]]
 """Names of module parameters, with the logical tensors that each holds."""
 VOCABULARY_MULTIPLE = 128
 """Alignment of the vocabulary rows that a rank stores."""
@@ -46,14 +45,40 @@ def place_tensors(
 ) -> PlacementTable:
     """Return the tensors of parts of a model as one tensor-parallel rank holds them, in the order of modules."""
     # `experts`: this rank's share of them; None: all. A parameter is frozen if one of its tensors matches `frozen`.
+    # without the groups of `TensorRegion` and `ExpertRegion`, which the cache would keep
+    share = None if experts is None else ExpertRank(experts.rank, experts.size, experts.tensor)
+    given = TensorRank(rank.rank, rank.size, rank.sequence), tuple(frozen), share
+    numbers = [number for part in parts for number in part.layers]
+    layers = [_placed_layer(config, number, *given) for number in numbers]
     table = PlacementTable()
-    for parameter, tensors in _tensors(config, parts):
+    for one in (_placed(_before(config, parts), *given), *layers, _placed(_after(config, parts), *given)):
+        table.extend(one)
+    return table
+
+
+def _placed(
+    parameters: Parameters, rank: TensorRank, frozen: tuple[str, ...], experts: ExpertRank | None
+) -> PlacementTable:
+    table = PlacementTable()
+    for parameter, tensors in parameters:
         trained = not any(_fits(tensor.name, frozen) for tensor in tensors)
         apart = experts if tensors[0].expert else None
         held, place = (tensors, rank) if apart is None else (apart.held(tensors), apart.tensor)
-        placed = [replace(tensor, trained=trained, expert=apart is not None) for tensor in held]
-        table.place(parameter, placed, place)
+        table.place(parameter, held, place, trained=trained, expert=apart is not None)
     return table
+
+
+@lru_cache(maxsize=1000)  # a search places the same layers for many layouts
+def _placed_layer(
+    config: ModelConfig, number: int, rank: TensorRank, frozen: tuple[str, ...], experts: ExpertRank | None
+) -> PlacementTable:
+    return _placed(_tensors_of_layer(config, number), rank, frozen, experts)
+
+
+@lru_cache(maxsize=1000)
+def _tensors_of_layer(config: ModelConfig, number: int) -> list[tuple[str, list[Placement]]]:
+    predicting = _prediction(config, f"mtp.{number - config.layers}") if number >= config.layers else ()
+    return [*_layer(config, number), *predicting]
 
 
 def _fits(name: str, patterns: Collection[str]) -> bool:
@@ -122,43 +147,47 @@ def parameters_by_module(config: ModelConfig, table: PlacementTable, part: Model
     return {name: parameters for name, parameters in uses.items() if parameters}
 
 
-def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
-    std, width = config.init_std, config.hidden
+def _words(config: ModelConfig, parts: Sequence[ModelPart]) -> dict[str, Any]:
     begins, ends = any(part.first for part in parts), any(part.last for part in parts)
     # a tied head on another stage than the embedding holds a copy of it, and so does multi-token prediction
     shared = "ends" if (config.tied_head or config.mtp_layers) and begins != ends else None
-    words: dict[str, Any] = {"cut_dim": 0, "multiple": VOCABULARY_MULTIPLE, "shared": shared}
-    if begins:
-        yield from _one("embedding.word.weight", (config.vocab, width), std, **words)
+    return {"std": config.init_std, "cut_dim": 0, "multiple": VOCABULARY_MULTIPLE, "shared": shared}
+
+
+def _before(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
+    """Yield the parameters before the layers."""
+    if any(part.first for part in parts):
+        yield from _one("embedding.word.weight", (config.vocab, config.hidden), **_words(config, parts))
         if config.positions == "learned":
-            yield from _one("embedding.position.weight", (config.sequence, width), std)
+            yield from _one("embedding.position.weight", (config.sequence, config.hidden), config.init_std)
     if config.positions == "relative":
         complete = sum(len(part.layers) for part in parts) == config.num_blocks
-        shape = (config.num_relative_buckets, config.heads)
-        yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "pipeline")
-    for part in parts:
-        for number in part.layers:
-            if number == 0 and config.embedding_norm:
-                yield from _norm(config, "embedding_norm", width)
-            yield from _layer(config, number)
-            if number >= config.layers:
-                yield from _prediction(config, f"mtp.{number - config.layers}")
-    if ends:
-        yield from _norm(config, "final_norm", width)
-        if not (config.tied_head and begins):
-            name = "embedding.word.weight" if config.tied_head else "head.weight"
-            untied = {} if config.tied_head else {"shared": None}
-            yield "head.weight", [Placement(name, (config.vocab, width), std, **words | untied)]
-        if config.mtp_layers and not (config.tied_head or begins):
-            yield "mtp.lookup", [Placement("embedding.word.weight", (config.vocab, width), std, **words)]
-        if config.query_layer is not None:
-            # every rank looks up all positions, for its own heads
-            yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
+        shape, shared = (config.num_relative_buckets, config.heads), None if complete else "pipeline"
+        yield from _one("position_bias.weight", shape, config.init_std, cut_dim=1, shared=shared)
+
+
+def _after(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
+    """Yield the parameters behind the layers."""
+    if not any(part.last for part in parts):
+        return
+    begins, words, shape = any(part.first for part in parts), _words(config, parts), (config.vocab, config.hidden)
+    yield from _norm(config, "final_norm", config.hidden)
+    if not (config.tied_head and begins):
+        name = "embedding.word.weight" if config.tied_head else "head.weight"
+        untied = {} if config.tied_head else {"shared": None}
+        yield "head.weight", [Placement(name, shape, **words | untied)]
+    if config.mtp_layers and not (config.tied_head or begins):
+        yield "mtp.lookup", [Placement("embedding.word.weight", shape, **words)]
+    if config.query_layer is not None:
+        # every rank looks up all positions, for its own heads
+        yield from _one("query_embedding.weight", (config.sequence, config.hidden), config.init_std, partial=True)
 
 
 def _layer(config: ModelConfig, number: int) -> Parameters:
     path = f"layers.{number}"
     attention, mlp = f"{path}.attention", f"{path}.mlp"
+    if number == 0 and config.embedding_norm:
+        yield from _norm(config, "embedding_norm", config.hidden)
     yield from _norm(config, f"{path}.attention_norm", config.hidden)
     if config.attention_sinks:
         yield from _one(f"{attention}.sinks", (config.heads,), config.init_std, cut_dim=0)

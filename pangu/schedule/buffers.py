@@ -60,9 +60,8 @@ class Shards(NamedTuple):
         shared = frozenset(entry.shared for entry, _ in held if entry.shared)
         partial = sum(numel for entry, numel in held if entry.partial)
         others = tuple(numel for entry, numel in held if not entry.is_matrix)
-        return cls(
-            tuple(numel for _, numel in held), others, sum(1 for _ in flat.tensor_ranges(table)), partial, shared
-        )
+        num_tensors = sum(len(table.stored_in(name)) for name in flat.names)
+        return cls(tuple(numel for _, numel in held), others, num_tensors, partial, shared)
 
 
 def buffers_of(flat: FlatSpec, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Placement:
         """Shape of this rank's slice, without padding."""
         return tuple(self.stop - self.start if dim == self.cut_dim else n for dim, n in enumerate(self.shape))
 
-    @property
+    @cached_property
     def local_numel(self) -> int:
         """Number of elements of this rank's slice."""
         return math.prod(self.local_shape)
@@ -137,8 +139,8 @@ class PlacementTable:
         """Shape of each module parameter, padding included, in the order of placement."""
         return self._shapes
 
-    def place(self, parameter: str, tensors: Sequence[Placement], rank: TensorRank) -> None:
-        """Add a parameter in which `tensors` are stacked along dimension 0, and fill in this rank's offsets.
+    def place(self, parameter: str, tensors: Sequence[Placement], rank: TensorRank, **changes: bool) -> None:
+        """Add a parameter in which `tensors` are stacked along dimension 0, with this rank's offsets and `changes`.
 
         The parameter has room for the largest share, rounded up to `multiple`; padding belongs to no logical tensor.
         """
@@ -148,7 +150,8 @@ class PlacementTable:
             assert tensor.name not in self._by_name, f"{tensor.name} is built twice"
             start, stop = (0, 0) if tensor.cut_dim is None else rank.bounds(tensor.shape[tensor.cut_dim])
             partial = rank.size > 1 and tensor.cut_dim is None and (rank.sequence or tensor.partial)
-            placed = replace(tensor, stored_in=parameter, offset=offset, start=start, stop=stop, partial=partial)
+            held: dict[str, Any] = {"stored_in": parameter, "offset": offset, "start": start, "stop": stop, **changes}
+            placed = replace(tensor, partial=partial, **held)
             self._by_name[tensor.name] = placed
             self._by_parameter.setdefault(parameter, []).append(placed)
             share = tuple(
@@ -158,6 +161,14 @@ class PlacementTable:
             offset += math.prod(share)
             rows += share[0]
         self._shapes[parameter] = (rows, *share[1:])
+
+    def extend(self, other: PlacementTable) -> None:
+        """Add the parameters of another table behind the own ones."""
+        if twice := self._by_name.keys() & other._by_name.keys():
+            raise AssertionError(f"{min(twice)} is built twice")
+        self._by_name |= other._by_name
+        self._by_parameter |= other._by_parameter
+        self._shapes |= other._shapes
 
     def __iter__(self) -> Iterator[Placement]:
         """Iterate over the logical tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 
 from pangu.config.schema import RunConfig
@@ -149,8 +149,5 @@ def place_stage(
     """Return the placement of a stage's parameters, and their uses by modules."""
     share = ExpertRank.of(layout, at) if layout.splits_experts else None
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
-    table = _placed(config.model, tuple(chunks.values()), tensor_rank, tuple(config.train.frozen), share)
+    table = place_tensors(config.model, [*chunks.values()], tensor_rank, config.train.frozen, share)
     return table, {chunk: parameters_by_module(config.model, table, part) for chunk, part in chunks.items()}
-
-
-_placed = lru_cache(maxsize=100)(place_tensors)  # a search places the same stage for many layouts
