@@ -90,7 +90,7 @@ def _fit_and_predict(options: argparse.Namespace, rows: Sequence[Row]) -> list[a
         fits = [accuracy.fit_rows(chosen[scope], scope) for scope in large]
         how = "factors over the figures of configs/cluster; Huber loss, at most 150 rows a source;"
         found = [asdict(one) for one in fits + accuracy.pooled(chosen)]
-        _write(options, "--fit all", {"how": f"{how} * stands for all others", "fits": found})
+        _write(options, f"--fit {options.fit}", {"how": f"{how} * stands for all others", "fits": found})
     predictions: list[accuracy.Prediction] = []
     for scope, of_scope in scopes.items():
         others = {one: chosen[one] for one in chosen if one[0] != scope[0] and kind_of(one) == kind_of(scope)}

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.planner_accuracy.__main__ import main
 from benchmarks.planner_accuracy.accuracy import Prediction, summarise
 from benchmarks.planner_accuracy.measurements import read_rows
+from pangu.common.files import read_json
 from tests.planner_accuracy.test_measurements import CLUSTERS
 from tests.spawn import repository
 
@@ -77,6 +78,7 @@ def test_fitted_sources_are_cross_validated_and_predict_the_others(
     sources = report(capsys, "--table", table, "--fit", "vtrain", "--write", written)["sources"]
     assert 0 < sources["SC21"]["time_mean_error"] <= 0.1
     assert 0 < sources["vTrain"]["time_mean_error"] <= 0.15
+    assert " --fit vtrain --write fit.json" in read_json(written)["made_by"]
     monkeypatch.setattr("benchmarks.planner_accuracy.__main__._SHIPPED", written)
     again = report(capsys, "--table", table)["sources"]
     assert again["SC21"]["time_mean_error"] == pytest.approx(sources["SC21"]["time_mean_error"], rel=0.01)
