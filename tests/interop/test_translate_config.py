@@ -131,6 +131,11 @@ def test_gpt3() -> None:
     assert "processes: 1024\n" in done.stdout
 
 
+def test_overlap_of_the_exchange_of_experts_names_our_key() -> None:
+    done = translate("megatron", *GPT, "--overlap-moe-expert-parallel-comm")
+    assert "--overlap-moe-expert-parallel-comm: parallel.two_batch_overlap=true" in section(done, "no counterpart")
+
+
 def test_bloom() -> None:
     done = translate("megatron", "--keep-going", LAUNCHES / "bloom_176b.sh")
     translated = built(done, "data.train=[/data/web]", "data.tokenizer=null")

@@ -30,6 +30,7 @@ def test_projections_that_lie_side_by_side_are_not_copied(stacked: bool) -> None
     for some in (slice(0, 3), slice(1, 3), slice(0, 1)):
         found = stack_projections(heads[some] if stacked else [part.clone() for part in heads[some]])
         assert torch.equal(found, torch.cat(x.split(widths, -1)[some], -1))
+        assert stack_projections(heads[some], apart=False).is_contiguous()
         assert (found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == stacked
 
 
