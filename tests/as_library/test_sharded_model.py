@@ -137,7 +137,7 @@ def steps_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer, steps: ran
         loss_of(sharded.model, parts[1]).backward()
         norms.append(float(sharded.step(optimizer, clip=CLIP).grad_norm))
         optimizer.zero_grad()
-        assert mesh.layout.zero < 3 or not sharded.parameters.unsharder.whole, "a region stays whole"
+        assert mesh.layout.zero < 3 or not sharded.parameters.unsharder.unsharded, "a region stays whole"
         assert all(parameter.grad is None for parameter in sharded.model.parameters())
     return norms
 
@@ -231,7 +231,7 @@ def most_whole(rank: int, world: int, layout: Layout) -> tuple[int, int]:
     def counted(*arguments: Any) -> None:
         nonlocal peak
         begin(*arguments)
-        peak = max(peak, len(unsharder.whole | unsharder.in_flight.keys()))
+        peak = max(peak, len(unsharder.unsharded | unsharder.in_flight.keys()))
 
     unsharder.begin = counted  # type: ignore[method-assign]
     for _ in range(2):
@@ -239,7 +239,7 @@ def most_whole(rank: int, world: int, layout: Layout) -> tuple[int, int]:
         sharded.step(sharded.adamw(lr=0.1))
     with torch.no_grad():
         model(torch.randn(3, 8))
-    assert not unsharder.whole
+    assert not unsharder.unsharded
     return peak, len(unsharder.flat_parameters)
 
 

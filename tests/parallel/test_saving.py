@@ -60,7 +60,7 @@ def saves(rank: int, world: int, folder: Path, asynchronous: bool, limit_s: floa
             while not saver.has_failed:
                 time.sleep(0.05)
         with pytest.raises(StuckError) as raised:
-            saver.settle()
+            saver.wait()
     assert limit_s < time.monotonic() - began < 3 * limit_s
     assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step-00000000"]
     return str(raised.value)
