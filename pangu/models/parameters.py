@@ -45,18 +45,18 @@ def place_tensors(
 ) -> PlacementTable:
     """Return the tensors of parts of a model as one tensor-parallel rank holds them, in the order of modules."""
     # `experts`: this rank's share of them; None: all. A parameter is frozen if one of its tensors matches `frozen`.
-    # without the groups of `TensorRegion` and `ExpertRegion`, which the cache would keep
+    # The cache must not keep the process groups of `TensorRegion` and `ExpertRegion`.
     share = None if experts is None else ExpertRank(experts.rank, experts.size, experts.tensor)
     given = TensorRank(rank.rank, rank.size, rank.sequence), tuple(frozen), share
-    numbers = [number for part in parts for number in part.layers]
-    layers = [_placed_layer(config, number, *given) for number in numbers]
+    layers = [_place_layer(config, number, *given) for part in parts for number in part.layers]
+    first, last = (_place(of(config, parts), *given) for of in (_input_parameters, _output_parameters))
     table = PlacementTable()
-    for one in (_placed(_before(config, parts), *given), *layers, _placed(_after(config, parts), *given)):
+    for one in (first, *layers, last):
         table.extend(one)
     return table
 
 
-def _placed(
+def _place(
     parameters: Parameters, rank: TensorRank, frozen: tuple[str, ...], experts: ExpertRank | None
 ) -> PlacementTable:
     table = PlacementTable()
@@ -69,14 +69,14 @@ def _placed(
 
 
 @lru_cache(maxsize=1000)  # a search places the same layers for many layouts
-def _placed_layer(
+def _place_layer(
     config: ModelConfig, number: int, rank: TensorRank, frozen: tuple[str, ...], experts: ExpertRank | None
 ) -> PlacementTable:
-    return _placed(_tensors_of_layer(config, number), rank, frozen, experts)
+    return _place(_layer_tensors(config, number), rank, frozen, experts)
 
 
 @lru_cache(maxsize=1000)
-def _tensors_of_layer(config: ModelConfig, number: int) -> list[tuple[str, list[Placement]]]:
+def _layer_tensors(config: ModelConfig, number: int) -> list[tuple[str, list[Placement]]]:
     predicting = _prediction(config, f"mtp.{number - config.layers}") if number >= config.layers else ()
     return [*_layer(config, number), *predicting]
 
@@ -147,17 +147,17 @@ def parameters_by_module(config: ModelConfig, table: PlacementTable, part: Model
     return {name: parameters for name, parameters in uses.items() if parameters}
 
 
-def _words(config: ModelConfig, parts: Sequence[ModelPart]) -> dict[str, Any]:
+def _vocabulary_fields(config: ModelConfig, parts: Sequence[ModelPart]) -> dict[str, Any]:
     begins, ends = any(part.first for part in parts), any(part.last for part in parts)
     # a tied head on another stage than the embedding holds a copy of it, and so does multi-token prediction
     shared = "ends" if (config.tied_head or config.mtp_layers) and begins != ends else None
     return {"std": config.init_std, "cut_dim": 0, "multiple": VOCABULARY_MULTIPLE, "shared": shared}
 
 
-def _before(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
+def _input_parameters(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     """Yield the parameters before the layers."""
     if any(part.first for part in parts):
-        yield from _one("embedding.word.weight", (config.vocab, config.hidden), **_words(config, parts))
+        yield from _one("embedding.word.weight", (config.vocab, config.hidden), **_vocabulary_fields(config, parts))
         if config.positions == "learned":
             yield from _one("embedding.position.weight", (config.sequence, config.hidden), config.init_std)
     if config.positions == "relative":
@@ -166,11 +166,15 @@ def _before(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
         yield from _one("position_bias.weight", shape, config.init_std, cut_dim=1, shared=shared)
 
 
-def _after(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
+def _output_parameters(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     """Yield the parameters behind the layers."""
     if not any(part.last for part in parts):
         return
-    begins, words, shape = any(part.first for part in parts), _words(config, parts), (config.vocab, config.hidden)
+    begins, words, shape = (
+        any(part.first for part in parts),
+        _vocabulary_fields(config, parts),
+        (config.vocab, config.hidden),
+    )
     yield from _norm(config, "final_norm", config.hidden)
     if not (config.tied_head and begins):
         name = "embedding.word.weight" if config.tied_head else "head.weight"

@@ -58,7 +58,7 @@ class WeightProducts:
             add_product(total, left, right, begins, self._with_apex)
         else:
             fp8.add_product(total, left, right, begins)
-        if completes and id(weight) not in self._looked_up and not (self._twice and self._is_first_half(weight)):
+        if completes and id(weight) not in self._looked_up and not (self._twice and self._awaits_other_half(weight)):
             self._gradients.complete(weight)
 
     def complete(self, weight: Tensor) -> None:
@@ -66,8 +66,8 @@ class WeightProducts:
         if id(weight) not in self._looked_up:
             self._gradients.complete(weight)
 
-    def _is_first_half(self, parameter: Tensor) -> bool:
-        """Return whether the other half of a micro-batch still adds to the gradient that was just added to."""
+    def _awaits_other_half(self, parameter: Tensor) -> bool:
+        """Record that one half of a micro-batch has added its gradient; return whether that of the other is missing."""
         if id(parameter) in self._twice:
             self._of_one_half ^= {id(parameter)}
         return id(parameter) in self._of_one_half
@@ -79,7 +79,7 @@ class WeightProducts:
             torch.sum(grad, 0, dtype=total.dtype, out=total)
         else:
             total.add_(grad.sum(0, dtype=total.dtype))
-        if not (self._twice and self._is_first_half(bias)):
+        if not (self._twice and self._awaits_other_half(bias)):
             self._gradients.complete(bias)
 
     def add_lookup(self, table: Tensor, rows: Tensor, grad: Tensor, completes: bool = True) -> None:
