@@ -29,8 +29,8 @@ _MISSING = object()
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", object: "anything"}
 
 
-class UnusableError(Exception):
-    """Error raised when a rule uses a value that is invalid by itself."""
+class UnusableError(BaseException):
+    """Error raised when a rule uses a value that is invalid by itself; `reprlib` would swallow an `Exception`."""
 
 
 class Wrong:
@@ -123,7 +123,8 @@ class _Reader:
             return self._wrong(path, values, "must be a group of keys")
         kind = _select(options, values)
         if kind is None:
-            return self._field(*_tags(options), values, path)
+            tags = _tags(options)
+            return self._field(Literal[tuple(word for _, word in tags)], tags[0][0], values, path)
         hints = hints_of(kind)
         for key in values:
             if key not in hints:
@@ -163,7 +164,9 @@ class _Reader:
         options = tuple(option for option in options if option is not type(None))
         if all(dataclasses.is_dataclass(option) for option in options):
             if not isinstance(value, Mapping):
-                return self._wrong(path, value, f"must be {describe(hint)}", _choices(options, path))
+                choices = [_option(path, tag) for tag in _tags(options)]
+                fix = f"set {' or '.join(choices)}" if len(choices) > 1 else ""
+                return self._wrong(path, value, f"must be {describe(hint)}", fix)
             return self.group(options, value, path)
         for option in options:
             built = self._one(option, value, path, optional)
@@ -205,8 +208,7 @@ class _Reader:
 
 def _plain(kind: type, value: Any) -> Any:
     if kind is float:
-        number = _number(value)
-        return _MISSING if number is None else number
+        return _number(value)
     if kind is int:
         if isinstance(value, float) and value.is_integer():
             return int(value)
@@ -223,14 +225,8 @@ def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
     return None
 
 
-def _tags(options: tuple[Any, ...]) -> tuple[Any, str]:
-    tags = [tag for option in options if (tag := tag_of(option))]
-    return Literal[tuple(word for _, word in tags)], tags[0][0]
-
-
-def _choices(options: tuple[Any, ...], path: str) -> str:
-    tags = [tag for option in options if (tag := tag_of(option))]
-    return f"set {' or '.join(_option(path, tag) for tag in tags)}" if len(tags) > 1 else ""
+def _tags(options: tuple[Any, ...]) -> list[tuple[str, str]]:
+    return [tag for option in options if (tag := tag_of(option))]
 
 
 def _option(path: str, tag: tuple[str, str]) -> str:
@@ -238,15 +234,15 @@ def _option(path: str, tag: tuple[str, str]) -> str:
     return f"{path}.{tag[0]}={tag[1]}" if "." in path else f"{path}={tag[1]}"
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
+        return _MISSING
     try:
         return float(value)
     except OverflowError:  # an int beyond all floats
         return float("inf")
     except ValueError:
-        return None
+        return _MISSING
 
 
 def describe(hint: Any) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pangu.common.errors import Problem, shown
-from pangu.config.build import UnusableError
+from pangu.config.build import findings
 from pangu.config.schema import LossConfig
 
 _RELATIONS = {"=": operator.eq, "!=": operator.ne, ">": operator.gt}
@@ -88,19 +87,18 @@ RECIPE = (
 
 def unmet(config: object, dependencies: Sequence[Dependency]) -> list[Problem]:
     """Return a problem for each key of a configuration, or of a part of one, that lacks what it needs."""
-    problems = []
-    for one in dependencies:
-        # of a wrong value nothing more is said, and a key may not exist, e.g. with another optimizer
-        with suppress(UnusableError, AttributeError):
-            value, other = operator.attrgetter(one.key, one.other)(config)
-            if value != one.unused and not _RELATIONS[one.relation](other, one.operand):
-                problems.append(_problem(one, value, other))
-    return problems
+    return [problem for one in dependencies for problem in findings(_problem, one, config)]
 
 
-def _problem(one: Dependency, value: Any, other: Any) -> Problem:
+def _problem(one: Dependency, config: object) -> Iterator[Problem]:
+    try:
+        value, other = operator.attrgetter(one.key, one.other)(config)
+    except AttributeError:  # a key may not exist, e.g. with another optimizer
+        return
+    if value == one.unused or _RELATIONS[one.relation](other, one.operand):
+        return
     needed, found = shown(one.operand), shown(other)
     ways = {"=": f"set {one.other}={needed}", ">": f"a larger {one.other}", "!=": f"set {one.other}"}
     fix = f"use {shown(one.unused)}, or {f'set {one.fix}' if one.fix else ways[one.relation]}"
     rule = f"needs {one.other} {one.relation} {needed}, got {found}{one.reason and f': {one.reason}'}"
-    return Problem(one.key, getattr(value, "name", value), rule, fix)
+    yield Problem(one.key, getattr(value, "name", value), rule, fix)

@@ -32,7 +32,7 @@ def asks_for_layout(values: Mapping[str, Any]) -> bool:
 
 def layout_problems(config: RunConfig, world: int, uneven: bool = False) -> list[Problem]:
     """Return all problems of a layout on a number of processes; if `uneven`, not all replicas need as many samples."""
-    rules = (_tensor, _shared_sequence, _context, _pipeline, _zero, _fp8)
+    rules = (_tensor, _shared_sequence, context_problems, _pipeline, _zero, _fp8)
     problems = unmet(config, dependencies.LAYOUT) + [problem for rule in rules for problem in findings(rule, config)]
     problems += findings(_devices, config, world)
     problems = problems or findings(_batch, config, world, uneven) + findings(_experts, config, world)
@@ -97,11 +97,6 @@ def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
         rule = "has no communication to overlap with parallel.tensor = 1"
         larger = "parallel.tensor" if config.model.experts is None else "parallel.tensor or parallel.expert"
         yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, f"use 1, or a larger {larger}")
-
-
-def _context(config: RunConfig) -> Iterator[Problem]:
-    if config.parallel.context > 1:
-        yield from context_problems(config)
 
 
 def _pipeline(config: RunConfig) -> Iterator[Problem]:

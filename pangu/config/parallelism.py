@@ -44,6 +44,8 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of a context-parallel layout."""
     parallel, model = config.parallel, config.model
     ranks, length = parallel.context, model.sequence
+    if ranks == 1:
+        return
     slices = parallel.tensor if parallel.sequence else 1
     if length % math.lcm(2 * ranks, ranks * slices):
         unit = "2 x parallel.context" if length % (2 * ranks) else "parallel.context x parallel.tensor"

@@ -8,9 +8,10 @@ import os
 import re
 import shlex
 import sys
+import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,11 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
             values.update(_with_new_names(composed, overrides))
             train(values, given_keys(overrides))
 
-        _end(carry_out)
+        try:
+            _end(carry_out)
+        except Exception:  # else it would seem to be one of the composition
+            traceback.print_exc()
+            sys.exit(1)
         return final_loss(values)
 
     _end(lambda: refuse_long_integers(overrides))
@@ -66,7 +71,13 @@ def run_command(configs: Path, train: Callable[[Mapping[str, Any], Set[str]], No
         # all other options are Hydra's: --info, --multirun
         _end(lambda: require_options(overrides, configs))
         sys.argv[1:] = [_name_files(word, configs) for word in words]
-        _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself, most of them as tracebacks
+
+        def sweep() -> None:
+            with _plain_messages(sys.argv[1:], configs):
+                hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
+
+        _end(sweep)
     else:
 
         def carry_out() -> None:
@@ -180,14 +191,20 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in configs.iterdir() if path.is_dir()
     }
     overrides = [_name_files(word, configs) for word in overrides]
+    with _plain_messages(overrides, configs), hydra.initialize_config_dir(str(configs), version_base="1.3"):
+        composed = hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides])
+        return _with_new_names(composed, overrides)
+
+
+@contextmanager
+def _plain_messages(overrides: Sequence[str], configs: Path) -> Iterator[None]:
+    """Raise UserError for overrides, options and files that Hydra cannot compose."""
     try:
-        with hydra.initialize_config_dir(str(configs), version_base="1.3"):
-            composed = hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides])
-            return _with_new_names(composed, overrides)
+        yield
     except OverrideParseException as error:
         rule = "cannot be read: use KEY=VALUE, GROUP=OPTION or +config=RECIPE, with quotes around special characters"
         word = str(error.override)
-        joined = _joined(word, overrides, groups.get("config", ()))
+        joined = _joined(word, overrides, [file.stem for file in configs.glob("config/*.yaml")])
         meant = _halfwidth(word) or [one for one in (joined or _quoted(word),) if one]
         fix = f"; write {shlex.join(meant)}" if meant else ""
         raise UserError(f"{shown(word)}: {rule}{fix}") from error
@@ -220,7 +237,8 @@ def _name_files(word: str, configs: Path) -> str:
         with suppress(OSError):  # of a name that is too long, or a folder that cannot be read
             if file.suffix == ".yaml" and file.is_file():
                 # not the target of a link, whose name may end otherwise
-                return _text(os.path.relpath(file.parent.resolve() / file.name, folder.resolve()))
+                path = os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
+                return _text(re.sub(r"(\\*)\$\{", r"\1\1\\${", path))  # else Hydra looks for a key of that name
         return text
 
     value = named(setting[3])

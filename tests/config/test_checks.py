@@ -466,5 +466,17 @@ def test_wrong_values_and_contradictions_of_others_are_told_together() -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["data.packing.index", "model.full_layers", "model.nope_layers"])
+def test_nothing_more_is_said_of_a_value_that_is_wrong_or_contains_one(key: str) -> None:
+    values = composed()
+    *groups, name = key.split(".")
+    group = values
+    for one in groups:
+        group = group[one]
+    group[name] = [{"a": 1}]
+    _, found = find_problems(values)
+    assert [problem.rule.partition(" ")[0] for problem in found] == ["must"], [*map(str, found)]
+
+
 def test_the_configuration_knows_every_task() -> None:
     assert get_args(TaskName) == tuple(TASKS)

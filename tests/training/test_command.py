@@ -172,7 +172,18 @@ def test_options_of_groups_can_be_files_anywhere(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     "name",
-    ["a,b.yaml", "[x].yaml", "a=b (1).yaml", "~集群.yaml", "it's.yaml", 'q"q.yaml', "C:\\x\\.yaml", "v1.yaml.yaml"],
+    [
+        "a,b.yaml",
+        "[x].yaml",
+        "a=b (1).yaml",
+        "~集群.yaml",
+        "it's.yaml",
+        'q"q.yaml',
+        "C:\\x\\.yaml",
+        "v1.yaml.yaml",
+        "${b}.yaml",
+        "\\${b}.yaml",
+    ],
 )
 def test_a_file_that_exists_needs_no_quotes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -221,20 +232,42 @@ def test_a_sweep_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run_command(repository() / "configs", lambda values, _: seen.append(values["cluster"]))
     assert [(cluster["name"], cluster["devices"]) for cluster in seen[:2]] == [("h100", 8), ("h100", 16)]
     assert seen[2] == compose(repository() / "configs", ["cluster=a100"])["cluster"]
-    Path("c (1).yaml").symlink_to("8.yaml")
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--multirun", "cluster=c (1).yaml", "hydra.sweep.dir=out"])
+    Path("c (1) ${b}.yaml").symlink_to("8.yaml")
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--multirun", "cluster=c (1) ${b}.yaml", "hydra.sweep.dir=out"])
     run_command(repository() / "configs", lambda values, _: seen.append(values["cluster"]))
     assert seen[3] == seen[0]
 
 
+def test_an_error_of_a_run_in_a_sweep_is_not_one_of_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--multirun", f"hydra.sweep.dir={tmp_path}"])
+    with pytest.raises(SystemExit, match="1"):
+        run_command(repository() / "configs", train)
+    written = capsys.readouterr().err
+    assert written.startswith("Traceback"), written
+    assert written.endswith("ValueError: a bug\n"), written
+
+
 @pytest.mark.parametrize("content", ["a: &a [*a]", "a: [", "\udcff"])
-def test_a_file_that_is_no_yaml_is_one_message(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_yaml_is_one_message(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "base.yaml").write_text("a: 1\n", encoding="utf-8")
     path = tmp_path / "cluster" / "mine.yaml"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # Hydra's own default, which the command changes
     with pytest.raises(UserError, match=f"cannot be read from {tmp_path} and the command line: ."):
         compose(tmp_path, ["+cluster=mine"])
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--multirun", "+cluster=mine", f"hydra.sweep.dir={tmp_path}"])
+    with pytest.raises(SystemExit, match="2"):
+        run_command(tmp_path, lambda values, _: None)
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"cannot be read from {tmp_path} and the command line: " in line for line in lines] == [True]
     # a file that refers to itself is YAML, and Hydra alone refuses it
     with pytest.raises(UserError, match=f"{path}: cannot be read as a cluster file: .|a = .*: unknown key"):
         load_cluster(path)
