@@ -40,7 +40,7 @@ def steps_of(names: list[str]) -> dict[tuple[str, int], Callable[[], float]]:
     """A step of each peer with few and with many layers."""
     steps = {}
     device = torch.device("cpu")
-    with patch.object(training_step, "layer_products_add", lambda device: True):
+    with patch.object(training_step, "fuses_gradient_accumulation", lambda device: True):
         for name in names:
             peer, changes = PEERS[name]
             for layers in LAYERS:

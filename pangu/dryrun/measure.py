@@ -129,7 +129,7 @@ class SpanRecorder(ModuleHooks):
     def _begin_sum(self, sum_of: Callable[..., Any], parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
         self._mark("add", self._names[parameter])
         total = sum_of(parameter, cleared)[0]
-        # see `zero.gradients.layer_products_add`
+        # see `zero.gradients.fuses_gradient_accumulation`
         if self._kind == Kind.BACKWARD and self._module.startswith("layers.") and parameter.dim() > 1 and not cleared:
             self._audit.counts["sums",] += 1
             self._audit.counts["sum_bytes",] += parameter.nbytes + 2 * total.nbytes

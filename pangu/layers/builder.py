@@ -18,7 +18,7 @@ from pangu.topology.placement import Placement, PlacementTable
 if TYPE_CHECKING:
     from pangu.layers.expert_balance import ExpertBalance
     from pangu.layers.fp8 import Fp8Scales
-    from pangu.layers.fp8_blocks import BlockProducts
+    from pangu.layers.fp8_blocks import BlockScaledMatmuls
     from pangu.layers.largest_logits import LargestLogits
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
@@ -39,7 +39,7 @@ class Builder:
     """Store for the gradients of token embedding and head; None: autograd's."""
     layers_store: WeightGradientStore | None = None
     """Store for the gradients of the matrices of layers; None: autograd's."""
-    scales: Fp8Scales | BlockProducts | None = None
+    scales: Fp8Scales | BlockScaledMatmuls | None = None
     balance: ExpertBalance | None = None
     logits: LargestLogits | None = None
     """Largest attention logits, which QK-clip reads; None: not needed."""

@@ -110,7 +110,7 @@ It raises `amax` to the largest magnitude. `sums` [parts, columns] receives the 
 
 
 class Operands(NamedTuple):
-    """Tensor [rows, columns] as its products and the bias gradient need it; itself in place of what none needs."""
+    """Tensor [rows, columns] as its matmuls and the bias gradient need it; itself in place of what none needs."""
 
     rows: Tensor
     columns: Tensor
@@ -125,7 +125,7 @@ def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
     return table.index_select(0, x.view(torch.uint8).view(-1).int()).view(x.shape)
 
 
-def product(
+def scaled_matmul(
     left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """Return left [m, k] x right [n, k] transposed, times the inverse scales, + bias [n], accumulated in fp32."""
@@ -142,7 +142,7 @@ def product(
 
 
 @dataclass(frozen=True)
-class Fp8Products:
+class Fp8Matmuls:
     """Fp8 matmuls of one matrix [outputs, inputs]."""
 
     scales: Fp8Scales
@@ -151,7 +151,7 @@ class Fp8Products:
 
     @property
     def casts_once(self) -> bool:
-        """True if the scales are known, and a tensor is cast for both of its products; else these are not in fp8."""
+        """True if the scales are known, and a tensor is cast for both of its matmuls; else these are not in fp8."""
         return self.scales.known
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -175,7 +175,7 @@ class Fp8Products:
                 _update_amax(rows, self.scales.amax[self.first + which])
                 return F.linear(rows, matrix, bias)
             rows = rows.contiguous() if rows.itemsize == 1 else self._cast(rows, which, columns=False).rows
-            return product(rows, in_fp8(), self._inverses(which, _WEIGHT), matrix.dtype, bias)
+            return scaled_matmul(rows, in_fp8(), self._inverses(which, _WEIGHT), matrix.dtype, bias)
 
         return multiply
 
@@ -189,12 +189,12 @@ class Fp8Products:
 
     def weight_gradient(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dyᵀ x from dyᵀ [outputs, rows] and xᵀ [inputs, rows], both cast."""
-        return product(left, right, self._inverses(_GRADIENT, _INPUT), dtype)
+        return scaled_matmul(left, right, self._inverses(_GRADIENT, _INPUT), dtype)
 
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+    def add_weight_gradient(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
         """Add `weight_gradient` to a sum in fp32 or fp64, or overwrite the sum if this `begins` it."""
-        # The kernel cannot add: further products are written (4 bytes), read, and added to a sum that is read and
-        # written. A 16-bit product would save 4 of the 16 bytes, but it would be rounded before it is added.
+        # The kernel cannot add: further results are written (4 bytes), read, and added to a sum that is read and
+        # written. A 16-bit result would save 4 of the 16 bytes, but it would be rounded before it is added.
         aligned = total.storage_offset() * total.itemsize % 16 == 0
         if begins and aligned and total.dtype == torch.float32 and total.device.type != "cpu":
             torch._scaled_mm(left, right.t(), *self._inverses(_GRADIENT, _INPUT), out_dtype=total.dtype, out=total)
@@ -249,9 +249,9 @@ class Fp8Scales:
         self.fresh: set[int] = set()
         """Matrices whose casts in `kept` are those of their values and scales."""
 
-    def of(self, name: str) -> Fp8Products:
+    def of(self, name: str) -> Fp8Matmuls:
         """Return the fp8 matmuls of the matrix of this name."""
-        return Fp8Products(self, len(_EXPONENTS) * self._names.index(name))
+        return Fp8Matmuls(self, len(_EXPONENTS) * self._names.index(name))
 
     def keep(self, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """Keep the casts of matrices (by name) in these buffers; return a function to call when the values change."""

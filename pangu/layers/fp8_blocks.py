@@ -59,7 +59,7 @@ _cast_blocks = fused(
 
 
 @dataclass(frozen=True)
-class BlockProducts:
+class BlockScaledMatmuls:
     """Fp8 matmuls of any matrix with a scale per block."""
 
     width: int
@@ -69,9 +69,9 @@ class BlockProducts:
     saturates: bool
     """True if the largest element of a block may be cut off, by an eighth at most: MX has the exponent of its power."""
     casts_once = False
-    """Each product casts its operands."""
+    """Each matmul casts its operands."""
 
-    def of(self, name: str) -> BlockProducts:
+    def of(self, name: str) -> BlockScaledMatmuls:
         """Return the matmuls of a matrix."""
         return self
 
@@ -82,7 +82,7 @@ class BlockProducts:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Return a function that computes x Wᵀ + b for x [rows, inputs]."""
         operand = cache(partial(self.cast, weight, self.height))
-        return lambda rows: self._product(self.cast(rows), operand(), rows.dtype, bias)
+        return lambda rows: self._matmul(self.cast(rows), operand(), rows.dtype, bias)
 
     def input_gradient(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Return a function that computes dy W for dy [rows, outputs]."""
@@ -90,13 +90,13 @@ class BlockProducts:
 
     def weight_gradient(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dyᵀ x from dyᵀ [outputs, rows] and x [rows, inputs]."""
-        return self._product(self.cast(left), self.cast(right.t()), dtype)
+        return self._matmul(self.cast(left), self.cast(right.t()), dtype)
 
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+    def add_weight_gradient(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
         """Add `weight_gradient` to a sum, or overwrite the sum if this `begins` it."""
         (total.copy_ if begins else total.add_)(self.weight_gradient(left, right, total.dtype))
 
-    def _product(self, left: CastBlocks, right: CastBlocks, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def _matmul(self, left: CastBlocks, right: CastBlocks, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """Return left [m, k] x right [n, k] transposed + bias [n], accumulated in fp32 (fp64 in fp64)."""
         if left.values.device.type == "cpu" or dtype == torch.float64:
             wide = torch.promote_types(dtype, torch.float32)
@@ -124,8 +124,8 @@ class BlockProducts:
 
 
 BLOCKS = {
-    "fp8_blockwise": BlockProducts(width=128, height=128, saturates=False),
-    "mxfp8": BlockProducts(width=32, height=1, saturates=True),
+    "fp8_blockwise": BlockScaledMatmuls(width=128, height=128, saturates=False),
+    "mxfp8": BlockScaledMatmuls(width=32, height=1, saturates=True),
 }
 """Matmuls by `precision.matmul`."""
 

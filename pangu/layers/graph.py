@@ -33,7 +33,7 @@ _LAYERS: WeakValueDictionary[int, ParallelLinear] = WeakValueDictionary()
 # One operator in the forward and one in the backward pass, each including its communication, which overlaps as it does
 # without a graph.
 @dataclass(frozen=True)
-class GraphProduct:
+class GraphMatmul:
     """Traceable matmul of a layer with communication, fp8 or its own weight gradient."""
 
     number: Tensor
@@ -48,7 +48,7 @@ class GraphProduct:
         apart = layer.store is not None and x.requires_grad
         weight = layer.weight.detach() if apart else layer.weight
         bias = layer.bias.detach() if layer.bias is not None and apart else layer.bias
-        out: Tensor = torch.ops.pangu.product(x, weight, bias, self.number, rows, apart)
+        out: Tensor = torch.ops.pangu.matmul(x, weight, bias, self.number, rows, apart)
         return out
 
 
@@ -57,11 +57,11 @@ def hold_in_graph(layer: nn.Module) -> None:
     if not isinstance(layer, ParallelLinear) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
         return
     number = next(_NUMBERS)
-    layer.in_graph = GraphProduct(torch.tensor(number), by_rows=_kind(layer) is RowParallelMatmul)
+    layer.in_graph = GraphMatmul(torch.tensor(number), by_rows=_kind(layer) is RowParallelMatmul)
     _LAYERS[number] = layer
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
     layer = _LAYERS[int(number)]
     return _kind(layer).value(x, Use(layer.weight, layer.bias, layer.region, layer.store, layer.fp8))
 
@@ -72,7 +72,7 @@ def _kind(layer: ParallelLinear) -> Any:
     return RowParallelMatmul if isinstance(layer, RowParallelLinear) else ColumnParallelMatmul
 
 
-def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
+def _like_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
     return x.new_empty(rows, *x.shape[1:-1], weight.shape[0])
 
 
@@ -106,22 +106,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, number = ctx.saved_tensors
     _, of_weight, of_bias, *_ = ctx.needs_input_grad
-    grad_x, grad_weight, grad_bias = torch.ops.pangu.product_gradients(
+    grad_x, grad_weight, grad_bias = torch.ops.pangu.matmul_gradients(
         grad.contiguous(), x, weight, number, ctx.apart, of_weight, of_bias
     )
     return grad_x, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None, None
 
 
-_LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias, Tensor number, int rows, bool apart) -> Tensor")
+_LIBRARY.define("matmul(Tensor x, Tensor weight, Tensor? bias, Tensor number, int rows, bool apart) -> Tensor")
 _LIBRARY.define(
-    "product_gradients(Tensor grad, Tensor x, Tensor weight, Tensor number, bool apart, bool of_weight, bool of_bias)"
+    "matmul_gradients(Tensor grad, Tensor x, Tensor weight, Tensor number, bool apart, bool of_weight, bool of_bias)"
     " -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
-_LIBRARY.impl("product_gradients", _gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("pangu::product", _like_product, lib=_LIBRARY)
-torch.library.register_fake("pangu::product_gradients", _like_gradients, lib=_LIBRARY)
-torch.library.register_autograd("pangu::product", _backward, setup_context=_save, lib=_LIBRARY)
+_LIBRARY.impl("matmul", _matmul, "CompositeExplicitAutograd")
+_LIBRARY.impl("matmul_gradients", _gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("pangu::matmul", _like_matmul, lib=_LIBRARY)
+torch.library.register_fake("pangu::matmul_gradients", _like_gradients, lib=_LIBRARY)
+torch.library.register_autograd("pangu::matmul", _backward, setup_context=_save, lib=_LIBRARY)
 
 
 @dataclass(frozen=True)

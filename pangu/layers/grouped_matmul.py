@@ -33,7 +33,7 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-def _product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare: bool) -> Tensor:
+def _matmul(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare: bool) -> Tensor:
     weight = matrices.mT if transposed else matrices
     if _by_kernel(x, matrices):
         out = F.grouped_mm(x, weight, offs=ends)
@@ -54,7 +54,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([grad[start:stop].t() @ x[start:stop] for start, stop in _spans(ends)])
 
 
-def _like_product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare: bool) -> Tensor:
+def _like_matmul(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare: bool) -> Tensor:
     return x.new_empty(x.shape[0], matrices.shape[1 if transposed else 2])
 
 
@@ -62,11 +62,11 @@ def _like_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 
-_LIBRARY.define("grouped_product(Tensor x, Tensor matrices, Tensor ends, bool transposed, bool spare) -> Tensor")
+_LIBRARY.define("grouped_matmul(Tensor x, Tensor matrices, Tensor ends, bool transposed, bool spare) -> Tensor")
 _LIBRARY.define("grouped_weight_gradient(Tensor grad, Tensor x, Tensor ends) -> Tensor")
-_LIBRARY.impl("grouped_product", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("grouped_matmul", _matmul, "CompositeExplicitAutograd")
 _LIBRARY.impl("grouped_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("pangu::grouped_product", _like_product, lib=_LIBRARY)
+torch.library.register_fake("pangu::grouped_matmul", _like_matmul, lib=_LIBRARY)
 torch.library.register_fake("pangu::grouped_weight_gradient", _like_weight_gradient, lib=_LIBRARY)
 
 
@@ -90,8 +90,8 @@ def _rows(x: Tensor, dispatch: Dispatch, of_tokens: bool) -> Tensor:
 def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -> Tensor:
     ends = dispatch.ends
     matrices = weight.detach().view(len(ends), -1, weight.shape[-1])
-    product: Tensor = torch.ops.pangu.grouped_product(x, matrices, ends, transposed, dispatch.spare)
-    return product
+    outputs: Tensor = torch.ops.pangu.grouped_matmul(x, matrices, ends, transposed, dispatch.spare)
+    return outputs
 
 
 class _GroupedMatmul(Function):

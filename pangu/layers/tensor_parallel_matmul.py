@@ -23,15 +23,15 @@ from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
 from pangu.layers.attention import split_projections, stack_projections
-from pangu.layers.fp8_blocks import BlockProducts, by_sample
+from pangu.layers.fp8_blocks import BlockScaledMatmuls, by_sample
 from pangu.layers.recompute import end_recompute, is_discarded
 
 if TYPE_CHECKING:
-    from pangu.layers.fp8 import Fp8Products, Operands
+    from pangu.layers.fp8 import Fp8Matmuls, Operands
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
     Store = WeightGradientStore | None
-    Fp8 = Fp8Products | None  # or `BlockProducts`, of which `casts_once` is False
+    Fp8 = Fp8Matmuls | None  # or `BlockScaledMatmuls`, of which `casts_once` is False
 
 ALONE = TensorRegion()
 Heads = tuple[Sequence[int], int] | None
@@ -109,7 +109,7 @@ def _of_rows(x: Tensor, multiply: Multiply) -> Tensor:
 
 
 def _gather_and_multiply(x: Tensor, multiply: Multiply, region: TensorRegion) -> tuple[list[Tensor], list[Tensor]]:
-    """Return gathered chunks of x and their products; all gathers start before the first matmul."""
+    """Return gathered chunks of x and their outputs; all gathers start before the first matmul."""
     # without sequence parallelism, x is one chunk
     if not region.slices_sequence:
         return [x], [_of_rows(x, multiply)]
@@ -122,7 +122,7 @@ def _gather_and_multiply(x: Tensor, multiply: Multiply, region: TensorRegion) ->
 
 
 def _multiply_and_sum(x: Tensor, multiply: Multiply, region: TensorRegion) -> list[Callable[[], Tensor]]:
-    """Return the products of chunks of the full x, each being summed while the next is computed."""
+    """Return the outputs for chunks of the full x, each being summed while the next is computed."""
     # A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's
     # slice: with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2
     # 3 6 7.
@@ -156,7 +156,7 @@ def _gradients(use: Use, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _weight_gradient(use: Use, left: Tensor, x: Tensor) -> Tensor | None:
     """Return left [outputs, rows] times the rows of x, unless it is added to a sum; in fp8, x may have been cast."""
     right, fp8 = x.flatten(0, -2), use.fp8
-    if isinstance(fp8, BlockProducts):
+    if isinstance(fp8, BlockScaledMatmuls):
         left, right = by_sample(left, x)
     elif left.itemsize > 1:
         fp8 = None

@@ -41,7 +41,7 @@ class WeightGradientStore:
         self._stored: dict[Hashable, deque[_Work]] = {}
         self._open: deque[_Work] | None = None
         self.sums: Any = None
-        """`WeightProducts`, by which layers add their gradients to the sums; None: autograd gets them."""
+        """`GradientAccumulator`, by which layers add their gradients to the sums; None: autograd gets them."""
 
     @property
     def is_open(self) -> bool:

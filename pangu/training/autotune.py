@@ -36,7 +36,7 @@ from pangu.optim.build import make_optimizer
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.training.layer_timing import time_layers
-from pangu.zero.weight_products import add_product
+from pangu.zero.weight_gradients import add_matmul
 
 log = logging.getLogger("pangu")
 
@@ -261,7 +261,7 @@ def time_uses(use: str, names: Sequence[str], config: RunConfig, mesh: Mesh, tim
         width = model.ffn_size // layout.tensor
         x, grad = random(mesh.device, dtype, (rows, size), (rows, width))
         total = torch.zeros(width, size, device=mesh.device)
-        return partial(add_product, total, grad.t(), x, False, name == "apex")
+        return partial(add_matmul, total, grad.t(), x, False, name == "apex")
 
     def optimizer(name: str) -> Trial:
         weight, grad = random(mesh.device, torch.float32, (count,), (count,))

@@ -24,7 +24,7 @@ from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.cpu import matmul_precision
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp8 import Fp8Scales
-from pangu.layers.fp8_blocks import BLOCKS, BlockProducts
+from pangu.layers.fp8_blocks import BLOCKS, BlockScaledMatmuls
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernel_choice import random
 from pangu.layers.weight_gradient_store import WeightGradientStore
@@ -33,7 +33,7 @@ from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import HiddenStates, Options, build_model
 from pangu.models.parameters import ModelPart, logical_shapes
 from pangu.topology.mesh import Mesh
-from pangu.zero.gradients import layer_products_add
+from pangu.zero.gradients import fuses_gradient_accumulation
 
 log = logging.getLogger("pangu")
 BUDGET_S = 2.0
@@ -96,8 +96,8 @@ def layer_trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> T
     """Return a function that computes one layer forward and backward, on the same tensors in each call."""
     region = replace(TensorRegion.of(mesh), sequence=False, group=None)
     store, part = None, ModelPart(range(1), last=config.model.query_layer == 0)  # the query table is in the last part
-    scales: Fp8Scales | BlockProducts | None = BLOCKS.get(config.precision.matmul)
-    if layer_products_add(mesh.device):
+    scales: Fp8Scales | BlockScaledMatmuls | None = BLOCKS.get(config.precision.matmul)
+    if fuses_gradient_accumulation(mesh.device):
         store = WeightGradientStore()
         store.sums = _Discarded()
     if config.precision.matmul == "fp8":

@@ -40,11 +40,11 @@ from pangu.topology.copy_stream import DeviceEvent, host_memory
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices
 from pangu.training.step_check import StepCheck
-from pangu.zero.gradients import Norms, layer_products_add
+from pangu.zero.gradients import Norms, fuses_gradient_accumulation
 from pangu.zero.muon_exchange import MuonExchange
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.stage_parameters import FlatSpec
-from pangu.zero.weight_products import WeightProducts
+from pangu.zero.weight_gradients import GradientAccumulator
 from pangu.zero.weight_sums import NUMBERS
 
 
@@ -125,7 +125,7 @@ class Trainer:
         """Current activity of this rank, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
         store, self.scales = WeightGradientStore(), None
-        layers_store = store if schedule.splits_backward or layer_products_add(mesh.device) else None
+        layers_store = store if schedule.splits_backward or fuses_gradient_accumulation(mesh.device) else None
         if config.precision.matmul == "fp8":
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         scales = BLOCKS.get(config.precision.matmul, self.scales)
@@ -137,7 +137,7 @@ class Trainer:
         self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters.of_run(self.model, chunks, mesh, config, schedule.reduce_each)
         self.parameters.norms = UPDATES[chosen["optimizer"]].norms
-        store.sums = WeightProducts(self.parameters.gradients, self.model, chosen["weight_gradient"] == "apex")
+        store.sums = GradientAccumulator(self.parameters.gradients, self.model, chosen["weight_gradient"] == "apex")
         if self.scales is not None:
             for flat in self.parameters.flat_parameters:
                 flat.stale = self.scales.keep(flat.casts_by_name)

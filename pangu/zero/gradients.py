@@ -29,8 +29,8 @@ Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 """Per flat parameter, in the order of reduction: the ranges of its tensors, and their gradient norms."""
 
 
-def layer_products_add(device: torch.device) -> bool:
-    """Return whether layer matmuls add their weight gradients to the sums (`weight_products`) on this device."""
+def fuses_gradient_accumulation(device: torch.device) -> bool:
+    """Return whether layer matmuls add their weight gradients to the sums (`weight_gradients`) on this device."""
     # Elsewhere autograd computes them, which takes less host time, and the hook adds them. The head's and postponed
     # weight gradients are added by matmuls on every device.
     return device.type == "cuda"

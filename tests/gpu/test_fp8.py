@@ -13,7 +13,7 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.layers.fp8 import cast, product, require_fp8
+from pangu.layers.fp8 import cast, require_fp8, scaled_matmul
 from pangu.layers.fp8_blocks import BLOCKS
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
@@ -69,9 +69,9 @@ def test_products_are_those_of_a_cpu(device: torch.device, dtype: torch.dtype, l
     right = torch.randn(80, 4096, generator=source).to(torch.float8_e4m3fn)
     bias = torch.randn(80, generator=source).to(dtype)
     inverses = torch.tensor(0.5), torch.tensor(0.125)
-    here = product(left, right, inverses, dtype, bias)
+    here = scaled_matmul(left, right, inverses, dtype, bias)
     one, other, *scales, added = (tensor.to(device) for tensor in (left, right, *inverses, bias))
-    there = product(one, other, (scales[0], scales[1]), dtype, added)
+    there = scaled_matmul(one, other, (scales[0], scales[1]), dtype, added)
     tolerance = 2e-3 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=4 * tolerance)
 

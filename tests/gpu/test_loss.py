@@ -12,7 +12,7 @@ from torch.utils._triton import has_triton
 from pangu.collectives.regions import TensorRegion
 from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 from pangu.topology.launch import Launch, choose_device
-from pangu.zero.weight_products import WeightProducts, add_product
+from pangu.zero.weight_gradients import GradientAccumulator, add_matmul
 
 pytestmark = pytest.mark.gpu
 
@@ -48,9 +48,9 @@ def test_a_product_is_added_to_a_view_in_fp32(dtype: torch.dtype) -> None:
     total = buffer[8:].view(64, 48)
     left, right = torch.randn(32, 64, device=device, dtype=dtype), torch.randn(32, 48, device=device, dtype=dtype)
     expected = left.double().t() @ right.double()
-    add_product(total, left.t(), right, True)
+    add_matmul(total, left.t(), right, True)
     torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=1e-3)
-    add_product(total, left.t(), right, False)
+    add_matmul(total, left.t(), right, False)
     torch.testing.assert_close(total.double(), 2 * expected, rtol=1e-3, atol=1e-3)
     assert buffer[:8].isnan().all()  # nothing else is touched
 
@@ -62,7 +62,7 @@ def test_rows_that_were_looked_up_get_their_gradients() -> None:
     grad = torch.randn(3, 128, 32, dtype=torch.bfloat16)
     sums = Mock(sum_of=lambda _, cleared: (total[2].zero_(), cleared))
     total = total.to(device)
-    WeightProducts(sums, Mock(embedding=None, two_batch_overlap=False)).add_lookup(
+    GradientAccumulator(sums, Mock(embedding=None, two_batch_overlap=False)).add_lookup(
         total[2], rows.to(device), grad.to(device)
     )
     expected = torch.zeros(64, 32).index_add_(0, rows.flatten(), grad.flatten(0, 1).float())
@@ -81,7 +81,7 @@ def test_rows_that_were_looked_up_are_added_in_one_order() -> None:
     torch.set_num_threads(2)
     try:
         for total in sums:
-            products = WeightProducts(
+            products = GradientAccumulator(
                 Mock(sum_of=lambda _, cleared, total=total: (total.zero_(), cleared)),
                 Mock(embedding=None, two_batch_overlap=False),
             )

@@ -13,7 +13,7 @@ import torch
 from pangu.common.errors import UserError
 from pangu.evaluation.inference import mean_loss
 from pangu.layers import fp8
-from pangu.layers.fp8 import HISTORY, Fp8Scales, cast, product, require_fp8
+from pangu.layers.fp8 import HISTORY, Fp8Scales, cast, require_fp8, scaled_matmul
 from pangu.layers.linear import ParallelLinear
 from pangu.layers.recompute import SavedTensors
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
@@ -57,8 +57,8 @@ def test_products_are_those_of_torchs_own_kernel(left_format: torch.dtype, dtype
     bias = torch.randint(-3, 4, (48,)).to(dtype)
     inverses = torch.tensor(0.5), torch.tensor(0.25)
     value = torch._scaled_mm(left, right.t(), *inverses, out_dtype=dtype)
-    assert torch.equal(product(left, right, inverses, dtype), value)
-    assert torch.equal(product(left, right, inverses, dtype, bias), (value.float() + bias.float()).to(dtype))
+    assert torch.equal(scaled_matmul(left, right, inverses, dtype), value)
+    assert torch.equal(scaled_matmul(left, right, inverses, dtype, bias), (value.float() + bias.float()).to(dtype))
 
 
 def scales_after(*steps: tuple[float, float, float]) -> Fp8Scales:

@@ -69,10 +69,10 @@ def test_torchs_kernels_take_the_casts(name: str, rows: int, outputs: int, depth
         )
         casts = blocks.cast(left), blocks.cast(right, height)
         expected = F.linear(*(one.restored(torch.float32) for one in casts))
-        assert torch.equal(blocks._product(*casts, torch.float32), expected)
+        assert torch.equal(blocks._matmul(*casts, torch.float32), expected)
         meta = [CastBlocks(*(part.to("meta") for part in one)) for one in casts]
         for dtype in (torch.bfloat16, torch.float32):
-            value = blocks._product(meta[0], meta[1], dtype)
+            value = blocks._matmul(meta[0], meta[1], dtype)
             assert (value.shape, value.dtype) == ((rows, outputs), dtype)
 
 

@@ -41,7 +41,7 @@ TINY = ModelConfig(
 )
 
 GROUPED_FLOPS = {
-    torch.ops.pangu.grouped_product: lambda x, matrices, *_, **__: 2 * x[0] * matrices[1] * matrices[2],
+    torch.ops.pangu.grouped_matmul: lambda x, matrices, *_, **__: 2 * x[0] * matrices[1] * matrices[2],
     torch.ops.pangu.grouped_weight_gradient: lambda grad, x, *_, **__: 2 * x[0] * x[1] * grad[1],
 }
 """FLOPs of our operators from the shapes of their arguments, for `FlopCounterMode`."""

@@ -406,7 +406,7 @@ def ways_of(case: Case) -> Iterator[None]:
     gradients, or not."""
     with (
         patch.object(mesh, "exchanges", lambda device: case["exchange"] == "true"),
-        patch.object(step, "layer_products_add", lambda device: case["products"] == "true"),
+        patch.object(step, "fuses_gradient_accumulation", lambda device: case["products"] == "true"),
     ):
         yield
 

@@ -14,7 +14,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose
 from pangu.training.step import Trainer
-from pangu.zero.weight_products import add_product
+from pangu.zero.weight_gradients import add_matmul
 from tests import apex
 from tests.configs import tiny
 from tests.parallel.harness import OVERRIDES, compare, one_process, parallel_keys, small_trainer, train
@@ -84,9 +84,9 @@ def test_the_product_is_added_by_apex_where_its_kernel_reads_the_operands_as_the
     for left, is_dense in ((grad.t(), True), (grad.t().contiguous(), False)):
         with apex.installed() as calls:
             total = torch.full((12, 8), torch.nan)
-            add_product(total, left, x, True, with_apex=True)
+            add_matmul(total, left, x, True, with_apex=True)
             assert not calls  # the kernel cannot begin a sum
-            add_product(total, left, x, False, with_apex=True)
+            add_matmul(total, left, x, False, with_apex=True)
             assert calls["weight gradient"] == (is_dense and dtype != torch.float32)
         unit = torch.finfo(dtype).eps * float(expected.abs().max())
         torch.testing.assert_close(total.double(), 2 * expected, rtol=0, atol=4 * unit)

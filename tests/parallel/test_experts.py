@@ -194,7 +194,7 @@ def test_a_product_whose_value_is_not_needed_again_is_not_computed_again(recompu
     trainer, batches = small_trainer(Layout(), *MODEL, f"memory.recompute={recompute}")
     with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
         trainer.train_step(batches)
-    assert counter.get_flop_counts()["Global"][torch.ops.pangu.grouped_product] == 4 * times * 2 * 256 * 24 * 12
+    assert counter.get_flop_counts()["Global"][torch.ops.pangu.grouped_matmul] == 4 * times * 2 * 256 * 24 * 12
 
 
 def sent(rank: int, world: int, layout: Layout, *overrides: str) -> int:

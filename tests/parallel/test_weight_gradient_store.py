@@ -20,7 +20,7 @@ from pangu.models.parameters import ModelPart
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
-from pangu.zero import gradients, weight_products
+from pangu.zero import gradients, weight_gradients
 from pangu.zero.sharded import ShardedParameters
 from tests.configs import tiny
 from tests.threads import Ranks
@@ -53,7 +53,7 @@ class Run:
     def add_products(self) -> None:
         """Let products add to the sums, as in the trainer, if there is a store."""
         if self.store is not None:
-            self.store.sums = weight_products.WeightProducts(self.gradients, self.model)
+            self.store.sums = weight_gradients.GradientAccumulator(self.gradients, self.model)
 
     def backward(self, number: int) -> None:
         """Forward and backward of a micro-batch."""
@@ -157,7 +157,7 @@ def test_a_unit_goes_when_its_products_are_added(tied: str, chunk: str) -> None:
             parameter.register_hook(lambda grad, name=name: narrow.append(name) if grad is not None else None)
         with (
             patch.object(gradients, "start_ordered_all_reduce", send),
-            patch.object(weight_products, "add_product", product),
+            patch.object(weight_gradients, "add_matmul", product),
         ):
             run.backward(0)
             run.gradients.expect(0)
@@ -213,7 +213,7 @@ def test_a_failed_step_leaves_no_half_of_a_micro_batch_behind() -> None:
     model = Mock(embedding=None, input_matrix=None, two_batch_overlap=True, layers=nn.ParameterList([weight]))
     sums = Mock(sum_of=lambda parameter: (total, False), complete=completed.append)
     store = WeightGradientStore()
-    store.sums = weight_products.WeightProducts(sums, model)
+    store.sums = weight_gradients.GradientAccumulator(sums, model)
     store.sums.add(weight, eye, eye)
     store.clear()
     for number in (0, 1, 1, 2):

@@ -115,10 +115,10 @@ def test_layers_are_compiled_where_that_is_faster(
     def once_each(trials: Mapping[str, Callable[[], object]], *_: object) -> dict[str, float]:
         return {name: float(trial() is None) for name, trial in trials.items()}
 
-    with patch.object(fp8, "product", side_effect=fp8.product) as product:
+    with patch.object(fp8, "scaled_matmul", side_effect=fp8.scaled_matmul) as matmul:
         choose(tiny(*words, "precision=bf16", "precision.matmul=fp8"), ONE, timer=once_each)
     # forward and both gradients of four matrices, twice without and with, which compiles at first
-    assert product.call_count == 3 * 4 * (2 + 2)
+    assert matmul.call_count == 3 * 4 * (2 + 2)
 
     def broken(*arguments: object) -> None:
         raise RuntimeError("no room for C++")

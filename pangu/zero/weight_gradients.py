@@ -12,10 +12,10 @@ from pangu.models.language_model import LanguageModel
 from pangu.zero.gradients import GradientSum
 
 if TYPE_CHECKING:
-    from pangu.layers.fp8 import Fp8Products
+    from pangu.layers.fp8 import Fp8Matmuls
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool, with_apex: bool = False) -> None:
+def add_matmul(total: Tensor, left: Tensor, right: Tensor, begins: bool, with_apex: bool = False) -> None:
     """Add the matmul [m, k] x [k, n] to a gradient sum, or overwrite the sum if this `begins` it.
 
     Only cuBLAS adds to a sum in a wider format. apex's kernel cannot begin a sum, which would have to be zeroed first.
@@ -30,8 +30,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool, with_a
         (total.copy_ if begins else total.add_)(left @ right)
 
 
-class WeightProducts:
-    """Weight-gradient accumulator that adds matmuls to the gradient sums of a rank."""
+class GradientAccumulator:
+    """Accumulator that adds gradients of weights, biases and lookups to the gradient sums of a rank."""
 
     def __init__(self, gradients: GradientSum, model: LanguageModel, with_apex: bool = False) -> None:
         """Add to `gradients` of the parameters of `model`, optionally with apex's kernel."""
@@ -49,15 +49,15 @@ class WeightProducts:
         self._of_one_half.clear()
 
     def add(
-        self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Products | None = None, completes: bool = True
+        self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Matmuls | None = None, completes: bool = True
     ) -> None:
         """Add left x right, multiplied by `fp8` if given, to the gradient of a weight."""
         # Unless this `completes` the gradient of a micro-batch, the caller calls `complete` later.
         total, begins = self._gradients.sum_of(weight)
         if fp8 is None:
-            add_product(total, left, right, begins, self._with_apex)
+            add_matmul(total, left, right, begins, self._with_apex)
         else:
-            fp8.add_product(total, left, right, begins)
+            fp8.add_weight_gradient(total, left, right, begins)
         if completes and id(weight) not in self._looked_up and not (self._twice and self._awaits_other_half(weight)):
             self._gradients.complete(weight)
 
