@@ -41,7 +41,7 @@ class DeferredLinear(nn.Linear):
         return y if x.dim() > 1 else y[0]
 
 
-class _Carried(tuple[Tensor, ...]):
+class _StageOutput(tuple[Tensor, ...]):
     """Tensors that a chunk passes to the next."""
 
     __slots__ = ()
@@ -57,15 +57,15 @@ class _Chunks:
     def __init__(self, modules: nn.ModuleDict, made: dict[int, Made]) -> None:
         self._modules, self.made = modules, made
 
-    def __call__(self, part: ModelPart, received: Any, batch: Any, keys: Any = None, cache: Any = None) -> _Carried:
+    def __call__(self, part: ModelPart, received: Any, batch: Any, keys: Any = None, cache: Any = None) -> _StageOutput:
         chunk = part.layers.start
         output = self._modules[str(chunk)](batch[0] if received is None else received.hidden)
-        return _Carried(output if isinstance(output, (list, tuple)) else (output,))
+        return _StageOutput(output if isinstance(output, (list, tuple)) else (output,))
 
-    def carry(self, tensors: Sequence[Tensor]) -> _Carried:
-        return _Carried(tensors)
+    def from_message(self, tensors: Sequence[Tensor]) -> _StageOutput:
+        return _StageOutput(tensors)
 
-    def shapes_behind(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
+    def output_shapes(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
         return self.made[chunk][0]
 
 
@@ -206,7 +206,7 @@ class Pipeline:
                 given = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, value)
                 if chunk:
                     shapes, dtype = made[chunk - 1]
-                    given = _Carried(torch.zeros(s, dtype=dtype, device=self._mesh.device) for s in shapes).hidden
+                    given = _StageOutput(torch.zeros(s, dtype=dtype, device=self._mesh.device) for s in shapes).hidden
                 return _look(chunk, self.modules[str(chunk)], given)
 
             answers = agree(self._mesh, look, runs_here=str(chunk) in self.modules)

@@ -196,11 +196,11 @@ class LanguageModel(nn.Module):
         assert self.head is not None
         return self.hooks.after("head", logits(self.head, hidden, self._output_matrix, places))
 
-    def carry(self, tensors: Sequence[Tensor]) -> HiddenStates:
+    def from_message(self, tensors: Sequence[Tensor]) -> HiddenStates:
         """Return the hidden states from the tensors of a message."""
         return HiddenStates(*tensors)
 
-    def shapes_behind(self, chunk: int, batch: Batch, region: TensorRank) -> list[tuple[int, ...]]:
+    def output_shapes(self, chunk: int, batch: Batch, region: TensorRank) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors that a part sends to the next for a micro-batch, equal for all parts."""
         (rows, length), part, context = batch.tokens.shape, batch.part, self.context
         shared = context.ulysses if context is not None and part is not None else 1

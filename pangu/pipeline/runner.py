@@ -33,7 +33,7 @@ Key = tuple[int, int]
 """Chunk and micro-batch."""
 
 
-class Carried(Protocol):
+class StageOutput(Protocol):
     """Tensors that one part of a model passes to the next; None for an absent one."""
 
     @property
@@ -49,13 +49,13 @@ class StageModel(Protocol):
 
     def __call__(
         self, part: ModelPart, received: Any, batch: Any, keys: DropoutKeys | None, cache: KVCache | None
-    ) -> Carried:
+    ) -> StageOutput:
         """Return a part's output for a micro-batch; `received`: output of the previous part, None for the first."""
 
-    def carry(self, tensors: Sequence[Tensor]) -> Carried:
+    def from_message(self, tensors: Sequence[Tensor]) -> StageOutput:
         """Wrap the tensors of a message for use as `received`."""
 
-    def shapes_behind(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
+    def output_shapes(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors that a chunk sends to the next one for a micro-batch."""
 
 
@@ -68,7 +68,7 @@ class StageError(LostError):
 
 @dataclass
 class _Live:
-    received: Carried | None
+    received: StageOutput | None
     """Input of the chunk, as leaves of the graph."""
     root: Tensor
     gradients: list[Tensor]
@@ -208,7 +208,7 @@ class Runner(Generic[M]):
         received = None
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
-            received = self.model.carry([tensor.requires_grad_(training) for tensor in tensors])
+            received = self.model.from_message([tensor.requires_grad_(training) for tensor in tensors])
         states = self.model(part, received, batch, keys, cache)
         gradients: list[Tensor] = []
         if part.last:
@@ -278,7 +278,7 @@ class Runner(Generic[M]):
         assert self.channels is not None
         assert action.peer is not None
         maker = chunk - 1 if action.kind is Kind.RECV_ACTIVATION else chunk
-        shapes = self.model.shapes_behind(maker, batches[micro], self.region)
+        shapes = self.model.output_shapes(maker, batches[micro], self.region)
         with self._meeting(action):
             self._arriving[kind, chunk, micro] = action, self.channels.receive(kind, shapes, self.dtype, action.peer)
 
