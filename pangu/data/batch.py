@@ -73,16 +73,16 @@ class Batch:
         padding = torch.ones_like(self.tokens, dtype=torch.bool)
         return replace(self, weights=torch.zeros_like(self.weights), padding=padding)
 
-    def to(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]] | None = None) -> Batch:
-        """Copy the batch to a device without a host sync; copies are queued in the context that `beside` returns."""
+    def to(self, device: torch.device, stream: Callable[[], AbstractContextManager[object]] = nullcontext) -> Batch:
+        """Copy the batch to a device without a host sync; copies are queued in the context that `stream` returns."""
         if self.tokens.device.type == device.type:
             return self
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         pinned = {name: torch.empty_like(tensor, pin_memory=True).copy_(tensor) for name, tensor in tensors.items()}
         moved: dict[str, Any] = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
-        # Allocate outside of `beside`, so that the memory belongs to the current stream, and only then copy: another
+        # Allocate outside of `stream`, so that the memory belongs to the current stream, and only then copy: another
         # thread may just have freed this memory while its stream still uses it, so the copies wait for all queued work.
-        with nullcontext() if beside is None else beside():
+        with stream():
             for name, tensor in pinned.items():
                 moved[name].copy_(tensor, non_blocking=True)
         return replace(self, **moved)

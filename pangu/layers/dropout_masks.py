@@ -106,13 +106,13 @@ def _drop_in_blocks(
     mixed, shifted = low.new_empty(2, size, width)
     keep_mask, out = x.new_empty(size, width), torch.empty_like(x, memory_format=torch.contiguous_format)
     matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
-    for a, b, result, part, beside in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
+    for a, b, result, part, added in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
         block = slice(len(a))
         torch.ge(_mix(a, b, factors, (mixed[block], shifted[block])), bound_of(probability), out=keep_mask[block])
         if residual is None:
             torch.mul(part, keep_mask[block], out=result).mul_(scale)
         else:
-            torch.addcmul(beside, part, keep_mask[block], value=scale, out=result)
+            torch.addcmul(added, part, keep_mask[block], value=scale, out=result)
     return out
 
 

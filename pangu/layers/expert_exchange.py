@@ -34,13 +34,13 @@ class Part:
     dispatch: Dispatch
 
 
-class _Trip:
+class _PartExchange:
     def __init__(
         self, part: Part, to_each: Sequence[int], from_each: Sequence[int], from_ranks: Tensor, layer: MixtureOfExperts
     ):
         """Start the exchange; `from_ranks`: rows per source rank and local expert, int [ranks, experts]."""
-        assert layer.spread is not None
-        self.part, self.experts, self.sent, group = part, layer.experts, sum(to_each), layer.spread.group
+        assert layer.expert_region is not None
+        self.part, self.experts, self.sent, group = part, layer.experts, sum(to_each), layer.expert_region.group
         self.from_each, self.from_ranks = from_each, from_ranks
         self.there = rows, weights = [Exchange(to_each, from_each, group) for _ in range(2)]
         self.back = Exchange(from_each, to_each, group)
@@ -55,7 +55,7 @@ class _Trip:
 
         Unless `full`, the rows of each rank end with some of no expert, whose outputs are 0.
         """
-        rows, weights = (exchange.end(begun) for exchange, begun in zip(self.there, self._begun, strict=True))
+        rows, weights = (one.end(begun) for one, begun in zip(self.there, self._begun, strict=True))
         # rows are sorted by source rank, and within it by expert
         count, counts = self.from_ranks.shape[1], self.from_ranks
         if not full:
@@ -78,19 +78,19 @@ def _first(x: Tensor, count: int) -> Tensor:
     return x if count == len(x) else x[:count]
 
 
-def exchanged(
-    layer: MixtureOfExperts, x: Tensor, choices: TokenChoices, beside: Iterator[Tensor | None]
+def exchange_and_compute(
+    layer: MixtureOfExperts, x: Tensor, choices: TokenChoices, shared: Iterator[Tensor | None]
 ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-    """Return the experts' outputs for x [sequence, batch, hidden], and the second of the two results of `beside`.
+    """Return the experts' outputs for x [sequence, batch, hidden], and the output of the shared experts.
 
-    Yield when tokens, and when outputs, have started to travel.
+    `shared` computes the latter in two steps. Yield when the exchange of tokens and when that of outputs has started.
     """
     # The output is a tensor-parallel rank's term of a sum. Two parts; > starts an exchange, < ends it:
     #
     #    tokens to experts    1> 2>          1<          2<
-    #    computing                  beside      1            2       beside
+    #    computing                  shared      1            2       shared
     #    back                                     1>           2>            1<  2<
-    region, tokens = layer.spread, x.flatten(0, 1)
+    region, tokens = layer.expert_region, x.flatten(0, 1)
     assert region is not None
     # if only one rank holds an expert, each sends a share of the tokens, and has terms of 0 for the others
     shares = layer.region.size if layer.region.size > region.tensor.size else 1
@@ -108,19 +108,19 @@ def exchanged(
         sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)
     else:
         sent = received = [[room] * region.size for room in rooms]
-    trips = [_Trip(part, sent[at], received[at], from_ranks[:, at], layer) for at, part in enumerate(parts)]
-    next(beside)
+    exchanges = [_PartExchange(part, sent[at], received[at], from_ranks[:, at], layer) for at, part in enumerate(parts)]
+    next(shared)
     yield
-    for trip in trips:
-        trip.compute(full)
+    for exchange in exchanges:
+        exchange.compute(full)
     yield
-    result = next(beside)
-    pieces = [trip.finish() for trip in trips]
+    shared_output = next(shared)
+    pieces = [exchange.finish() for exchange in exchanges]
     if shares > 1:
         zero, outputs = tokens.new_zeros(1, 1), pieces
         pieces = [zero.expand(size, tokens.shape[1]) for size in sizes]
         pieces[own] = outputs
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), result
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), shared_output
 
 
 def _sizes(length: int, chunks: int, shares: int) -> list[int]:
@@ -142,7 +142,7 @@ def _rooms(
     # `parts`: tokens of each tensor-parallel rank's share of each part
     if not torch.is_grad_enabled():
         return None, True  # replicas may evaluate different numbers of tokens
-    region, router, drops = layer.spread, layer.router, choices.admitted is not None
+    region, router, drops = layer.expert_region, layer.router, choices.admitted is not None
     assert region is not None
     sizes = [max(shares) * layer.most for shares in parts]
     if (capacity := router.config.expert_capacity) is not None:

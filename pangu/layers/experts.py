@@ -23,7 +23,7 @@ from pangu.config.model import ModelConfig
 from pangu.config.parallelism import most_of_rank
 from pangu.layers.builder import Builder
 from pangu.layers.expert_balance import Attach
-from pangu.layers.expert_exchange import exchanged, split
+from pangu.layers.expert_exchange import exchange_and_compute, split
 from pangu.layers.grouped_matmul import grouped_matmul
 from pangu.layers.recompute import checkpointed
 from pangu.layers.routing import (
@@ -262,7 +262,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = Router(config, build.at("router"), layer)
         self.experts = Experts(build.at("experts"), activation, recompute)
-        self.region, self.shared, self.spread = build.region, shared, build.experts
+        self.region, self.shared, self.expert_region = build.region, shared, build.experts
         ranks = 1 if build.experts is None else build.experts.size
         self.most = most_of_rank(config.router, self.router.experts, self.router.count, ranks)
         """Number of a token's experts that one rank has at most."""
@@ -274,15 +274,15 @@ class MixtureOfExperts(nn.Module):
         return output
 
     def steps(self, x: Tensor, routes: Routes) -> Iterator[Tensor | None]:
-        """Compute in steps: yield None when tokens, and when outputs, have started to travel, and then the output."""
+        """Compute in steps: yield None when tokens and when outputs are being exchanged, and then the output."""
         whole = enter(x, self.region)
         choices = self.router(whole, routes)
         shared = iter((None, None)) if self.shared is None else self.shared.halves(x)
-        if self.spread is None:
+        if self.expert_region is None:
             weights, dispatch = choices.rows(self.router.experts)
             out = unpermute(self.experts(whole.flatten(0, 1), weights, dispatch), dispatch)
-            _, beside = shared
+            _, shared_output = shared
         else:
-            out, beside = yield from exchanged(self, whole, choices, shared)
+            out, shared_output = yield from exchange_and_compute(self, whole, choices, shared)
         out = leave(out.view_as(whole), self.region)
-        yield out if beside is None else out + beside
+        yield out if shared_output is None else out + shared_output

@@ -14,8 +14,8 @@ def cast(
 
     `sums` gets the sums over the tile's rows: the bias gradient without reading x again. None: not stored.
     """
-    below, beside = tl.program_id(0) // tl.cdiv(width, N), tl.program_id(0) % tl.cdiv(width, N)
-    row, column = below * M + tl.arange(0, M), beside * N + tl.arange(0, N)
+    down, across = tl.program_id(0) // tl.cdiv(width, N), tl.program_id(0) % tl.cdiv(width, N)
+    row, column = down * M + tl.arange(0, M), across * N + tl.arange(0, N)
     places, inside = row[:, None].to(tl.int64) * width + column[None, :], (row[:, None] < height) & (column < width)
     tile = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     # 0 for a finite number, otherwise nan
@@ -28,4 +28,4 @@ def cast(
     # as integers, in which magnitudes keep their order, below inf, below nan: a maximum in any order is the same
     tl.atomic_max(amax, tl.max(tl.max(tl.abs(tile).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
     if sums is not None:
-        tl.store(sums + below.to(tl.int64) * width + column, tl.sum(tile, 0), mask=column < width)
+        tl.store(sums + down.to(tl.int64) * width + column, tl.sum(tile, 0), mask=column < width)

@@ -233,7 +233,7 @@ class Block(nn.Module):
     def steps(
         self, below: HiddenStates, context: ForwardContext, queries: Tensor | None
     ) -> Iterator[HiddenStates | None]:
-        """Compute in steps: yield None whenever tokens have started to travel, and then what `forward` returns."""
+        """Compute in steps: yield None whenever an exchange of tokens has started, and then what `forward` returns."""
         if not isinstance(self.mlp, MixtureOfExperts):
             yield self(below, context, queries)
             return
@@ -342,7 +342,7 @@ class ParallelBlock(Block):
 def in_turns(
     block: Block, below: HiddenStates, contexts: tuple[ForwardContext, ...], queries: Tensor | None
 ) -> HiddenStates:
-    """Return the hidden states after a layer, whose halves are computed in turns while tokens of the other travel.
+    """Return the hidden states after a layer, whose halves are computed in turns while the other exchanges tokens.
 
     Each half has its context. The backward pass, which runs in the opposite order, overlaps in the same way:
 

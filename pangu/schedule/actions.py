@@ -77,15 +77,15 @@ class Durations:
     def per_chunk(self, num_chunks: int) -> dict[Kind, list[float]]:
         """Return durations by kind of compute action and chunk; raise `ValueError` for a sequence of wrong length."""
 
-        def spread(name: str, value: float | Sequence[float]) -> list[float]:
+        def values_of(name: str, value: float | Sequence[float]) -> list[float]:
             values = list(value) if isinstance(value, Sequence) else [value] * num_chunks
             if len(values) != num_chunks:
                 raise ValueError(f"{name} has {len(values)} entries: needs one per chunk, {num_chunks}")
             return values
 
-        forward = spread("forward", self.forward)
-        to_input = spread("backward_input", self.backward_input)
-        to_weight = spread("backward_weight", self.backward_weight)
+        forward = values_of("forward", self.forward)
+        to_input = values_of("backward_input", self.backward_input)
+        to_weight = values_of("backward_weight", self.backward_weight)
         return {
             Kind.FORWARD: forward,
             Kind.BACKWARD: [a + b for a, b in zip(to_input, to_weight, strict=True)],

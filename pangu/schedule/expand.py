@@ -31,8 +31,8 @@ class StepOp(NamedTuple):
         """Format it like `F layers.3, micro-batch 7` or `UNSHARD flat parameter 2 (layers.3.norm.weight, ...)`."""
         words = [self.kind, self.module, "" if self.flat is None else str(self.flat)]
         where = [("chunk", None if self.module or self.flat else self.chunk), ("micro-batch", self.micro)]
-        said = " ".join(filter(None, words))
-        return ", ".join([said, *(f"{name} {value}" for name, value in where if value is not None)])
+        text = " ".join(filter(None, words))
+        return ", ".join([text, *(f"{name} {value}" for name, value in where if value is not None)])
 
 
 UPDATE = "UPDATE"

@@ -122,10 +122,10 @@ def require_options(words: Sequence[str], configs: Path) -> None:
         if option.startswith("-") and option not in known:
             value = value or ("VALUE" if following.startswith("-") or "=" in following else following)
             near = _counterparts(option.strip("-"), value, configs)
-            said = f"did you mean {' or '.join(near)}?" if near else "unknown"
+            advice = f"did you mean {' or '.join(near)}?" if near else "unknown"
             if option.strip("-").replace("_", "-") in _OF_LAUNCHER:
-                said = f"use the launcher: python scripts/launch.py {shown(option)}={shown(value)} pretrain.py ..."
-            lines.append(f"  {shown(option)}: {said}")
+                advice = f"use the launcher: python scripts/launch.py {shown(option)}={shown(value)} pretrain.py ..."
+            lines.append(f"  {shown(option)}: {advice}")
     if lines:
         rule = "set values as KEY=VALUE (--help); tools/translate_config.py translates whole commands"
         raise UserError("\n".join([f"unknown option: {rule}", *lines]))
@@ -215,9 +215,9 @@ def _plain_messages(overrides: Sequence[str], configs: Path) -> Iterator[None]:
         fix = f"use one of {', '.join(error.options)}{file}" if error.options else ""
         raise ConfigError([Problem(group, option, rule, fix)]) from error
     except (HydraException, OmegaConfBaseException) as error:
-        said = str(error).partition("\n\n")[0].replace("++", "")
-        reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
-        raise UserError(f"{said}{reason}") from error
+        message = str(error).partition("\n\n")[0].replace("++", "")
+        reason = f" ({str(error.__cause__).splitlines()[0]})" if message.startswith("Error merging") else ""
+        raise UserError(f"{message}{reason}") from error
     except (YAMLError, ValueError, RecursionError, OSError) as error:
         reason = shown(" ".join(str(error).split()))
         raise UserError(f"the configuration cannot be read from {configs} and the command line: {reason}") from error

@@ -28,7 +28,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         shape += f" and {model.mtp_layers} of multi-token prediction"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
     of_each = ", each unsplit" if layout.expert_tensor not in (0, layout.tensor) else ""
-    spread = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""
+    experts = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""
     states = []
     if largest is not None:
         more = "plus activations and buffers, which dry_run=true counts"
@@ -38,7 +38,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
         (
             "layout",
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = "
-            f"{quantity(layout.world, 'device')}{spread}, ZeRO stage {layout.zero}"
+            f"{quantity(layout.world, 'device')}{experts}, ZeRO stage {layout.zero}"
             f"{', chosen by the planner' if config.parallel.auto else ''}",
         ),
         *states,

@@ -1,7 +1,7 @@
 """Copies of a run's state in the memory of nodes (`checkpoint.memory_every`), from which it continues after a crash.
 
 Each rank writes its files into a folder in its node's memory, and its buddy on the next node keeps a copy of them
-(Wang et al. 2023, Gemini). A thread does that beside the next steps, with a process group of its own:
+(Wang et al. 2023, Gemini). A thread does that during the next steps, with a process group of its own:
 
     step 10 | copy to the host | steps 11, 12, ...                                                   | step 20
     thread                     | write | meet | send to the buddy | meet | commit | meet | delete step -10

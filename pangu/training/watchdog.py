@@ -73,7 +73,7 @@ class Watchdog:
         self._began_s = time.monotonic()
         """Time when this process met the others, about the same moment for all."""
         self._ended = Event()
-        self._said_in: int | None = None
+        self._reported_in: int | None = None
         """Step in which this process reports the positions of all."""
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -108,9 +108,9 @@ class Watchdog:
                 place, since_s, has_spoken = now, time.monotonic(), False
             still_s = time.monotonic() - since_s
             try:
-                if self._said_in is not None and not has_spoken:  # it got on: the next wait in that step is another one
-                    store.set(_key(self._said_in), "0")
-                    self._said_in = None
+                if self._reported_in is not None and not has_spoken:  # it continued: a later wait is a new one
+                    store.set(_key(self._reported_in), "0")
+                    self._reported_in = None
                 store.set(f"beat-{self._mesh.rank}", json.dumps([self._age_s(), still_s, place.step, place.words]))
                 if store.check([FAILED]):
                     abort_groups()
@@ -133,7 +133,7 @@ class Watchdog:
         try:
             if answer_of_store(STORE_SECONDS, lambda: store.add(_key(place.step), 1)) > 1:
                 return
-            self._said_in, is_quiet = place.step, False
+            self._reported_in, is_quiet = place.step, False
             text = answer_of_store(LOOK * BEAT_SECONDS + STORE_SECONDS, self._all_places)
         except RuntimeError:  # nobody can be asked
             if self._ended.is_set():

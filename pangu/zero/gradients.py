@@ -217,12 +217,12 @@ class GradientSum(ReduceRules[FlatParameter]):
         return Completion(finish)
 
 
-def start_sum(part: Tensor, scattered: Handle, copies: AxisGroup, beside: CopyStream) -> Handle:
+def start_sum(part: Tensor, scattered: Handle, copies: AxisGroup, stream: CopyStream) -> Handle:
     """Start to all-reduce `part` over the replicas of the same shard, after the reduce-scatter `scattered`."""
     # Hybrid sharding: groups of replicas hold copies of the same shard, whose gradients are summed over the groups.
     # computation       B  B  B  B ...
     # side stream       waits for the reduce-scatter, so that neither computation nor the host does
     # shard, copies     reduce-scatter -> all-reduce
-    with beside.after_computation():
+    with stream.after_computation():
         scattered.wait()
         return start_all_reduce(part, copies)

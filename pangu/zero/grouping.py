@@ -100,7 +100,7 @@ def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool, c
     rounded_on_host = local_on_host or main_on_host
     whole = stage < 2 or sharding.size == 1
     # main parameters have memory of their own if they differ from the weights in dtype or device
-    beside = trained and (narrow or main_on_host != rounded_on_host)
+    has_own_main = trained and (narrow or main_on_host != rounded_on_host)
     rows = [
         Buffer("weights", padded, lasting=stage < 3),
         Buffer("casts", casts, fp8=True, lasting=stage < 3),
@@ -109,7 +109,7 @@ def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool, c
         Buffer("grad", share * trained, wide=True, alias="total" if whole else None),
         Buffer("host_grad", share * main_on_host, wide=True, on_host=True),
         Buffer("rounded", share, on_host=rounded_on_host, alias="local" if local_on_host == rounded_on_host else None),
-        Buffer("main", share, wide=beside, on_host=main_on_host, alias=None if beside else "rounded"),
+        Buffer("main", share, wide=has_own_main, on_host=main_on_host, alias=None if has_own_main else "rounded"),
     ]
     return [row for row in rows if row.numel]
 

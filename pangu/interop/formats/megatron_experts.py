@@ -37,7 +37,7 @@ def read_experts(options: Options, shapes: Shapes, ranks: int, numbers: dict[str
     }
     if not routers:
         return {"experts": None}
-    dense, every = spread(_has_experts(shapes)) or (0, 1)
+    dense, every = expert_interval(_has_experts(shapes)) or (0, 1)
     width = shapes[expert_of(shapes)][1] * ranks
     down = "mlp.shared_experts.linear_fc2.weight"
     shared = ranks * max((shape[1] for name, shape in shapes.items() if name.endswith(down)), default=0)
@@ -95,7 +95,7 @@ def _has_experts(shapes: Shapes) -> list[int]:
 def experts_agree(options: Options, keys: Mapping[str, Any], shapes: Shapes) -> dict[str, Sequence[Any]]:
     """Return options of experts that the tensors imply, too; raises UserError for an unsupported pattern of layers."""
     has = _has_experts(shapes)
-    if spread(has) is None:
+    if expert_interval(has) is None:
         rule = "is not supported; use some dense layers, then experts in every n-th layer counted from the n-th"
         raise wrong_field("args", "moe_layer_freq", options.get("moe_layer_freq", has), rule)
     frequency = options.get("moe_layer_freq", 1)
@@ -177,7 +177,7 @@ def layer_pattern(frequency: Any, layers: int, dense: int = 0) -> list[int]:
     return values if isinstance(values, list) and len(values) == layers else []
 
 
-def spread(pattern: Sequence[int]) -> tuple[int, int] | None:
+def expert_interval(pattern: Sequence[int]) -> tuple[int, int] | None:
     """Return `model.dense_layers` and `model.expert_every` of a pattern; None if it has none."""
     first = next((n for n, has_experts in enumerate(pattern) if has_experts), -1)
     for dense, every in ((dense, first - dense + 1) for dense in range(first + 1)):

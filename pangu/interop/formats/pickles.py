@@ -106,10 +106,10 @@ def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
             with _only(allowed), warnings.catch_warnings(action="ignore"):  # torch warns of unusual pickle protocols
                 return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
         except pickle.UnpicklingError as error:
-            said = str(error)
-            name = said.partition("GLOBAL ")[2].split(" ")[0]
+            message = str(error)
+            name = message.partition("GLOBAL ")[2].split(" ")[0]
             if not name.startswith(_INERT) or name in inert or len(inert) >= MOST_KINDS:
-                reason = said.rpartition("WeightsUnpickler error:")[2].partition("\n\nCheck")[0].strip()
+                reason = message.rpartition("WeightsUnpickler error:")[2].partition("\n\nCheck")[0].strip()
                 raise _no_tensor(where, name or reason) from error
             inert[name] = _record(name)
         except Exception as error:  # whatever damaged bytes bring about

@@ -45,7 +45,7 @@ def _batch(source: Translation) -> None:
         source.absent.pop("gradient_accumulation_steps", None)
         if micro is None:
             source.needs("batch.micro_size", "train_batch_size / (gradient_accumulation_steps x replicas)")
-    elif micro is not None or source.said(["gradient_accumulation_steps"]):
+    elif micro is not None or source.is_given(["gradient_accumulation_steps"]):
         why = "train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas"
         source.needs("batch.global_size", why)
 
@@ -96,20 +96,20 @@ def _muon(source: Translation) -> None:
     # defaults of its code, other ones than of Adam
     for name, default in (("betas", [0.9, 0.95]), ("eps", 1e-10)):
         setting = f"optimizer.params.{name}"
-        value = source.value(setting) if source.said([setting]) else default
+        value = source.value(setting) if source.is_given([setting]) else default
         if value is not None:
             source.set(f"optimizer.{name}", value, setting)
     own, shared = ("optimizer.params.muon_lr", "optimizer.params.adam_lr"), "optimizer.params.lr"
-    rates = [shared if source.said([shared]) and not source.said([name]) else name for name in own]
+    rates = [shared if source.is_given([shared]) and not source.is_given([name]) else name for name in own]
     source.copy(source.number, rates[0])
     # a scheduler with a peak of its own gives it to both
-    if source.number(rates[0]) != source.number(rates[1]) and not source.said(["scheduler.params.warmup_max_lr"]):
+    if source.number(rates[0]) != source.number(rates[1]) and not source.is_given(["scheduler.params.warmup_max_lr"]):
         source.lacks(rates[1], "muon_rates")
     source.differs("muon_whole")
 
 
 def _schedule(source: Translation) -> None:
-    if not source.said(["scheduler.type"]):
+    if not source.is_given(["scheduler.type"]):
         return
     source.choose("scheduler.type")
     shape = source.get("lr_schedule")

@@ -27,7 +27,7 @@ def translate(source: Translation) -> None:
         rule(source)
     if minutes := source.number("exit-duration-in-mins"):
         source.set("train.stop_after", f"{round(minutes)}m", "exit-duration-in-mins")
-    if source.said(["tensorboard-dir"]):
+    if source.is_given(["tensorboard-dir"]):
         source.set("metrics.tensorboard", True, "tensorboard-dir")
 
 
@@ -65,7 +65,7 @@ def _model(source: Translation) -> None:
 
 def _vocabulary(source: Translation) -> None:
     kind = source.text("tokenizer-type")
-    if kind is None and source.said(["merge-file"]):
+    if kind is None and source.is_given(["merge-file"]):
         kind = "GPT2BPETokenizer"
     for name in ("pad-vocab-size-to", "padded-vocab-size", "vocab-size"):
         if (size := source.integer(name)) is not None:
@@ -199,7 +199,7 @@ def _layout(source: Translation) -> None:
     elif share not in (None, tensor):
         source.lacks("expert-tensor-parallel-size", "value")
     if context > 1:
-        name = "context-parallel-algo" if source.said(["context-parallel-algo"]) else "cp-comm-type"
+        name = "context-parallel-algo" if source.is_given(["context-parallel-algo"]) else "cp-comm-type"
         source.choose(name)
         # sizes of the two levels, of which the first exchanges heads; MindSpeed's option names it alone
         for option in ("hierarchical-context-parallel-sizes", "ulysses-degree-in-cp"):
@@ -211,11 +211,11 @@ def _layout(source: Translation) -> None:
                     source.set("parallel.context_ulysses", size, option)
     if sizes := [int(size) for word in source.words("num-layer-list") for size in re.findall(r"\d{1,4}", word)]:
         source.set("parallel.layers", sizes, "num-layer-list")
-    if source.said(["zero-stage"]):
+    if source.is_given(["zero-stage"]):
         source.set("parallel.zero", source.integer("zero-stage"), "zero-stage")
     elif source.flag("use-torch-fsdp2"):
         source.set("parallel.zero", 3, "use-torch-fsdp2")
-    elif source.said(["data-parallel-sharding-strategy"]):
+    elif source.is_given(["data-parallel-sharding-strategy"]):
         source.choose("data-parallel-sharding-strategy")
     else:
         source.switch(1, "use-distributed-optimizer")
@@ -269,7 +269,7 @@ def _data(source: Translation) -> None:
         source.set("data", "synthetic", "mock-data")
         source.overrides.pop("data.tokenizer", None)
     else:
-        name = "train-data-path" if source.said(["train-data-path"]) else "data-path"
+        name = "train-data-path" if source.is_given(["train-data-path"]) else "data-path"
         prefixes, weights = source.blend(name)
         files = "prefixes of indexed files, e.g. [/data/web]"
         if source.flag("sft"):

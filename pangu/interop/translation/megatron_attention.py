@@ -44,10 +44,10 @@ def attention(source: Translation) -> None:
     elif width is not None and (heads is None or width * heads != hidden):
         source.set("model.head_dim", width, "kv-channels")
     for name in () if source.flag("multi-latent-attention") else _LATENT_ALONE:
-        if source.said([name]) and source.value(name) not in (None, *source.table.neutral.get(name, ())):
+        if source.is_given([name]) and source.value(name) not in (None, *source.table.neutral.get(name, ())):
             source.lacks(name, "other_function")
     _windows(source)
-    if source.said(["softmax-type"]) and source.value("softmax-type") != "vanilla":
+    if source.is_given(["softmax-type"]) and source.value("softmax-type") != "vanilla":
         source.choose("softmax-type")
 
 

@@ -98,7 +98,7 @@ def schedule(source: Translation) -> None:
 def _batch_stages(source: Translation, size: int) -> list[tuple[int, int]]:
     """Translate the ramp-up of batches, and return the step that ends each of its stages, with the batch size."""
     name, stages = "rampup-batch-size", list[tuple[int, int]]()
-    if not source.said([name]):
+    if not source.is_given([name]):
         return stages
     words = source.words(name)
     numbers = [int(word) for word in words if word.isdecimal()]

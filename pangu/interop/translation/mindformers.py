@@ -39,14 +39,14 @@ def _model(source: Translation) -> None:
     kind = _kind(source)
     known = (*_GPTS, "llama", "qwen2", "qwen3", "qwen3_moe", "deepseekv3")
     if kind not in known:
-        source.lacks(_KIND if source.said([_KIND]) else f"{_MODEL}model_type", "other_model")
+        source.lacks(_KIND if source.is_given([_KIND]) else f"{_MODEL}model_type", "other_model")
     if source.text("model.arch.type") not in (*_ARCHITECTURES, *_DEEPSEEK[kind != "deepseekv3" :]):
         source.lacks("model.arch.type", "other_model")
     source.set("model", "pangu_2_6b" if kind == "pangualpha" else "gpt2_124m", _KIND, f"{_MODEL}model_type")
     if kind not in _GPTS:
         _llama(source, kind)
         _latent(source, kind)
-    elif source.said([f"{_MODEL}hidden_act"]):
+    elif source.is_given([f"{_MODEL}hidden_act"]):
         source.choose(f"{_MODEL}hidden_act")
     if source.flag(f"{_MODEL}post_layernorm_residual"):
         source.lacks(f"{_MODEL}post_layernorm_residual", "value")
@@ -69,11 +69,11 @@ def _llama(source: Translation, kind: str) -> None:
     if kind.startswith("qwen3") and "model.qk_norm" not in source.overrides:
         source.set("model.qk_norm", True, f"{_MODEL}model_type")
     for name, values in _LIKE_LLAMA.items():
-        if source.said([f"{_MODEL}{name}"]) and source.value(f"{_MODEL}{name}") not in values:
+        if source.is_given([f"{_MODEL}{name}"]) and source.value(f"{_MODEL}{name}") not in values:
             source.lacks(f"{_MODEL}{name}", "value")
     if source.flag(f"{_MODEL}add_bias_linear"):
         source.set("model.biases", True, f"{_MODEL}add_bias_linear")
-    elif source.flag(f"{_MODEL}qkv_has_bias") or (kind == "qwen2" and not source.said([f"{_MODEL}qkv_has_bias"])):
+    elif source.flag(f"{_MODEL}qkv_has_bias") or (kind == "qwen2" and not source.is_given([f"{_MODEL}qkv_has_bias"])):
         source.set("model.biases", "qkv", f"{_MODEL}qkv_has_bias")
     if source.flag(f"{_MODEL}tie_word_embeddings") or source.value(_UNTIE) is False:
         source.set("model.tied_head", True, f"{_MODEL}tie_word_embeddings", _UNTIE)
@@ -153,7 +153,7 @@ def _experts(source: Translation) -> None:
     of_all = source.value(f"{_MODEL}moe_router_pre_softmax") is not False
     if of_all and source.value("moe_config.norm_topk_prob") is False:
         source.set("model.router.normalised", False, "moe_config.norm_topk_prob")
-    if source.said(["moe_config.use_gating_sigmoid"]):
+    if source.is_given(["moe_config.use_gating_sigmoid"]):
         source.choose("moe_config.use_gating_sigmoid")
     groups = source.integer("moe_config.n_group")
     if groups is not None and groups > 1:
@@ -239,7 +239,7 @@ def _layout(source: Translation) -> None:
 
 def _precision(source: Translation) -> None:
     name = f"{_MODEL}compute_dtype"
-    if source.said([name]):
+    if source.is_given([name]):
         source.choose(name)
     elif source.given:
         source.set("precision", "fp16", name)
@@ -259,7 +259,7 @@ def _optimizer(source: Translation) -> None:
     clips = source.flag("runner_wrapper.use_clip_grad")
     limit = source.number("runner_wrapper.max_grad_norm") if clips else None
     source.set("optimizer.clip", limit, "runner_wrapper.use_clip_grad")
-    name = "lr_schedule.learning_rate" if source.said(["lr_schedule.learning_rate"]) else "optimizer.learning_rate"
+    name = "lr_schedule.learning_rate" if source.is_given(["lr_schedule.learning_rate"]) else "optimizer.learning_rate"
     source.copy(source.number, name)
 
 
@@ -270,7 +270,7 @@ def _schedule(source: Translation) -> None:
         source.needs("train.steps", "runner_config.epochs x samples / batch.global_size")
     else:
         source.set("train.steps", steps, "lr_schedule.total_steps")
-    if source.said(["lr_schedule.type"]):
+    if source.is_given(["lr_schedule.type"]):
         source.choose("lr_schedule.type")
     shape = source.get("lr_schedule")
     if not shape:
@@ -315,7 +315,7 @@ def _data(source: Translation) -> None:
             source.set("data.train", prefixes, f"{_LOADER}config.data_path")
         if weights:
             source.set("data.weights", weights, f"{_LOADER}config.data_path")
-    elif source.said([f"{_LOADER}type"]):
+    elif source.is_given([f"{_LOADER}type"]):
         source.lacks(f"{_LOADER}type", "other_files")
     source.set("validation.every", 0)
     for name in ("eod", "pad"):

@@ -15,7 +15,7 @@ from pangu.config.checks import find_problems
 from pangu.config.layout_checks import data_size, layout_problems, one_copy
 from pangu.config.schema import RunConfig
 from pangu.interop.formats.huggingface_config import kinds
-from pangu.interop.translation.table import UNSAID, Table, Translation, load_table
+from pangu.interop.translation.table import UNDECIDED, Table, Translation, load_table
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
 
@@ -58,13 +58,13 @@ def _checked(source: Translation, configs: Path) -> tuple[list[str], str]:
     Foreign defaults that equal ours are omitted.
     """
     groups = sorted(path.name for path in configs.iterdir() if path.is_dir())
-    left_open = [key for key in groups if source.overrides.get(key, (None,))[0] == UNSAID]
+    left_open = [key for key in groups if source.overrides.get(key, (None,))[0] == UNDECIDED]
     chosen = [f"{key}={value}" for key, (value, _) in source.overrides.items() if key in {*groups} - {*left_open}]
     usual = compose(configs, [*chosen, "dry_run=true"])  # values that need not be stated
     stated = {
         key: value
         for key, (value, names) in source.overrides.items()
-        if key in groups or source.said(names) or _at(usual, key) != value
+        if key in groups or source.is_given(names) or _at(usual, key) != value
     }
     sections = list(hints_of(RunConfig))
     order = sorted(stated, key=lambda key: (key not in groups, sections.index(key.partition(".")[0])))
@@ -116,7 +116,7 @@ def hydra_value(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(map(hydra_value, value))}]"
     text = str(value)
-    if not isinstance(value, str) or value == UNSAID or (_BARE.fullmatch(text) and text.lower() not in _WORDS):
+    if not isinstance(value, str) or value == UNDECIDED or (_BARE.fullmatch(text) and text.lower() not in _WORDS):
         return text
     # Hydra takes backslashes literally, except in front of a quote, where each is doubled
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from pangu.common.errors import UserError, shown
-from pangu.interop.formats.megatron_experts import spread
+from pangu.interop.formats.megatron_experts import expert_interval
 from pangu.interop.translation.launch_script import Command
 
 LLAMA: Mapping[str, Any] = {
@@ -25,7 +25,7 @@ LLAMA: Mapping[str, Any] = {
 """Keys of `ModelConfig` that every Llama has."""
 Text = Mapping[str, str]
 """Remark by language of the documentation, `en` and `zh`."""
-UNSAID = "???"
+UNDECIDED = "???"
 """OmegaConf's mark of a value that has to be given."""
 _PLACEHOLDER = re.compile(
     r"[$`]|(?<![a-z])your(?![a-z])|(?<![a-z])path[/_ -]to(?![a-z])|^<[^<>]*>|^x{3,}$|\{\{|^(?:\.\.\.|todo|fixme)$"
@@ -240,7 +240,7 @@ class Translation:
 
     def set_expert_layers(self, pattern: Sequence[int], name: str, *dense: str) -> None:
         """Set the keys of a pattern of expert layers (0 or 1) that setting `name`, perhaps with `dense`, describes."""
-        if (found := spread(pattern)) is None:
+        if (found := expert_interval(pattern)) is None:
             self.lacks(name, "value")
         else:
             self.set("model.dense_layers", found[0], name, *dense)
@@ -257,18 +257,18 @@ class Translation:
 
     def needs(self, key: str, why: str) -> None:
         """Leave a key open that the settings do not determine; the run will ask for it."""
-        self.overrides[key] = UNSAID, ()
+        self.overrides[key] = UNDECIDED, ()
         self.open[key] = why
 
     def ask_for_unset(self) -> None:
         """Leave open the first key of each setting that has no value yet, unless another setting decides it."""
         for name, value in self.unset.items():
             for key in self.table.keys(name)[:1]:
-                decided, names = self.overrides.get(key, (UNSAID, ()))
+                decided, names = self.overrides.get(key, (UNDECIDED, ()))
                 before = names[: names.index(name)] if name in names else names
                 others = [other for other in before if other in self.given and other not in self.unset]
                 # of a switch it is enough that it is given
-                if decided == UNSAID or (name in names and decided is not True and not others):
+                if decided == UNDECIDED or (name in names and decided is not True and not others):
                     self.needs(key, f"{self.shown(name)} is {shown(value)}")
                     self.asked.add(name)
 
@@ -282,7 +282,7 @@ class Translation:
             if value is not None:
                 self.set(key, value, name)
 
-    def said(self, names: Sequence[str]) -> bool:
+    def is_given(self, names: Sequence[str]) -> bool:
         """Return whether one of these settings is given, rather than a default of the program."""
         return any(name in self.given for name in names)
 
