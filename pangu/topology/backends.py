@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,8 @@ WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies",
 """Groups to connect at startup, because every run that has them uses them in each step."""
 SHOWN = ("CUDA_DEVICE_MAX_", "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
 """Prefixes of the environment variables that are logged at startup."""
+CONNECT_SECONDS = 8.0
+"""Timeout of connecting ranks that have all arrived; gloo waits five times as long for one that connects to it."""
 RECORDED_COLLECTIVES = 2000
 """Capacity of each process's flight recorder: the collectives of a few steps, a few hundred KiB."""
 
@@ -57,16 +59,30 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
 
 
+def meet(store: dist.Store, name: str, count: int) -> None:
+    """Wait for `count` ranks to come here; fail at once if the store is closed, as a launcher with spares does."""
+    if store.add(f"{name} arrived", 1) == count:
+        store.set(name, "")
+    store.wait([name])
+
+
 _tracked = set[tuple[int, int]]()
 """Device and inode of the sockets of this process's groups."""
 
 
-@contextmanager
-def track_connections() -> Iterator[None]:
-    """Track the connections of the groups that are created within the block."""
+def create_group(create: Callable[..., Any], backend: str, ranks: int, timeout_s: float) -> Any:
+    """Return what `create` makes: a group of `ranks` ranks that have all arrived, whose collectives have a timeout.
+
+    A rank waits for the connection of one that is lost meanwhile as gloo's timeout says, so that is short at first.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if backend != "gloo":
+        return create(timeout=timeout)
     before = _sockets().keys()
-    yield
+    group = create(timeout=min(timeout, timedelta(seconds=CONNECT_SECONDS + ranks / 50)))
     _tracked.update(_sockets().keys() - before)
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return group
 
 
 def _shut_down_connections() -> None:

@@ -40,7 +40,7 @@ LOST_SECONDS = 15.0
 CUT_SECONDS = 10.0
 """Time without an answer of the store after which a launcher kills its processes: they are given up soon after."""
 LEAVE_SECONDS = 60.0
-"""Time for a rank to notice that another one is lost; one that does not is killed, because it hangs."""
+"""Time for a rank to notice a loss (see `CONNECT_SECONDS`), 0.1 s more for each rank; then it hangs, and is killed."""
 END_SECONDS = 5.0, 25.0
 """Times for processes to end after SIGTERM, which is sent twice."""
 MEET_SECONDS = 900.0
@@ -234,7 +234,8 @@ class Leader:
 
     def _expect(self, epoch: int) -> None:
         """Close the store of the epoch before `epoch`, which all ranks must leave within `LEAVE_SECONDS`."""
-        self._target, self._due_s, self._server = epoch, time.monotonic() + LEAVE_SECONDS, None
+        self._target, self._server = epoch, None
+        self._due_s = time.monotonic() + LEAVE_SECONDS + len(self._membership.ranks) / 10
 
     def _silent_nodes(self) -> list[int]:
         now_s, silent = time.monotonic(), []

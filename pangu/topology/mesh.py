@@ -7,13 +7,14 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memory, shown
 from pangu.topology import experts
-from pangu.topology.backends import abort_groups, connect_groups, group_options, track_connections
+from pangu.topology.backends import abort_groups, connect_groups, create_group, group_options, meet
 from pangu.topology.launch import VISIBLE, end_with_launcher, number_on_node
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
@@ -68,9 +69,6 @@ class Mesh:
             store = None
             try:
                 store, rank, world = _open_store(timeout_s, attempt)
-                timeout = timedelta(seconds=timeout_s)
-                with track_connections():
-                    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # compare layouts before creating groups: two different ones would deadlock in that
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
                     raise LocalError(
@@ -78,6 +76,9 @@ class Mesh:
                         "nodes with the same command"
                     )
                 require_own_device(store, rank, device)
+                meet(store, "world", world)
+                create = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=world)
+                create_group(create, backend, world, timeout_s)
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
@@ -130,14 +131,14 @@ class Mesh:
 
         All members call this in the same order.
         """
-        timeout, options = timedelta(seconds=self.timeout_s), None
-        backend = "gloo" if axis == "host" else None
-        if dist.get_backend() == "nccl" and backend is None:
-            options = group_options(axis, timeout)
+        backend = "gloo" if axis == "host" else dist.get_backend()
+        options = group_options(axis, timedelta(seconds=self.timeout_s)) if backend == "nccl" else None
         # only members take part: by default every process of the run would have to call this for every group
-        with track_connections():
-            group = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
-        assert group is not None
+        create = partial(dist.new_group, list(ranks), backend=backend, use_local_synchronization=True)
+        if backend == "gloo" and self.store is not None:  # every process creates equally many
+            meet(self.store, f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}", len(ranks))
+        group: dist.ProcessGroup
+        group = create_group(partial(create, pg_options=options), backend, len(ranks), self.timeout_s)
         return group
 
     @property

@@ -19,7 +19,8 @@ import pytest
 
 from pangu.training.watchdog import BEAT_SECONDS
 from tests.end_to_end.commands import metrics, wait_until
-from tests.end_to_end.test_staying import HOLDS_AFTER, STEPS, environment, epochs, figures, prepare, whole, words
+from tests.end_to_end.dying import HOLDS_AFTER
+from tests.end_to_end.test_staying import STEPS, environment, epochs, figures, prepare, whole, words
 from tests.spawn import free_port, repository
 
 LAYOUT = "tensor 2 x data 2"

@@ -31,9 +31,10 @@ from tests.end_to_end.commands import (
     metrics,
     wait_until,
 )
+from tests.end_to_end.dying import CONNECTING, KILL, SCRIPT
 from tests.spawn import repository, run_ranks
 
-DIES_AFTER, HOLDS_AFTER, STEPS = 4, 6, 12
+DIES_AFTER, STEPS = 4, 12
 LAYOUTS = {
     "zero 1": (2, ("parallel.zero=1",)),
     "zero 3": (2, ("parallel.zero=3",)),
@@ -62,79 +63,6 @@ POINTS = {
     "in a copy to the buddy": "training.memory_checkpoints:exchange_bytes",
     "before a copy is whole": "training.memory_checkpoints:commit",
 }
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-SCRIPT = f"""
-import json
-import importlib
-import os
-import signal
-import time
-from pathlib import Path
-
-from pangu.common.errors import LocalError
-from pangu.pretrain import pretrain
-from pangu.training.loop import Loop
-
-FOLDER = Path(__file__).parent
-KILLS = json.loads((FOLDER / "kills").read_text())
-NODE = min(2, 2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"]))  # 2: that of the spare
-os.environ.setdefault("PANGU_MEMORY", f"{{FOLDER}}/memory/{{NODE}}")
-
-
-def replace(place, action):
-    module, _, names = place.partition(":")
-    *path, name = names.split(".")
-    owner = importlib.import_module(f"pangu.{{module}}")
-    for part in path:
-        owner = getattr(owner, part)
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *arguments, **keys: action(original, *arguments, **keys))
-
-
-def begin(original, loop):
-    with (FOLDER / "processes").open("a") as file:
-        print(os.environ["RANK"], os.getpid(), loop.trainer.step, file=file)
-    current.append(loop)
-    began.append(loop.trainer.step)
-    try:
-        return original(loop)
-    finally:
-        current.clear()  # nobody dies while copies come from the buddy: two nodes would be lost at once
-
-
-def hold(original, trainer, *arguments):
-    while (FOLDER / "holds").exists() and began[-1] and trainer.step >= {HOLDS_AFTER}:  # once it has met again
-        time.sleep(0.05)
-    return original(trainer, *arguments)
-
-
-def die(place, original, *arguments, **keys):
-    number = len(list(FOLDER.glob("killed-*")))
-    point, dies, after = [*KILLS, ["", -1, 0]][number]
-    trainers = [loop.trainer for loop in current if loop.trainer.step >= after]
-    is_due = trainers and point == place and int(os.environ["RANK"]) == dies
-    result = original(*arguments, **keys)
-    if is_due and number == len(list(FOLDER.glob("killed-*"))):
-        (FOLDER / f"killed-{{number}}").write_text(str(trainers[-1].step))
-        ACTION
-    return result
-
-
-def late(original, *arguments, **keys):
-    time.sleep(4)
-    return original(*arguments, **keys)
-
-
-current, began = [], []
-if __name__ == "__main__":
-    replace("training.loop:Loop.run", begin)
-    replace("training.step:Trainer.update", hold)
-    for place in {{point for point, *_ in KILLS}}:
-        replace(place, lambda *arguments, _place=place, **keys: die(_place, *arguments, **keys))
-    if "LocalError" in "ACTION" and int(os.environ["RANK"]) != KILLS[0][1]:
-        replace("training.memory_checkpoints:exchange_bytes", late)
-    pretrain(Path({str(repository())!r}) / "configs")
-"""
 
 
 def words(folder: Path, layout: str) -> list[str]:
@@ -159,7 +87,7 @@ def words(folder: Path, layout: str) -> list[str]:
 def prepare(folder: Path, kills: Sequence[tuple[str, int, int]] = (), action: str = KILL) -> Path:
     """Write the script of a run in which the ranks of `kills` (point, rank, step) die one after the other."""
     folder.mkdir()
-    (folder / "kills").write_text(json.dumps([(POINTS[point], *rest) for point, *rest in kills]))
+    (folder / "kills").write_text(json.dumps([(POINTS.get(point, point), *rest) for point, *rest in kills]))
     script = folder / "dying.py"
     script.write_text(SCRIPT.replace("ACTION", action), encoding="utf-8")
     return script
@@ -226,15 +154,16 @@ def whole(factory: pytest.TempPathFactory, layout: str) -> list[tuple[float, flo
 
 def cases() -> list[object]:
     every = [
-        (layout, point, dies)
+        (layout, point, dies, None)
         for layout, (world, _) in LAYOUTS.items()
         for point in POINTS
         for dies in (0, world - 1)
         if (point, dies > 0) != ("before a copy is whole", True)  # the first rank of a node commits
         and (point != "in a gather" or layout == "zero 3")
     ]
-    few = ("tensor 2 x data 2", "at the norm", 3)  # rank 0 exchanges nothing with rank 3
-    return [few, *(pytest.param(*case, marks=pytest.mark.long) for case in every if case != few)]
+    few = ("tensor 2 x data 2", "at the norm", 3, None)  # rank 0 exchanges nothing with rank 3
+    twice = [(*few[:3], (CONNECTING, rank, groups)) for rank, groups in ((2, 0), (1, 4))]
+    return [few, *(pytest.param(*case, marks=pytest.mark.long) for case in (*twice, *every) if case != few)]
 
 
 def test_every_point_at_which_a_rank_is_killed_is_there() -> None:
@@ -243,13 +172,15 @@ def test_every_point_at_which_a_rank_is_killed_is_there() -> None:
 
 
 def check(folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expected: object) -> list[int]:
-    """Kill ranks; return how many steps were repeated after each."""
+    """Kill ranks; return how many steps were repeated after each, unless it died while groups were made."""
     said, ranks = start(folder, layout, *kills)
-    assert len(ranks) == len(kills) + 1, said
+    losses = [number for number, (point, *_) in enumerate(kills) if point != CONNECTING]
+    assert len(ranks) == len(losses) + 1, said
     repeated = []
-    for number, ((_, dies, _), before, after) in enumerate(zip(kills, ranks, ranks[1:], strict=False)):
+    for number, end, before, after in zip(losses, [*losses[1:], len(kills)], ranks, ranks[1:], strict=False):
         stayed = [old[1] == new[1] for old, new in zip(before, after, strict=True)]
-        assert stayed == [rank != dies for rank in range(len(before))], said
+        dead = {rank for _, rank, _ in kills[number:end]}
+        assert stayed == [rank not in dead for rank in range(len(before))], said
         repeated.append(int((folder / f"killed-{number}").read_text()) - after[0][2])
         assert 0 <= repeated[-1] <= 1, said
     assert figures(folder / "run") == expected
@@ -261,13 +192,12 @@ def test_each_point_is_a_function() -> None:
     assert all(callable(resolve_name(f"pangu.{point}")) for point in POINTS.values())
 
 
-@pytest.mark.parametrize(("layout", "point", "dies"), cases())
+@pytest.mark.parametrize(("layout", "point", "dies", "then"), cases())
 def test_a_spare_takes_the_rank_of_a_killed_process(
-    layout: str, point: str, dies: int, tmp_path_factory: pytest.TempPathFactory
+    layout: str, point: str, dies: int, then: tuple[str, int, int] | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    check(
-        tmp_path_factory.mktemp("broken") / "of", layout, [(point, dies, DIES_AFTER)], whole(tmp_path_factory, layout)
-    )
+    kills = [(point, dies, DIES_AFTER), *([then] if then else [])]
+    check(tmp_path_factory.mktemp("broken") / "of", layout, kills, whole(tmp_path_factory, layout))
 
 
 @pytest.mark.parametrize("dies", [3, pytest.param(0, marks=pytest.mark.long)])
@@ -325,6 +255,8 @@ def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: py
             kills.append((point, 0 if point == "before a copy is whole" else rank, after))
             # a save is every 6 steps; no buddy covers what a spare has taken over before it is copied again
             after = 3 + (after + -after % 6 if point == "in a save" else after)
+            if chance.random() < 0.25 and len(kills) < left:
+                kills.append((CONNECTING, chance.randrange(world), chance.randrange(3)))
         print(f"seed {seed}, {layout}: {kills}", flush=True)
         counts.update(check(tmp_path_factory.mktemp("series") / "of", layout, kills, whole(tmp_path_factory, layout)))
         left -= len(kills)

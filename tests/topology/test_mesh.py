@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from pangu.collectives.reduce import all_reduce
 from pangu.common.errors import LocalError, LostError
+from pangu.topology import backends
 from pangu.topology.backends import describe_environment, record_collectives
 from pangu.topology.launch import CONNECTIONS, GROWING
 from pangu.topology.layout import Layout
@@ -244,3 +247,38 @@ def test_ranks_are_named_with_their_nodes_where_there_are_several() -> None:
     assert (mesh.name, mesh.named([0, 1])) == ("rank 2", "rank 0, 1")
     mesh.hosts[:] = "aab"
     assert (mesh.name, mesh.background().named([0, 2])) == ("rank 2 on b", "rank 0 on a, 2 on b")
+
+
+def test_a_rank_waits_only_shortly_to_be_connected_by_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, the one with the larger address connects: the lost one has told the address with the last port."""
+    store = dist.HashStore()
+    monkeypatch.setattr(backends, "CONNECT_SECONDS", 0.1)
+
+    def tell_address() -> None:
+        told = store.get("0/0")
+        place = told.index(socket.inet_aton("127.0.0.1")) - 2
+        store.set("0/1", told[:place] + b"\xff\xff" + told[place + 2 :])
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(tell_address)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="Connect timeout") as failed:
+            backends.create_group(partial(dist.ProcessGroupGloo, store, 0, 2), "gloo", 2, 9.0)
+    assert is_silence(failed.value)
+    assert time.monotonic() - began < 30, "gloo waits five times as long as it is told"
+
+
+def _comes_late(rank: int, world: int, pace: float) -> float:
+    backends.CONNECT_SECONDS = 0.4 * pace
+    mesh = Mesh.connect(Layout(data=world), torch.device("cpu"), timeout_s=77.0)
+    time.sleep(2.5 * pace * rank)
+    group: Any = mesh.new_group(range(world), "host")
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+@at_some_pace
+def test_time_to_connect_begins_when_all_ranks_have_arrived_and_is_not_that_of_collectives(
+    pool: Pool, pace: float
+) -> None:
+    assert pool.run(2, _comes_late, pace) == [77.0, 77.0]
