@@ -243,7 +243,7 @@ def test_sigterm_while_a_spare_is_to_take_a_rank_saves_and_stops_the_run(
 def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
     """`--all --kills=200 --seed=0`: points, ranks and layouts are drawn, and a run has up to three kills."""
     left, seed = (request.config.getoption(name) for name in ("--kills", "--seed"))
-    chance, counts = random.Random(seed), Counter[int]()
+    chance, counts, seconds = random.Random(seed), Counter[int](), 0
     while left:
         layout = chance.choice(list(MORE_LAYOUTS))
         world, keys = MORE_LAYOUTS[layout]
@@ -259,9 +259,9 @@ def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: py
                 kills.append((CONNECTING, chance.randrange(world), chance.randrange(3)))
         print(f"seed {seed}, {layout}: {kills}", flush=True)
         counts.update(check(tmp_path_factory.mktemp("series") / "of", layout, kills, whole(tmp_path_factory, layout)))
-        left -= len(kills)
+        left, seconds = left - len(kills), seconds + sum(point == CONNECTING for point, *_ in kills)
         costs = ", ".join(f"{counts[steps]} cost {steps}" for steps in sorted({0, 1, 2, *counts}))
-        print(f"seed {seed}: {counts.total()} kills, repeated steps: {costs}", flush=True)
+        print(f"seed {seed}: {counts.total()} kills, and {seconds} {CONNECTING}; repeated steps: {costs}", flush=True)
 
 
 def test_the_message_of_one_rank_ends_the_run_while_its_copy_waits_for_another_rank(tmp_path: Path) -> None:

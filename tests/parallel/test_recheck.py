@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +25,8 @@ FAST = (
     *("parallel.bucket_mib=25", "batch.global_size=3", "faults.recheck=4"),
 )
 CHANCE = 0.3
+KINDS = ("gradient", "device", "weight")
+"""Errors of a rank: weights of its own exist at the lower ZeRO stages only."""
 LAYOUTS = (
     (Layout(data=3), ()),
     (Layout(data=3, zero=1), ("precision=bf16",)),
@@ -61,15 +63,20 @@ def flipping(trainer: Trainer, chance: float, seed: int) -> Iterator[list[int]]:
 def until_found(checks: DeviceChecks, batches: list[Batch], kind: str, errs: bool, seed: int) -> tuple[int, int, str]:
     """Train from the beginning, and on one rank turn over bits, until that is found.
 
-    `gradient`: in a share of the backward passes; `weight`: in a share of the steps, in its own copy, where they stay.
+    `gradient`: in a share of the backward passes; `weight`: in a share of the steps, in its own copy, where they stay;
+    `device`: in all backward passes from a step on, with which that begins in a share of the steps.
     Returns the first step with an error that a recheck can see (on that rank), the step that finds it, and the text.
     """
     trainer, drawn, error, step = checks._trainer, random.Random(seed), 0, 0
     trainer.start_over()
     weights = trainer.parameters.flat_parameters[-1].weights.data
-    with flipping(trainer, CHANCE if errs and kind == "gradient" else 0.0, seed) as flips:
+    with ExitStack() as stack:
+        flips = stack.enter_context(flipping(trainer, CHANCE if errs and kind == "gradient" else 0.0, seed))
         while True:
             step += 1
+            if errs and kind == "device" and not error and drawn.random() < CHANCE:
+                stack.enter_context(flipping(trainer, 1.0, seed))
+                error = step
             if errs and kind == "weight" and drawn.random() < CHANCE:
                 place = drawn.choice(weights.nonzero().flatten().tolist())  # in a 0 it would be too small to matter
                 weights.view(torch.int32)[place] ^= 1 << drawn.randrange(16, 20)
@@ -137,7 +144,7 @@ def assert_found(answers: list[Any], trials: Sequence[tuple[str, int]], every: i
         assert all(answer[1][number][1:] == (step, text) for answer in answers)
         assert text.startswith(f"replicas compute other bits (faults.recheck): rank {culprit} on ")
         assert text.count("rank ") == 1
-        assert 0 < error <= step < error + (every if kind == "weight" else 1)
+        assert 0 < error <= step < error + (1 if kind == "gradient" else every)
         steps.setdefault(kind, []).append(step)
     same = "spike; computed again in place and on all replicas with the same bits, so no device is at fault"
     for alike, _, (data, (once, _), (always, _)) in answers:
@@ -152,7 +159,7 @@ def assert_found(answers: list[Any], trials: Sequence[tuple[str, int]], every: i
 @pytest.mark.parametrize(("layout", "words"), LAYOUTS, ids=str)
 def test_only_the_rank_that_errs_is_found(ranks: Ranks, layout: Layout, words: tuple[str, ...]) -> None:
     """A recheck of equal devices finds nothing and changes no bit of a step; a spike is of a device or of the data."""
-    trials = [("gradient", layout.world - 1), *[("weight", layout.world - 1)] * (layout == Layout(data=3))]
+    trials = [(kind, layout.world - 1) for kind in KINDS[: 3 if layout == Layout(data=3) else 1]]
     assert_found(ranks.run(layout.world, campaign, layout, words, 3, trials), trials, 2)
 
 
@@ -164,12 +171,13 @@ def test_no_false_alarm_in_10_000_steps_and_100_of_100_ranks_are_right(
     """Within R steps of an error that stays, 1 / p + R - 1 in the mean; the mean number of rechecks that are needed to
     see one that comes and goes is 1 / p, so that R (1 / p - 1) + 1 steps are, the first one being a recheck."""
     every = 4
-    trials = [(kind, seed) for kind in ("gradient", "weight")[: 1 + (layout == Layout(data=3))] for seed in range(100)]
+    kinds = KINDS if layout == Layout(data=3) else KINDS[:2]
+    trials = [(kind, seed) for kind in kinds for seed in range(100)]
     steps = assert_found(ranks.run(layout.world, campaign, layout, (*words, *FAST), 5000, trials), trials, every)
     print({kind: fmean(of_kind) for kind, of_kind in steps.items()})
     deviation = (1 - CHANCE) ** 0.5 / CHANCE / 10  # of the mean of 100 numbers of tries
     assert abs((fmean(steps["gradient"]) - 1) / every + 1 - 1 / CHANCE) <= 3 * deviation
-    assert fmean(steps.get("weight", [0])) <= 1 / CHANCE + 3 * deviation + every - 1
+    assert all(fmean(steps[kind]) <= 1 / CHANCE + 3 * deviation + every - 1 for kind in kinds[1:])
 
 
 def test_the_verdict_needs_a_most_common_answer() -> None:
