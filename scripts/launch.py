@@ -204,7 +204,7 @@ def programs() -> list[str]:
     return [name for name in names if "launch" not in name]
 
 
-class Options(ArgumentParser):
+class LauncherParser(ArgumentParser):
     """Options of torchrun and `--spares`; help is the launcher's own, not the 150 lines of torchrun."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ def passing_on() -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
     guard_console()
-    options = Options().parse_args(arguments)
+    options = LauncherParser().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True

@@ -38,6 +38,7 @@ FLOORS = {
     "dryrun": 12,
     "tasks": 13,
     "planning": 13,
+    "calibration": 14,
     "report": 14,
 }
 CORE = FLOORS.keys() - {*size.PERIPHERY}
@@ -47,6 +48,8 @@ CALLED_BY_OTHERS = {"PanguLM"}
 LEDGER = ("ledger.py", "stage_ledger.py", "buffers.py", "groups.py")
 """Files of the schedule that planning adds up, under the same rule as it."""
 FILES = sorted(PACKAGE.glob("*/**/*.py"))
+SHIPPED = [path for folder in (PACKAGE, *size.COMMANDS) for path in sorted(folder.glob("**/*.py"))]
+"""All files of the installed package."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -128,14 +131,15 @@ def test_only_topology_and_collectives_know_torch_distributed() -> None:
         for name in imports(path)
         if name.startswith("torch.distributed") and not name.startswith("torch.distributed.checkpoint")
     }
-    # a unit's reduction is typed with torch's own ProcessGroup and Work; a dry run stands in for the backend
-    assert users <= {"topology", "collectives", "zero", "dryrun"}
+    # a unit's reduction is typed with torch's own ProcessGroup and Work; a dry run stands in for the backend, and a
+    # calibration times it
+    assert users <= {"topology", "collectives", "zero", "dryrun", "calibration"}
     calls = {
         floor_of(path)
         for path in FILES
         if re.search(r"\bdist\.(?!ProcessGroup|Work\b)\w+", path.read_text(encoding="utf-8"))
     }
-    assert calls == {"topology", "collectives", "dryrun"}
+    assert calls == {"topology", "collectives", "dryrun", "calibration"}
 
 
 @pytest.mark.parametrize("folder", ["common", "config"])
@@ -155,15 +159,15 @@ def test_models_never_see_a_rank() -> None:
 
 def functions() -> Iterator[tuple[str, int]]:
     """Name and number of lines of every function of the package."""
-    for path in FILES:
+    for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
-                yield f"{path.relative_to(PACKAGE)}: {node.name}", node.end_lineno - node.lineno + 1
+                yield f"{path.relative_to(repository())}: {node.name}", node.end_lineno - node.lineno + 1
 
 
 def test_files_and_functions_fit_a_screen() -> None:
-    for path in FILES:
+    for path in SHIPPED:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
     lines = dict(functions())
     assert not {name: count for name, count in lines.items() if count > 60}
@@ -272,9 +276,8 @@ def test_no_pattern_repeats_a_group_possessively() -> None:
 
 def test_few_imports_stand_in_functions() -> None:
     """Ruff refuses them without a reason; those of modules that are always installed are ten at most."""
-    files = [*PACKAGE.rglob("*.py"), *(repository() / "tools").glob("*.py"), *(repository() / "scripts").glob("*.py")]
     found = set()
-    for path in files:
+    for path in SHIPPED:
         lines = path.read_text(encoding="utf-8").splitlines()
         for node in ast.walk(ast.parse("\n".join(lines))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

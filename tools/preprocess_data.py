@@ -64,6 +64,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="ID",
         help="id before each document; auto: the one that the tokenizer puts there, if any; none (auto)",
     )
+    _add_selection(parser)
+    parser.add_argument("--workers", type=int, default=min(8, available_cores()), help="processes (CPUs, at most 8)")
+    parser.add_argument(
+        "--commit-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="seconds between commits; after a kill the same command continues from the last commit (60)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    options = parser.parse_args(arguments)
+    if problem := _problem(options):
+        parser.error(problem)
+    return options
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which documents are held out or left out."""
     parser.add_argument(
         "--holdout",
         type=float,
@@ -86,32 +104,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="skip documents that share about this part of their substrings of 8 characters with an earlier"
         " one, e.g. 0.8 (MinHash; needs rensa)",
     )
-    parser.add_argument("--workers", type=int, default=min(8, available_cores()), help="processes (CPUs, at most 8)")
-    parser.add_argument(
-        "--commit-every",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="seconds between commits; after a kill the same command continues from the last commit (60)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    options = parser.parse_args(arguments)
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """Return what is wrong with the options, or an empty text."""
     if Path(options.output).name in ("", "..") or options.output.endswith("/"):
-        parser.error(f"--output {options.output!r}: must end in the name that files begin with")
+        return f"--output {options.output!r}: must end in the name that files begin with"
     if options.workers < 1:
-        parser.error(f"--workers {options.workers}: must be at least 1")
+        return f"--workers {options.workers}: must be at least 1"
     if not 0 <= options.holdout < 1:
-        parser.error(f"--holdout {options.holdout}: must be at least 0 and less than 1")
+        return f"--holdout {options.holdout}: must be at least 0 and less than 1"
     if bool(options.tokenizer_path) == (options.tokenizer == "bytes"):
         needed = "no" if options.tokenizer_path else "a"
-        parser.error(f"--tokenizer {options.tokenizer} needs {needed} --tokenizer-path")
+        return f"--tokenizer {options.tokenizer} needs {needed} --tokenizer-path"
     if options.max_bad < 0:
-        parser.error(f"--max-bad {options.max_bad}: must be at least 0")
+        return f"--max-bad {options.max_bad}: must be at least 0"
     if options.remove_near_duplicates is not None and not 0.1 <= options.remove_near_duplicates < 1:
-        parser.error(f"--remove-near-duplicates {options.remove_near_duplicates}: must be from 0.1 to less than 1")
+        return f"--remove-near-duplicates {options.remove_near_duplicates}: must be from 0.1 to less than 1"
     if not options.commit_every >= 0:
-        parser.error(f"--commit-every {options.commit_every}: must be at least 0")
-    return options
+        return f"--commit-every {options.commit_every}: must be at least 0"
+    return ""
 
 
 def preprocess(options: argparse.Namespace) -> None:

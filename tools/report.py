@@ -46,7 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def make_server(runs: list[Path], port: int) -> ThreadingHTTPServer:
     """A server of the one page, reached from this machine only. Raises UserError if the port is taken."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class PageHandler(BaseHTTPRequestHandler):
         """Answers GET / with the page as it is now."""
 
         def do_GET(self) -> None:
@@ -72,7 +72,7 @@ def make_server(runs: list[Path], port: int) -> ThreadingHTTPServer:
             """Requests are not logged."""
 
     try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        return ThreadingHTTPServer(("127.0.0.1", port), PageHandler)
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; use --port 0 for any free port") from error
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_suite.setting import Setting
+from pangu.calibration.clock import Clock
 from pangu.config.attention import ABILITIES
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
@@ -24,7 +25,6 @@ from pangu.layers.kernel_choice import AttentionShape, attention_trial
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
-from tools.calibrate import Clock
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.speed import compiler_of
+from pangu.calibration.clock import Clock
 from pangu.models import compiled
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.training.layer_timing import layer_trial
-from tools.calibrate import Clock
 
 CASES = (("pangu_350m", 1), ("pangu_350m", 8), ("pangu_2_6b", 1), ("pangu_2_6b", 4))
 """Preset and sequences of a micro-batch."""

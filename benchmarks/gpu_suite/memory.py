@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_suite.apex import measure_apex
 from benchmarks.gpu_suite.setting import Setting
+from pangu.calibration.clock import Clock
+from pangu.calibration.kernels import measure_launch, measure_memory
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
-from tools.calibrate import Clock, measure_launch, measure_memory
 
 
 def operations(

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.setting import Setting
+from pangu.calibration.clock import Clock
+from pangu.calibration.kernels import product
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name, peak_tflops
 from pangu.models.size import layer_matrices
 from pangu.schedule.spans import Matmul
-from tools.calibrate import Clock, product
 
 RANKS = {"gpt2_124m": 1, "pangu_350m": 1, "gpt3_1_3b": 1, "pangu_2_6b": 1, "pangu_13b": 8, "pangu_200b": 8}
 """Preset -> tensor-parallel ranks that its matrices are cut over."""
@@ -32,7 +33,7 @@ def shapes_of(config: RunConfig, ranks: int) -> Iterator[tuple[str, Matmul]]:
 
 
 def fp8_product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
-    """As `calibrate.product`, of e4m3 with one scale for each operand. The right one lies column by column, as the
+    """As `kernels.product`, of e4m3 with one scale for each operand. The right one lies column by column, as the
     hardware wants it."""
     sizes = shape.rows * shape.depth, shape.depth * shape.columns
     starts = itertools.cycle(range(0, max(1, len(pool) - sum(sizes)), 16 * (sum(sizes) // 16)))

@@ -156,7 +156,7 @@ class PrometheusWriter:
         self._text, self._server = "", None
         self._validated: dict[str, Any] = {}
 
-        class Handler(BaseHTTPRequestHandler):
+        class MetricsHandler(BaseHTTPRequestHandler):
             timeout = 10  # seconds that a client may take for its request
 
             def do_GET(handler) -> None:  # noqa: N805 - named by the library
@@ -172,7 +172,7 @@ class PrometheusWriter:
                 """Print no line per request."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = ThreadingHTTPServer((host, port), MetricsHandler)
         except OSError as error:
             log.warning(
                 "no metrics for Prometheus at %s:%d (%s); set another metrics.prometheus_port", host, port, error

@@ -12,7 +12,7 @@ from hydra._internal.utils import get_args_parser as hydra_parser
 
 from pangu.cli import file_of, launched
 from pangu.common.commands import PROGRAMS as FILES
-from scripts.launch import Options
+from scripts.launch import LauncherParser
 from tests.configs import config
 from tests.end_to_end.commands import SMALL
 from tests.spawn import free_port, repository
@@ -128,7 +128,7 @@ class Command:
                 else ["python", str(file_of(words[1])), *words[2:]]
             )
         if words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
-            options = Options().parse_args(words[1 if words[0] == "torchrun" else 2 :])
+            options = LauncherParser().parse_args(words[1 if words[0] == "torchrun" else 2 :])
             processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
             script, arguments = options.training_script, options.training_script_args
             if options.module and script == "pangu":

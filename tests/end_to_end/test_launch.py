@@ -108,7 +108,7 @@ def test_a_users_error_is_the_one_message() -> None:
 def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, said: str) -> None:
 
     def refusal(*words: str) -> str:
-        return launch.refusal(launch.Options().parse_args(words))
+        return launch.refusal(launch.LauncherParser().parse_args(words))
 
     assert refusal(option, "pretrain.py").startswith(f"torchrun cannot start {said}")
     assert refusal("tests").startswith("tests: no such program: use ")  # a folder

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pangu.calibration.links import latency_and_bandwidth
 from pangu.common.exit_status import INTERRUPTED, USER_ERROR
 from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import matmul_seconds
@@ -43,7 +44,7 @@ def test_a_device_without_memory_is_one_message(
     def measure(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. 1.00 GiB is free.")
 
-    monkeypatch.setattr(calibrate, "_measure", measure)
+    monkeypatch.setattr(calibrate, "measure_machine", measure)
     assert calibrate.main(["--output", str(tmp_path / "mine.yaml"), "--quick"]) == USER_ERROR
     said = "(cpu): out of memory, 2.00 GiB asked for, 1.00 GiB free; end other programs that use this memory"
     assert said in capsys.readouterr().err
@@ -69,8 +70,8 @@ def test_a_link_on_a_busy_machine_is_at_most_twice_as_fast_as_its_fastest_messag
     per_us, per_gb_s = [2e-6, 2e-6, 2e-6], [7e-5, 1e-3, 2e-2]
     terms = np.array([per_us, per_gb_s]).T
     quiet_s, busy_s = terms @ [30.0, 1 / 4], np.full(3, 5e-3)
-    assert calibrate.latency_and_bandwidth(terms / quiet_s[:, None]) == pytest.approx((30.0, 4.0))
-    assert calibrate.latency_and_bandwidth(terms / busy_s[:, None])[1] == pytest.approx(2 * 2e-2 / 5e-3)
+    assert latency_and_bandwidth(terms / quiet_s[:, None]) == pytest.approx((30.0, 4.0))
+    assert latency_and_bandwidth(terms / busy_s[:, None])[1] == pytest.approx(2 * 2e-2 / 5e-3)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_link_on_a_busy_machine_is_at_most_twice_as_fast_as_its_fastest_messag
 def test_wrong_arguments_end_in_one_message_before_anything_is_measured(
     arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(calibrate, "_measure")
+    monkeypatch.delattr(calibrate, "measure_machine")
     monkeypatch.chdir(repository())
     assert calibrate.main(list(arguments)) == 2
     assert says in capsys.readouterr().err
@@ -100,7 +101,7 @@ def test_a_measurement_that_is_given_up_leaves_the_old_file(tmp_path: Path, monk
 
     path = tmp_path / "mine.yaml"
     path.write_text("# Measured by tools/calibrate.py on this machine\n", encoding="utf-8")
-    monkeypatch.setattr(calibrate, "_measure", interrupt)
+    monkeypatch.setattr(calibrate, "measure_machine", interrupt)
     assert calibrate.main(["--output", str(path)]) == INTERRUPTED
     assert [one.name for one in tmp_path.iterdir()] == ["mine.yaml"]
     assert path.read_text(encoding="utf-8").endswith("machine\n")
