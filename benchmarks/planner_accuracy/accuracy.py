@@ -81,7 +81,7 @@ class Prediction(NamedTuple):
 
 def shape_of(setup: Setup) -> str:
     """Return what the kernels of a layer depend on."""
-    model, _, plan, _ = setup
+    model, plan = setup.model, setup.plan
     sizes = model.hidden, model.heads, model.ffn_size, model.sequence // plan.context, plan.micro_size, plan.tensor
     return " ".join(map(str, (*sizes, plan.recompute)))
 

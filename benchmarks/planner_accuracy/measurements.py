@@ -177,12 +177,19 @@ def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     _refuse(zero not in ("-1", "0", "1", "2", "3"), "zero is not 0, 1, 2 or 3")
     sharing = context, max(0, int(zero)), values["sp"] == "yes" and tensor > 1
     plan = Plan(tensor, stages, 1, data, *sharing, recompute, 1, 1, named[1].lower() if named else "1f1b")
-    setups = _setups(values, model, plan, _format(told) != "bf16")
+    node, splits = values.count("gpus_per_node", 8), values.count("etp", 1) if model.experts else 0
+    plan = plan._replace(expert=values.count("ep", 1), expert_tensor=splits)
+    wrong = (model.experts or 1) % plan.expert or tensor * context * data % (plan.expert * (splits or tensor))
+    _refuse(wrong or splits not in (0, 1, tensor), "ep and etp do not divide the experts and ranks")
+    _refuse(
+        model.num_chosen > (model.experts or 2) or model.expert_size < splits, "there are too few or narrow experts"
+    )
+    setups = _setups(values, model, plan, _format(told) != "bf16", node)
     seconds, memory = values.number("step_time_s"), values.number("mem_gb")
     failed = bool(re.search(r"\bOOM\b|out of memory", values["note"])) and seconds is None
     cluster = _cluster(values["gpu"], told, clusters)
     seconds = seconds or _seconds(values, setups[0], cluster.matmul.tflops if _format(told) == "bf16" else None)
-    cluster = replace(cluster, devices=devices, node=values.count("gpus_per_node", 8))
+    cluster = replace(cluster, devices=devices, node=node)
     names = values["source"], values["table"], values["model"], values["gpu"], _format(told)
     return Row(*names, cluster, setups, seconds, memory, failed)
 
@@ -213,7 +220,13 @@ def _model(values: _Values) -> ModelConfig:
     _refuse(heads % kv_heads, "heads is no multiple of kv_heads")
     sizes = {"ffn": values.count("ffn", 4 * hidden), "vocab": values.count("vocab"), "sequence": values.count("seq")}
     plain = replace(DECODER, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, **sizes)
-    llama = bool(re.search(r"llama|mistral|qwen|mixtral", values["model"], re.IGNORECASE))
+    plain = replace(plain, head_dim=values.count("head_dim", hidden // heads))
+    if values["experts"]:
+        chosen = {"experts": values.count("experts"), "experts_per_token": values.count("top_k")}
+        chosen["expert_ffn"] = values.count("expert_ffn", plain.ffn_size)
+        plain = replace(plain, **chosen, shared_experts=values.count("shared_experts", 0))
+        plain = replace(plain, dense_layers=values.count("dense_layers", 0))
+    llama = bool(plain.experts or re.search(r"llama|mistral|qwen|mixtral", values["model"], re.IGNORECASE))
     told = values.number("params_b")
     # What is not told of the model follows from its size.
     kinds = product((False, True), (True, False)) if told else [(llama, not llama)]
@@ -270,9 +283,16 @@ def _system(values: _Values, model: ModelConfig, plan: Plan) -> System:
     return published.MEGATRON_2022 if newer else published.MEGATRON_2021
 
 
-def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool) -> tuple[Setup, ...]:
+def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool, node: int) -> tuple[Setup, ...]:
     """Return the setups that a row may mean."""
     system, stages, layers = _system(values, model, plan), plan.pipeline, model.layers
+    if model.experts:
+        told = values["note"].lower()
+        system = system._replace(
+            hidden_experts=float("exchange overlaps" in told),
+            sends_once="deepep" in told or "hybridep" in told,
+            graphs="cuda graphs" in told,
+        )
     each, micro = values.count("global_batch") / plan.data, values.count("micro_batch", 0)
     _refuse(each < 1, "the batch is smaller than the number of replicas")
     # Where only embedding and head make the layers even, the first and last stage have one fewer (Llama 3).
@@ -288,7 +308,7 @@ def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool) -> tuple
         counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers, chunks, counts_ends)
         batch = {"micro_size": size, "micro_batches": max(1, round(each / size))}
         one = plan._replace(virtual_stages=virtual_stages, schedule=schedule, layers=counts, **batch)
-        setups.append(Setup(model, system, one, fp8))
+        setups.append(Setup(model, system, one, fp8, node))
     return tuple(setups)
 
 

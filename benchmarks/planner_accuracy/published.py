@@ -10,7 +10,8 @@ from pangu.config.model import ModelConfig
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.models.size import layer_matrices
 from pangu.planning.program import Plan
-from pangu.schedule.spans import Collective, Matmul, Work
+from pangu.schedule.groups import groups_of
+from pangu.schedule.spans import Axis, Collective, Matmul, Work
 from pangu.topology.placement import room
 
 DECODER = ModelConfig(
@@ -58,6 +59,12 @@ class System(NamedTuple):
     """Whether recomputing ends with the last tensor that the backward pass reads, before the last matmul."""
     hidden_context: float = 0.9
     """Share of the gathering of keys and values that overlaps with attention."""
+    hidden_experts: float = 0.0
+    """Share of the exchange of tokens with experts that overlaps with another micro-batch."""
+    sends_once: bool = False
+    """Whether a token goes once to each node, or on one node to each rank, with experts of it (DeepEP, HybridEP)."""
+    graphs: bool = False
+    """Whether CUDA graphs launch all kernels of a layer but those of its experts."""
 
 
 class Setup(NamedTuple):
@@ -68,6 +75,8 @@ class Setup(NamedTuple):
     plan: Plan
     fp8: bool = False
     """Whether the matmuls of layers take operands of fewer than 16 bits; those of attention and of the head do not."""
+    node: int = 8
+    """Devices of a node."""
 
     @property
     def tokens(self) -> int:
@@ -115,6 +124,12 @@ NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, spare_b
 Fitted: wherever a pipeline spans nodes, a layer takes the host 2.3 ms more for each further tensor rank of any size."""
 FSDP = System("fsdp", True, False, 24, 4, 8, stops_early=True)
 """PyTorch FSDP with flash attention and `torch.utils.checkpoint`; layers hide what others send to replicas."""
+EXPERT_LAUNCHES, ROUTING_LAUNCHES = 2, 350
+"""Kernel launches of a forward pass: of each expert on a rank, up and down, and as many casts in FP8; fitted: without
+CUDA graphs, the host takes as long for router, permutations and exchange as for so many."""
+PERMUTED = 5.0
+"""Fitted: permutations of tokens, and casts of permuted ones, take as long as other kernels that move so many times as
+much."""
 FUSED_SCORES, UNFUSED_SCORES = 6.5, 18.0
 """16-bit elements that each score moves when scale, mask and softmax are one kernel beside dropout, and when they, the
 casts of an fp32 softmax and dropout are separate kernels."""
@@ -128,7 +143,9 @@ class Module(NamedTuple):
     saved_bytes: float
     """Bytes of activations that are kept from the forward to the backward pass."""
     parameters: float
-    """Parameters of this rank before sharding over replicas."""
+    """Parameters of this rank before sharding over replicas, without experts."""
+    experts: float = 0.0
+    """Parameters of the experts of this rank, whose replicas are fewer."""
 
 
 def embedding_work(setup: Setup) -> Module:
@@ -160,31 +177,83 @@ def head_work(setup: Setup) -> Module:
     return Module(passes, tokens * h * 4 + saved * logits, columns * h)
 
 
-def layer_work(setup: Setup) -> Module:
+class FeedForward(NamedTuple):
+    """Feed-forward layer of a rank, dense or of experts."""
+
+    matmuls: tuple[Matmul, ...]
+    inner: float
+    """Elements of a token's activation on this rank, of all its experts."""
+    cast: float
+    """Bytes that casts to FP8 move for each element of a token's hidden vector, forward or backward."""
+    parameters: float
+    experts: float = 0.0
+    """Parameters of routed experts."""
+    permuted_bytes: float = 0.0
+    """Bytes that permutations move for a token, forward or backward."""
+    launches: float = 0.0
+
+
+def feed_forward(setup: Setup, layer: int) -> FeedForward:
+    """Return the feed-forward layer: dense, or of experts that get equal numbers of tokens."""
+    model, system, plan, fp8 = setup[:4]
+    tokens, h, t, up = setup.tokens, model.hidden, plan.tensor, 2 if model.is_gated else 1
+    each = 6 if system.rescales else 4
+
+    def matmuls(rows: int, width: int, batch: int = 1) -> tuple[Matmul, Matmul]:
+        return Matmul(rows, up * width, h, batch, fp8=fp8), Matmul(rows, h, width, batch, fp8=fp8)
+
+    if not model.has_experts(layer):  # what writes a hidden vector casts it, too
+        width = model.ffn_size
+        return FeedForward(matmuls(tokens, width // t), width / t, each - 2, (up + 1) * h * width / t)
+    assert model.experts is not None
+    width, chosen, shared = model.expert_size, model.num_chosen, model.shared_experts
+    splits, own = plan.expert_tensor or t, model.experts // plan.expert
+    routed = matmuls(max(1, round(tokens * chosen * splits / t / own)), width // splits, own)
+    beside = matmuls(tokens, shared * width // t) if shared else ()
+    # A token is copied for each of its experts and summed again: before it is sent and sorted, or after.
+    copies = chosen + (_distinct(chosen, plan.expert) if system.sends_once else 2 * chosen)
+    launches = EXPERT_LAUNCHES * own * (2 if fp8 else 1)
+    return FeedForward(
+        (Matmul(max(1, tokens // t), model.experts, h), *routed, *beside),
+        (chosen + shared) * width / t,
+        PERMUTED * each * chosen * splits / t + (each - 2) * (shared > 0),
+        (up + 1) * h * shared * width / t + h * model.experts,
+        (up + 1) * h * width * own / splits,
+        PERMUTED * 2 * h * (2 + 2 * copies) / t,
+        launches - system.launches if system.graphs else launches + ROUTING_LAUNCHES,
+    )
+
+
+def layer_work(setup: Setup, layer: int = 0) -> Module:
     """Return the work of a transformer layer."""
-    model, system, plan, fp8 = setup
-    tokens, h, t = setup.tokens, model.hidden, plan.tensor
-    matrices = layer_matrices(model, t)
-    parameters = sum(depth * columns for depth, columns in layer_matrices(model)) / t + 13 * h / t
-    sends = _communication(setup)
+    model, system, plan, fp8 = setup[:4]
+    tokens, h, t, feed = setup.tokens, model.hidden, plan.tensor, feed_forward(setup, layer)
+    attention, whole = (layer_matrices(model.without_experts, ranks)[:-2] for ranks in (t, 1))
+    parameters = sum(depth * columns for depth, columns in whole) / t + feed.parameters + 13 * h / t
+    sends, exchange = _communication(setup, layer), _exchange(setup) if model.has_experts(layer) else ()
     calls = sum(send.calls for send in sends)
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
     # Sequence parallelism gathers the inputs of matmuls once more for the weight gradients.
     again = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
-    gather = (Collective("all_gather", "shard", 2 * parameters, 1, 1.0),) * (plan.zero == 3)
-    reduce = (Collective("reduce_scatter", "shard", system.gradient_bytes * parameters, 1, 1.0),) * (plan.zero == 3)
-    bytes_forward, bytes_backward = _layer_bytes(setup)
+    axes: tuple[tuple[Axis, float], ...] = ("shard", parameters), ("expert_shard", feed.experts)
+    held = [(axis, number) for axis, number in axes if number and plan.zero == 3]
+    gather = tuple(Collective("all_gather", axis, 2 * number, 1, 1.0) for axis, number in held)
+    sums = tuple(Collective("reduce_scatter", axis, system.gradient_bytes * number, 1, 1.0) for axis, number in held)
+    bytes_forward, bytes_backward = _layer_bytes(setup, feed)
     heads = max(1, model.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.
-    launches = system.launches + (9 if not system.flash and plan.micro_size * heads % 4 else 0)
-    moved = system.accumulation_bytes * parameters
+    launches = system.launches + (9 if not system.flash and plan.micro_size * heads % 4 else 0) + feed.launches
+    moved = system.accumulation_bytes * (parameters + feed.experts)
     if fp8:  # casts and transposes of matmul inputs, of output gradients, and of weights for the input gradients
-        each = 6 if system.rescales else 4
-        bytes_forward += tokens * (each * (h + model.ffn_size) / t + (2 * each - 4) * h)
-        bytes_backward += tokens * (each * (matrices[0][1] + matrices[2][1]) + (2 * each - 4) * h)
-        moved += 2 * parameters
-    products = tuple(Matmul(tokens, columns, depth, fp8=fp8) for depth, columns in matrices)
-    forward = Work(products + _attention(setup, 1), bytes_forward, launches + 2 * calls, sends + gather)
+        each, outputs = 6 if system.rescales else 4, (1 + model.is_gated) * feed.inner
+        full = (each - 2 + feed.cast) * h
+        bytes_forward += tokens * (each * (model.values_size / t + feed.inner) + full)
+        bytes_backward += tokens * (each * (sum(columns for _, columns in attention[:-1]) + outputs) + full)
+        moved += 2 * (parameters + feed.experts)
+    products = (*(Matmul(tokens, columns, depth, fp8=fp8) for depth, columns in attention), *feed.matmuls)
+    if system.hidden_experts:  # each pass of another micro-batch hides a third of both exchanges
+        exchange = tuple(one._replace(calls=one.calls * 2 / 3) for one in exchange)
+    forward = Work(products + _attention(setup, 1), bytes_forward, launches + 2 * calls, sends + exchange + gather)
     recompute = Work()
     if plan.recompute == "full":
         repeated = products[:-1] if system.stops_early else products
@@ -194,46 +263,54 @@ def layer_work(setup: Setup) -> Module:
     elif plan.recompute == "selective":
         recompute = Work(_attention(setup, 1), 13.0 * tokens * model.sequence * heads, 4)
     inputs = tuple(one._replace(columns=one.depth, depth=one.columns) for one in products)
-    weights = tuple(one._replace(rows=one.depth, depth=tokens) for one in products)
-    backward = Work(inputs + _attention(setup, 2), bytes_backward, 2 * launches - 4 + 2 * calls, back + again + gather)
-    passes = forward, recompute, backward, Work(weights, moved, 4, reduce)
-    return Module(passes, kept_bytes(setup, plan.recompute), parameters)
+    weights = tuple(one._replace(rows=one.depth, depth=one.rows) for one in products)
+    backward = Work(
+        inputs + _attention(setup, 2), bytes_backward, 2 * launches - 4 + 2 * calls, back + exchange + again + gather
+    )
+    passes = forward, recompute, backward, Work(weights, moved, 4, sums + exchange * (system.hidden_experts > 0))
+    return Module(passes, kept_bytes(setup, plan.recompute, layer), parameters, feed.experts)
 
 
 def _attention(setup: Setup, passes: float) -> tuple[Matmul, ...]:
     """Return the matmuls of scores and values; `passes` is 1 for the forward pass and 2 for the backward pass."""
-    model, _, plan, _ = setup
+    model, plan = setup.model, setup.plan
     length, heads = max(1, model.sequence // plan.context), plan.micro_size * max(1, model.heads // plan.tensor)
+    size = (model.query_size + model.values_size) // (2 * model.heads)
     if setup.system.flash:
         # Both matmuls, half of them causally masked; backward computes the scores again: 2.5 times forward.
-        return (Matmul(length, model.sequence, model.head_size, heads, 0.5 * (2 if passes == 1 else 5), True),)
-    scores = Matmul(length, model.sequence, model.head_size, heads, passes)
+        return (Matmul(length, model.sequence, size, heads, 0.5 * (2 if passes == 1 else 5), True),)
+    scores = Matmul(length, model.sequence, size, heads, passes)
     return scores, scores._replace(columns=scores.depth, depth=scores.columns)
 
 
-def _layer_bytes(setup: Setup) -> tuple[float, float]:
+def _layer_bytes(setup: Setup, feed: FeedForward) -> tuple[float, float]:
     """Return the bytes that the memory-bound kernels of a layer move, forward and backward: norms, bias-dropout-add,
-    activation, transposes, and without flash attention scale-mask-softmax and dropout of the scores."""
-    model, system, plan, _ = setup
+    activation, transposes, permutations of tokens, without flash attention scale-mask-softmax and dropout of scores."""
+    model, system, plan = setup[:3]
     h, t, shared = model.hidden, plan.tensor, plan.tensor if plan.sequence else 1
-    down, up = model.ffn_size / h, model.ffn_size / h * (2 if model.is_gated else 1)
+    down = feed.inner * t / h
+    up = down * (2 if model.is_gated else 1)
     residual = 11.0 if system.fused else 15.0
-    forward = residual / shared + (2 * down + up + 4 + 4 * model.kv_size / h) / t
+    projected = 2 * (model.query_size + model.values_size) / h + 4 * model.kv_size / h
+    forward = residual / shared + (2 * down + up + projected) / t
     backward = 1.9 * residual / shared + (2 * up + 2 * down + 12) / t
     each = 0.0 if system.flash else FUSED_SCORES if system.fused else UNFUSED_SCORES
     scores = model.heads / t * model.sequence / h * each
     unit = 2.0 * setup.tokens * h
-    return unit * (forward + scores), unit * (backward + scores * 1.6)
+    permuted = setup.tokens * feed.permuted_bytes
+    return unit * (forward + scores) + permuted, unit * (backward + scores * 1.6) + permuted
 
 
-def kept_bytes(setup: Setup, recompute: str) -> float:
+def kept_bytes(setup: Setup, recompute: str, layer: int = 0) -> float:
     """Return the bytes of a layer's activations: Korthikanti et al. 2022, table 2, for any activation function."""
-    model, system, plan, _ = setup
+    model, system, plan = setup[:3]
     tokens, h, t, shared = setup.tokens, model.hidden, plan.tensor, plan.tensor if plan.sequence else 1
     if recompute == "full":
         return 2.0 * tokens * h / shared
-    mlp = (6 if model.is_gated else 4) * model.ffn_size / h
-    saved = tokens * h * ((8 if system.flash else 10) / shared + (4 + 4 * model.kv_size / h + mlp) / t)
+    mlp = (6 if model.is_gated else 4) * feed_forward(setup, layer).inner * t / h
+    mlp += 2 * model.num_chosen * model.has_experts(layer)
+    projected = 2 * (model.query_size + model.values_size) / h + 4 * model.kv_size / h
+    saved = tokens * h * ((8 if system.flash else 10) / shared + (projected + mlp) / t)
     if system.flash and recompute == "selective":
         return saved / 2  # torchtitan's selective-op keeps the output of every other matmul
     if not system.flash and recompute == "none":
@@ -241,15 +318,36 @@ def kept_bytes(setup: Setup, recompute: str) -> float:
     return saved
 
 
-def _communication(setup: Setup) -> tuple[Collective, ...]:
+def _communication(setup: Setup, layer: int) -> tuple[Collective, ...]:
     """Return the collectives of a layer's forward pass; the backward pass sends the same."""
-    model, system, plan, fp8 = setup
-    full, hidden = 2.0 * setup.tokens * model.hidden, system.hidden_tensor
-    collectives = (Collective("all_reduce", "tensor", full, 2, hidden),) * (plan.tensor > 1)
+    model, system, plan, fp8 = setup[:4]
+    full, hidden, experts = 2.0 * setup.tokens * model.hidden, system.hidden_tensor, model.has_experts(layer)
+    # Routed experts of their own tensor-parallel rank need no other rank's tokens.
+    calls = 1 if experts and not model.shared_experts else 2
+    collectives = (Collective("all_reduce", "tensor", full, calls, hidden),) * (plan.tensor > 1)
     if plan.tensor > 1 and plan.sequence:
-        gather = Collective("all_gather", "tensor", full / (2 if fp8 else 1), 2, hidden)
-        collectives = gather, Collective("reduce_scatter", "tensor", full, 2, hidden)
+        gather = Collective("all_gather", "tensor", full / (2 if fp8 else 1), calls, hidden)
+        collectives = gather, Collective("reduce_scatter", "tensor", full, calls, hidden)
     if plan.context > 1:
         keys = 2 * full * plan.context * model.kv_size / model.hidden / plan.tensor
         collectives += (Collective("all_gather", "context", keys, 1, system.hidden_context),)
     return collectives
+
+
+def _distinct(chosen: float, places: int) -> float:
+    """Return the expected number of different places among equal ones that `chosen` experts of a token lie on."""
+    return places * (1 - (1 - 1 / places) ** chosen)
+
+
+def _exchange(setup: Setup) -> tuple[Collective, ...]:
+    """Return the exchange of a rank's tokens with the experts of other ranks, there and back."""
+    plan, hidden, copies = setup.plan, setup.system.hidden_experts, float(setup.model.num_chosen)
+    full = 2.0 * setup.tokens * setup.model.hidden / plan.tensor
+    group, splits = groups_of(plan.layout, setup.node)["expert"], plan.expert_tensor or plan.tensor
+    nodes = -(-group.size // group.inside)
+    sent = _distinct(copies, nodes if nodes > 1 else group.size) if setup.system.sends_once else copies
+    exchange = (Collective("all_to_all", "expert", full * sent, 2, hidden),) * (plan.expert > 1)
+    if splits > 1:
+        exchange += (Collective("all_gather", "tensor", full * copies * splits, 1, hidden),)
+        exchange += (Collective("reduce_scatter", "tensor", full * copies * splits, 1, hidden),)
+    return exchange

@@ -3,9 +3,11 @@ et al. 2021, section 2.2; Qi et al. 2024, section 5. Model states: Rajbhandari e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.held import held_in
 from pangu.schedule.orders import SCHEDULES
 from pangu.schedule.spans import Axis, Collective, Work
+from pangu.topology.experts import ExpertLayout
 
 OPTIMIZER_BYTES = 12
 """Bytes of a parameter's fp32 copy and Adam moments."""
@@ -50,36 +53,55 @@ class Step(NamedTuple):
 @lru_cache(maxsize=10_000)
 def describe(setup: Setup) -> Step:
     """Return the step of a system."""
-    model, system, plan, _ = setup
-    last, shards = len(plan.layers) - 1, plan.layout.shards
-    modules = tuple(work(setup) for work in (published.embedding_work, published.layer_work, published.head_work))
-    chunks = np.array([(chunk == 0, layers, chunk == last) for chunk, layers in enumerate(plan.layers)], float)
-    chunks = chunks.reshape(plan.virtual_stages, plan.pipeline, len(modules))
+    model, system, plan = setup[:3]
+    kinds = {model.has_experts(layer): layer for layer in range(model.layers)}  # a layer of each kind
+    layers = tuple(published.layer_work(setup, layer) for layer in kinds.values())
+    modules = published.embedding_work(setup), *layers, published.head_work(setup)
+    chunks = _chunks(setup, tuple(kinds))
     counts = chunks.sum(0)
     # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
     sent = 2 * plan.micro_size * model.sequence / plan.context * model.hidden / plan.tensor
     kept = [module.saved_bytes for module in modules]
     # While a layer is recomputed it keeps everything, and the head nothing: Narayanan et al. 2021, section 3.5.
-    working = 0.0, published.kept_bytes(setup, "none") if plan.recompute == "full" else 0.0
-    saved = (chunks @ np.transpose([kept, [*kept[:2], 0.0]])).swapaxes(0, 1)
+    whole = max(published.kept_bytes(setup, "none", layer) for layer in kinds.values())
+    working = 0.0, whole if plan.recompute == "full" else 0.0
+    saved = (chunks @ np.transpose([kept, [*kept[:-1], 0.0]])).swapaxes(0, 1)
     most = min(plan.micro_batches, 4 * plan.pipeline)  # more change nothing
     held = in_flight(plan.pipeline, plan.virtual_stages, most, system.doubled or plan.schedule == "zb-2p")
     activations = np.array([(moments @ one + working).max() for moments, one in zip(held, saved, strict=True)])
     shared = modules[-1].parameters if model.tied_head else 0
     parameters = counts @ [module.parameters for module in modules] - (shared if plan.pipeline == 1 else 0)
-    moved = UPDATE_BYTES / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
+    experts = counts @ [module.experts for module in modules]
+    groups = {"": (parameters, plan.layout.shards)}
+    if experts.any():
+        groups["expert_"] = experts, ExpertLayout(plan.layout).shards
+    updated: Any = 0.0
+    states: Any = 0.0
+    for held, shards in groups.values():
+        updated += held * (UPDATE_BYTES / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1))
+        gradients = system.gradient_bytes / (shards if setup.reduces_each else 1) + system.spare_bytes
+        states += held * (2 / (shards if plan.zero == 3 else 1) + gradients + OPTIMIZER_BYTES / shards)
     ends = set()
-    for stage, (held_parameters, layers) in enumerate(zip(parameters.tolist(), counts[:, 1].tolist(), strict=True)):
-        reductions, gathers = _reductions(held_parameters, setup)
+    for stage, number in enumerate(counts[:, 1:-1].sum(1).tolist()):
+        pairs = [_reductions(float(held[stage]), setup, prefix) for prefix, (held, _) in groups.items()]
+        reductions, gathers = (sum(works, ()) for works in zip(*pairs, strict=True))
         if shared and stage in (0, plan.pipeline - 1):
             reductions += (Collective("all_reduce", "ends", shared * system.gradient_bytes),)
-        update = Work((), held_parameters * moved, UPDATE_LAUNCHES * layers)
+        update = Work((), float(updated[stage]), UPDATE_LAUNCHES * number)
         ends.add((Work(collectives=reductions), update, Work(collectives=gathers)))
-    gradients = system.gradient_bytes / (shards if setup.reduces_each else 1) + system.spare_bytes
-    weights = 2 / (shards if plan.zero == 3 else 1)
-    states = parameters * (weights + gradients + OPTIMIZER_BYTES / shards)
     activations += MESSAGES * sent if plan.pipeline > 1 else 0
     return Step(modules, counts, Collective("send", "pipeline", sent), ends, states, activations)
+
+
+def _chunks(setup: Setup, kinds: tuple[bool, ...]) -> Any:
+    """Return how many of each module a chunk has: embedding, layers without and with experts as in `kinds`, head."""
+    model, plan = setup.model, setup.plan
+    ends = list(accumulate(plan.layers))
+    rows = []
+    for chunk, (count, end) in enumerate(zip(plan.layers, ends, strict=True)):
+        own = Counter(model.has_experts(layer) for layer in range(end - count, end))
+        rows.append((chunk == 0, *(own[kind] for kind in kinds), chunk == len(ends) - 1))
+    return np.array(rows, float).reshape(plan.virtual_stages, plan.pipeline, len(kinds) + 2)
 
 
 @lru_cache(maxsize=1000)
@@ -91,17 +113,18 @@ def in_flight(stages: int, virtual_stages: int, micro_batches: int, is_doubled: 
     return [np.array([one[:virtual_stages] for one in held_in(order, like)]) for order in orders]
 
 
-def _reductions(parameters: float, setup: Setup) -> tuple[tuple[Collective, ...], ...]:
-    """Return the collectives of gradients and of parameters between replicas, except those of ZeRO-3 in the layers."""
-    _, system, plan, _ = setup
+def _reductions(parameters: float, setup: Setup, prefix: Any) -> tuple[tuple[Collective, ...], ...]:
+    """Return the collectives of gradients and of parameters between replicas, or with a prefix between replicas of
+    experts, except those of ZeRO-3 in the layers."""
+    system, plan = setup.system, setup.plan
     # The size of Megatron-Core's DistributedDataParallelConfig.
     buckets = max(1.0, parameters / max(40e6, 1e6 * plan.layout.replicas)) if system.bucketed else 1.0
     sent, hidden = parameters * system.gradient_bytes / buckets, 1.0 if setup.reduces_each else 1 - 1 / buckets
     if plan.zero in (0, 3):
-        return (Collective("all_reduce", "replicas", sent, buckets, hidden),) * (plan.zero == 0), ()
+        return (Collective("all_reduce", f"{prefix}replicas", sent, buckets, hidden),) * (plan.zero == 0), ()
     times = plan.micro_batches if setup.reduces_each else 1
-    gathers = (Collective("all_gather", "shard", 2 * parameters / buckets, buckets, hidden),)
-    return (Collective("reduce_scatter", "shard", sent, times * buckets, hidden),), gathers
+    gathers = (Collective("all_gather", f"{prefix}shard", 2 * parameters / buckets, buckets, hidden),)
+    return (Collective("reduce_scatter", f"{prefix}shard", sent, times * buckets, hidden),), gathers
 
 
 def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
@@ -122,7 +145,7 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
     link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - system.hidden_messages)
     link += cluster.message_us * 1e-6
-    total = makespan(seconds, setup, link) - _deferred(seconds, m * phases[2][3].total, setup)
+    total = makespan(seconds, setup, link) - _deferred(seconds, m * phases[-1][3].total, setup)
     waiting = min(2 * link * chunks * m, total - m * float(seconds[longest].sum()))
     # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
     window = (1 + (chunks - 1) * min(m, plan.pipeline)) / chunks

@@ -262,7 +262,10 @@ FORMS: dict[str, Form] = {
         "few measurements",
         instead={
             "measurements.csv": str(repository() / "tests/planner_accuracy/measurements.csv"),
-            "tests/planner_accuracy/unseen.csv": str(repository() / "tests/planner_accuracy/unseen.csv"),
+            **{
+                name: str(repository() / name)
+                for name in ("tests/planner_accuracy/unseen.csv", "tests/planner_accuracy/moe.csv")
+            },
             "pangu/report/intervals.json": "intervals.json",
             "benchmarks/results/planner_fit.json": "planner_fit.json",
         },

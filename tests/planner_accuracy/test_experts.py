@@ -1,0 +1,149 @@
+"""Steps of published systems that train models with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_accuracy.published import DECODER, MEGATRON_CORE, Module, Setup, System, layer_work
+from benchmarks.planner_accuracy.step import describe
+from pangu.config.model import ModelConfig
+from pangu.models.size import num_parameters
+from pangu.planning.program import LAYOUT, Plan
+from pangu.schedule.spans import Collective
+from pangu.topology.layout import Layout
+from tests.planner_accuracy.test_command import report
+from tests.planner_accuracy.test_measurements import row
+
+GATED = replace(DECODER, activation="swiglu", positions="rope", tied_head=False, sequence=4096, vocab=32000)
+QWEN = replace(
+    GATED, layers=8, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, experts=128, experts_per_token=8,
+    expert_ffn=768,
+)  # fmt: skip
+TOKENS = 4096
+
+
+def setup(layout: Layout, system: System = MEGATRON_CORE, model: ModelConfig = QWEN, node: int = 8) -> Setup:
+    """One sequence per micro-batch."""
+    degrees = {name: getattr(layout, name) for name in LAYOUT}
+    batch = {"recompute": "none", "micro_size": 1, "micro_batches": 4, "schedule": "1f1b"}
+    return Setup(model, system, Plan(**degrees, **batch, layers=(model.layers,)), node=node)
+
+
+def exchanges(work: Module) -> list[list[Collective]]:
+    """The exchanges with other ranks' experts in each pass."""
+    return [[one for one in each.collectives if one.axis == "expert"] for each in work.passes]
+
+
+@pytest.mark.parametrize(
+    ("source", "rows", "mean", "worst"),
+    [
+        ("dgxc", 8, 0.08, 0.11),  # Grok-1
+        ("user guide", 2, 0.08, 0.1),  # Mixtral 8x7B
+        ("ModelZoo", 8, 0.07, 0.14),  # Qwen3-235B-A22B
+        ("Megatron-Bridge", 27, 0.14, 0.56),  # Qwen3 of both sizes
+    ],
+)
+def test_published_runs_with_experts(
+    source: str, rows: int, mean: float, worst: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = report(capsys, "--table", Path(__file__).parent / "moe.csv")["sources"]
+    found = next(numbers for name, numbers in sources.items() if source in name)
+    assert found["rows"] == rows
+    assert found["time_mean_error"] <= mean
+    assert found["time_worst_error"] <= worst
+
+
+def test_ranks_hold_all_weights_together() -> None:
+    for layout in (Layout(), Layout(data=8, expert=8), Layout(2, data=4, sequence=True, expert=8, expert_tensor=1)):
+        step = describe(setup(layout))
+        dense, experts = (
+            step.counts[0] @ [getattr(one, of) for one in step.modules] for of in ("parameters", "experts")
+        )
+        whole = dense * layout.tensor + experts * layout.expert
+        assert whole == pytest.approx(num_parameters(QWEN), rel=0.01)
+
+
+def test_experts_compute_what_their_tokens_need() -> None:
+    def flops(layout: Layout) -> float:
+        return sum(
+            one.flops for one in layer_work(setup(layout)).passes[0].matmuls if one.batch == 128 // layout.expert
+        )
+
+    once = 2 * 3 * 2048 * 768 * 8 * TOKENS
+    assert flops(Layout()) == flops(Layout(data=8, expert=8)) == once
+    assert flops(Layout(2, data=4, sequence=True, expert=4, expert_tensor=1)) == once / 2
+    assert flops(Layout(2, data=4, sequence=True, expert=4, expert_tensor=2)) == once / 2
+
+
+def test_tokens_go_to_each_expert_or_once_to_each_place() -> None:
+    def sent(node: int, **how: bool) -> float:
+        system = MEGATRON_CORE._replace(**how)
+        ((forward,), _, (backward,), _) = exchanges(layer_work(setup(Layout(data=16, expert=16), system, node=node)))
+        assert forward == backward
+        assert (forward.kind, forward.calls, forward.hidden) == ("all_to_all", 2, 0)
+        return forward.bytes / (2 * 2048 * TOKENS)
+
+    assert sent(8) == 8
+    assert sent(8, sends_once=True) == pytest.approx(2 * (1 - 0.5**8))  # of two nodes
+    assert sent(16, sends_once=True) == pytest.approx(16 * (1 - (15 / 16) ** 8))  # of 16 ranks
+    assert exchanges(layer_work(setup(Layout()))) == [[], [], [], []]
+
+
+def test_an_exchange_that_overlaps_is_hidden_by_all_passes() -> None:
+    system = MEGATRON_CORE._replace(hidden_experts=1.0)
+    hidden = exchanges(layer_work(setup(Layout(data=8, expert=8), system)))
+    assert [sum(one.calls * one.hidden for one in each) for each in hidden] == pytest.approx([4 / 3, 0, 4 / 3, 4 / 3])
+
+
+def test_tensor_parallel_ranks_share_tokens_or_experts() -> None:
+    def gathered(expert_tensor: int, shared: int = 0) -> list[float]:
+        layout = Layout(2, data=4, sequence=True, expert=4, expert_tensor=expert_tensor)
+        work = layer_work(setup(layout, model=replace(QWEN, shared_experts=shared)))
+        gathers = (one for one in work.passes[0].collectives if one.kind == "all_gather")
+        return [one.calls * one.bytes / (2 * 2048 * TOKENS) for one in gathers]
+
+    assert gathered(1) == [1]  # before attention
+    assert gathered(1, shared=1) == [2]
+    assert gathered(2) == [1, 8]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_experts_have_fewer_replicas(zero: int) -> None:
+    case = setup(Layout(data=8, zero=zero, expert=4))
+    (reductions, _, _), *_ = describe(case).ends
+    inside = [one for each in layer_work(case).passes for one in each.collectives]
+    sent: dict[str, float] = {
+        one.axis: one.bytes * one.calls / 4 for one in (*reductions.collectives, *inside) if "reduce" in one.kind
+    }
+    axis, layers = ("replicas", 8) if zero == 0 else ("shard", 8 if zero == 1 else 1)
+    assert sent[f"expert_{axis}"] == pytest.approx(layers * 32 * 3 * 2048 * 768)
+    assert sent[axis] < sent[f"expert_{axis}"]
+    held = [describe(setup(Layout(data=8, zero=1, expert=expert))).states[0] for expert in (1, 4, 8)]
+    assert held == sorted(held, reverse=True)
+
+
+def test_dense_layers_come_first() -> None:
+    case = setup(Layout(pipeline=4), model=replace(QWEN, dense_layers=3))
+    case = case._replace(plan=case.plan._replace(layers=(2, 2, 2, 2)))
+    assert describe(case).counts.tolist() == [[1, 2, 0, 0], [0, 1, 1, 0], [0, 0, 2, 0], [0, 0, 2, 1]]
+
+
+def test_the_notes_of_a_row_tell_of_the_exchange_and_of_graphs(tmp_path: Path) -> None:
+    sizes = {"experts": "8", "top_k": "2", "gpu": "H100-80G", "tp": "1", "pp": "1", "ep": "8", "gpus": "64"}
+    plain = row(tmp_path, **sizes, note="all-to-all").setups[0]
+    assert plain.system == MEGATRON_CORE
+    assert (plain.plan.expert, plain.plan.expert_tensor, plain.model.experts_per_token) == (8, 1, 2)
+    told = row(tmp_path, **sizes, note="HybridEP; exchange overlaps; CUDA graphs").setups[0].system
+    assert told == MEGATRON_CORE._replace(hidden_experts=1.0, sends_once=True, graphs=True)
+    launches = [layer_work(plain._replace(system=one)).passes[0].launches for one in (MEGATRON_CORE, told)]
+    assert launches[1] < launches[0] / 10
+
+
+@pytest.mark.parametrize("wrong", [{"ep": "3"}, {"ep": "16"}, {"etp": "2"}, {"top_k": "9"}, {"expert_ffn": "0"}])
+def test_experts_that_make_no_sense_are_refused(wrong: dict[str, str], tmp_path: Path) -> None:
+    sizes = {"experts": "8", "top_k": "2", "tp": "1", "pp": "1", "ep": "8", "gpus": "64", **wrong}
+    with pytest.raises(AssertionError):
+        row(tmp_path, **sizes)
