@@ -72,23 +72,34 @@ class ColumnParallelLinear(ParallelLinear):
         self.region = TensorRegion() if from_table else build.region
         self.widths = [placement.local_shape[0] for placement in self.placements]
 
-    def forward(self, x: Tensor, head_size: int | None = None, ranks_per_key_head: int = 1) -> Any:
-        """Map [sequence (/ ranks with sequence parallelism), ..., inputs] to [sequence, ..., outputs / ranks].
-
-        With `head_size`, return the heads of each projection instead (`split_projections`). If several ranks share a
-        head of the last two, keys and values, they first join its pieces.
-        """
-        heads = None if head_size is None or ranks_per_key_head > 1 else (self.widths, head_size)
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [sequence (/ ranks with sequence parallelism), ..., inputs] to [sequence, ..., outputs / ranks]."""
         if self.in_graph is not None and torch.compiler.is_compiling():
-            output: Any = self.in_graph(self, x)
-            output = output if heads is None else split_projections(output, *heads)
-        else:
-            output = column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8, heads)
-        if head_size is None or ranks_per_key_head == 1:
-            return output
-        parts = output.split_with_sizes(self.widths, -1)
-        parts = *parts[:-2], *join_pieces(torch.stack(parts[-2:]), ranks_per_key_head, self.region)
-        return tuple(split_heads(part, head_size) for part in parts)
+            return self.in_graph(self, x)
+        output: Tensor = column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8)
+        return output
+
+
+class HeadProjections(ColumnParallelLinear):
+    """Projections of the same input to attention heads, such as queries, keys and values."""
+
+    def __init__(
+        self, build: Builder, name: str, head_size: int, ranks_per_key_head: int = 1, from_table: bool = False
+    ) -> None:
+        """Build the layer; if several ranks share a head of the last two, keys and values, they join its pieces."""
+        super().__init__(build, name, from_table)
+        self.head_size, self.ranks_per_key_head = head_size, ranks_per_key_head
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the heads [batch, heads / ranks, sequence, head size] of each projection."""
+        if self.ranks_per_key_head > 1:
+            parts = super().forward(x).split_with_sizes(self.widths, -1)
+            parts = *parts[:-2], *join_pieces(torch.stack(parts[-2:]), self.ranks_per_key_head, self.region)
+            return tuple(split_heads(part, self.head_size) for part in parts)
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return split_projections(self.in_graph(self, x), self.widths, self.head_size)
+        heads = self.widths, self.head_size
+        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8, heads)
 
 
 class ReplicatedLinear(ColumnParallelLinear):

@@ -18,7 +18,7 @@ from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.experts import MixtureOfExperts
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
-from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
+from pangu.layers.linear import ColumnParallelLinear, HeadProjections, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed, will_repeat
 from pangu.models.latent_attention import LatentAttention
 
@@ -120,20 +120,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, options: Options, number: int) -> None:
         """Build the projections of layer `number`, and norms of heads if configured."""
         super().__init__()
-        self.head_size = config.head_size
         self.sinks = build.optional("sinks")
         self.has_window, self.has_rope = config.has_window(number), config.has_rope(number)
+        heads = config.head_size, config.ranks_per_key_head(build.region.size)
         if number == config.query_layer:
-            self.query = ColumnParallelLinear(build, "query", from_table=True)
-            self.key_value = ColumnParallelLinear(build, "key_value")
+            self.query = HeadProjections(build, "query", config.head_size, from_table=True)
+            self.key_value = HeadProjections(build, "key_value", *heads)
         else:
-            self.qkv = ColumnParallelLinear(build, "qkv")
+            self.qkv = HeadProjections(build, "qkv", *heads)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_norm:
             self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm)
             self.key_norm = make_norm(build, "key_norm", config.norm_eps, config.norm)
-        self.ranks_per_key_head = config.ranks_per_key_head(build.region.size)
         self.output = RowParallelLinear(build, "output")
         recompute = "attention" in options.recompute_parts and build.context is None
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
@@ -142,11 +141,10 @@ class Attention(nn.Module):
     def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
         """Return queries, keys and values of x [sequence, batch, hidden]."""
         # `queries`: position vectors [sequence, batch, hidden], for the query layer
-        of_heads = self.head_size, self.ranks_per_key_head
         if queries is None:
-            query, key, value = self.qkv(x, *of_heads)
+            query, key, value = self.qkv(x)
         else:
-            (query,), (key, value) = self.query(queries, self.head_size), self.key_value(x, *of_heads)
+            (query,), (key, value) = self.query(queries), self.key_value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None and self.has_rope:
