@@ -39,28 +39,6 @@ UPDATE = "UPDATE"
 """Kind of the optimizer's update of one flat parameter, or of all (None)."""
 
 
-class _Unsharding(UnshardRules[FlatSpec]):
-    """Rules that list the operations on weights."""
-
-    def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
-        super().__init__(parameters, parameters.flats)
-        self._ops = ops
-
-    def do(self, operation: Operation, flat: FlatSpec) -> None:
-        self._ops.append(StepOp(operation.value, flat=flat))
-
-
-class _Reducing(ReduceRules[FlatSpec]):
-    """Rules that list the operations on gradients."""
-
-    def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
-        super().__init__(parameters, parameters.flats)
-        self._ops = ops
-
-    def do(self, operation: Operation, flat: FlatSpec) -> None:
-        self._ops.append(StepOp(operation.value, flat=flat))
-
-
 def expand(
     actions: Iterable[Action],
     parameters: StageParameters,
@@ -86,8 +64,15 @@ class Expansion:
 
     def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
         """Start as after the previous step, or with the flat parameters of these indices in flight."""
-        self.parameters, self.ops = parameters, list[StepOp]()
-        self.unsharding, self.reducing = _Unsharding(parameters, self.ops), _Reducing(parameters, self.ops)
+        self.parameters = parameters
+        self.ops = ops = list[StepOp]()
+
+        def record(operation: Operation, flat: FlatSpec) -> None:
+            ops.append(StepOp(operation.value, flat=flat))
+
+        self.unsharding = UnshardRules[FlatSpec](parameters, parameters.flats)
+        self.reducing = ReduceRules[FlatSpec](parameters, parameters.flats)
+        self.unsharding.on_operation = self.reducing.on_operation = record
         self.trained = [flat for flat in parameters.flats if flat.trained]
         if in_flight is None:
             self.unsharding.publish(self.trained)

@@ -6,7 +6,6 @@ They turn the events of a step into operations, without tensors. The runtime exe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
@@ -35,8 +34,20 @@ Following = Mapping[str, str]
 """Module -> module that is used next."""
 
 
-class UnshardRules(ABC, Generic[F]):
-    """Decisions when weights are unsharded; a subclass executes the operations in `do`.
+class Rules(Generic[F]):
+    """Decisions about operations on flat parameters; a subclass executes these in `do`."""
+
+    on_operation: Callable[[Operation, F], None] | None = None
+    """Callback that receives every operation before it is executed."""
+
+    def do(self, operation: Operation, flat: F) -> None:
+        """Pass an operation to `on_operation`; without tensors there is nothing to execute."""
+        if self.on_operation is not None:
+            self.on_operation(operation, flat)
+
+
+class UnshardRules(Rules[F]):
+    """Decisions when weights are unsharded.
 
     At stage 3 a flat parameter is gathered while the previous module computes and resharded after its use, so at most
     two (and a tied token embedding) are gathered at a time; the backward pass gathers them again. A chunk that a
@@ -68,9 +79,6 @@ class UnshardRules(ABC, Generic[F]):
         self._kept: set[F] = set()
         """Flat parameters of chunks that a schedule keeps unsharded."""
 
-    on_operation: Callable[[Operation, F], None] | None = None
-    """Callback that receives every operation before it is executed."""
-
     @property
     def state(self) -> Hashable:
         """State between two actions, which determines all later operations."""
@@ -82,10 +90,6 @@ class UnshardRules(ABC, Generic[F]):
         in_flight, unsharded, users, kept = state
         self.in_flight, self.unsharded, self._kept = dict.fromkeys(in_flight), set(unsharded), set(kept)
         self._users = dict.fromkeys(self.flat_parameters, 0) | dict(users)
-
-    @abstractmethod
-    def do(self, operation: Operation, flat: F) -> None:
-        """Execute an operation."""
 
     def publish(self, flats: Iterable[F]) -> None:
         """Start to publish updated weights to all ranks; gathered weights are out of date."""
@@ -171,8 +175,8 @@ class UnshardRules(ABC, Generic[F]):
             self.do(Operation.RESHARD, flat)
 
 
-class ReduceRules(ABC, Generic[F]):
-    """Decisions when gradients are reduced; a subclass executes the operations in `do`.
+class ReduceRules(Rules[F]):
+    """Decisions when gradients are reduced.
 
     Flat parameters of a chunk are reduced in reverse forward order, whatever order they complete in, so that every
     replica issues the same collectives in the same order.
@@ -191,8 +195,6 @@ class ReduceRules(ABC, Generic[F]):
         self._reducing: list[F] = []
         """Reductions in flight, oldest first."""
 
-    on_operation: Callable[[Operation, F], None] | None = None
-
     @property
     def state(self) -> Hashable:
         """State between two actions, which determines all later operations."""
@@ -201,10 +203,6 @@ class ReduceRules(ABC, Generic[F]):
     @state.setter
     def state(self, state: Any) -> None:
         self._reducing = list(state)
-
-    @abstractmethod
-    def do(self, operation: Operation, flat: F) -> None:
-        """Execute an operation."""
 
     def restart(self) -> None:
         """Forget the previous step."""
