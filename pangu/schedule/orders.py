@@ -93,23 +93,20 @@ def reduces_each(name: str) -> bool:
     return not (SCHEDULES[name].two_phases or splits_backward(name))
 
 
+@register("gpipe", two_phases=True)
 @register("breadth_first", virtual_stages=(1, None), two_phases=True)
 def breadth_first(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
-    """Run all micro-batches through a chunk before the next chunk (Lamy-Poirier, arXiv 2211.05953)."""
-    # Per step, a chunk's parameters are gathered twice and its gradients reduced once.
+    """Run all micro-batches through a chunk before the next chunk (Lamy-Poirier, arXiv 2211.05953).
+
+    With one chunk per stage this is GPipe (Huang et al., arXiv 1811.06965): all forward passes, then all backward ones.
+    """
+    # Per step, a chunk's parameters are gathered at most twice and its gradients reduced once.
     micros = range(micro_batches)
     return [
         [(F, loop * stages + stage, micro) for loop in range(virtual_stages) for micro in micros]
         + [(B, loop * stages + stage, micro) for loop in reversed(range(virtual_stages)) for micro in micros]
         for stage in range(stages)
     ]
-
-
-@register("gpipe", two_phases=True)
-def gpipe(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
-    """Run all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
-    # Per step, a stage's parameters are gathered at most twice and its gradients reduced once.
-    return breadth_first(stages, virtual_stages, micro_batches)
 
 
 def _alternate(warm_up: int, forwards: Order, backwards: Order) -> Order:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pangu.schedule.actions import CONTENTS, SENDS, Action, Kind
-from pangu.schedule.orders import SCHEDULES, NumbersError, Order, Step, reduces_each
+from pangu.schedule.orders import SCHEDULES, NumbersError, Order, Step, allows, reduces_each
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def make_schedule(
             raise NumbersError(f"schedule {name} with {what} = {value}", "must be at least 1")
     family = SCHEDULES[name]
     least, most = family.virtual_stages
-    if virtual_stages < least or (most is not None and virtual_stages > most):
+    if not allows(name, virtual_stages):
         allowed = f"{'exactly' if most == least else 'at least'} {least} chunk{'s' if least > 1 else ''}"
         raise NumbersError(
             f"schedule {name} with virtual_stages = {virtual_stages}", f"{name} needs {allowed} per stage; use {least}"
