@@ -24,7 +24,7 @@ class ExpertRegion(ExpertRank):
 
     group: AxisGroup | None = None
     fixed: bool = False
-    """Always exchange as many rows as the router can send, also where that is more than an even share."""
+    """True to exchange as many rows as the router can send, also where that is more than an even share."""
     repeats: int = 1
     """Number of neighboring ranks with the same sequences."""
 
@@ -36,7 +36,7 @@ class ExpertRegion(ExpertRank):
         repeats = same_sequences(layout.expert_tensor, layout.tensor, layout.context)
         return cls(share.rank, share.size, share.tensor, mesh.group("expert"), fixed, repeats)
 
-    def of_all_sequences(self, counts: Tensor) -> tuple[Tensor, int]:
+    def gather_counts(self, counts: Tensor) -> tuple[Tensor, int]:
         """Return counts [sequences, ...] of all sequences of the group in order, and the index of this rank's first."""
         parts = counts.new_empty((self.size, *counts.shape))
         start_all_gather(parts.view(-1), counts.contiguous().view(-1), self.group).wait()

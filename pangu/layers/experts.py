@@ -181,7 +181,7 @@ class Router(nn.Module):
         if together == 1:
             return totals.to(dtype) / choices
         if self.sharing is not None and batch % together:
-            totals, first = self.sharing.of_all_sequences(totals)
+            totals, first = self.sharing.gather_counts(totals)
         sums = totals.unflatten(0, (-1, together)).sum(1)
         shares = sums.to(dtype) / sums.sum(1, keepdim=True).clamp(min=1)
         return shares.repeat_interleave(together, 0)[first : first + batch]

@@ -47,7 +47,7 @@ class Shards(NamedTuple):
     others: tuple[int, ...]
     """Elements of the tensors among them that Muon does not orthogonalize."""
     num_tensors: int
-    """Number of tensors in the whole buffer."""
+    """Number of tensors in the full buffer."""
     partial: int
     """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
     shared: frozenset[str]

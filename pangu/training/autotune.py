@@ -65,7 +65,7 @@ class Choices:
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Measured times of a micro-batch by choice and candidate, where there were several."""
     compile: str = "false"
-    """Compile layers: `true` or `false`."""
+    """Compilation of layers, `true` or `false`."""
     norm: str = "torch"
     """Kernels of norms, weight gradients and the update: values of `kernels`, `torch` or `apex`."""
     weight_gradient: str = "torch"

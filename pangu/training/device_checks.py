@@ -50,7 +50,7 @@ class DeviceChecks:
         self._intact = trainer.step
         """Last step after which all replicas computed alike."""
         self._found: tuple[str, int] | None = None
-        """Fault found before the current step, which the next result is told, and the last intact step."""
+        """Fault found before the current step, to be reported with the next result, and the last intact step."""
         self.wrong: Sequence[int] = ()
         """Ranks that the last recheck has found to compute wrongly."""
         self._last_difference: str | None = None

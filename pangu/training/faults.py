@@ -190,7 +190,7 @@ def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 @contextmanager
-def telling(message: str) -> Iterator[None]:
+def log_on_failure(message: str) -> Iterator[None]:
     """Log the reason of the block if it fails, so that its own error does not hide that."""
     try:
         yield

@@ -25,7 +25,7 @@ from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import DeviceEvent
 from pangu.training.device_checks import DeviceChecks, Stragglers
 from pangu.training.elastic import replace_ranks
-from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, not_finite, telling
+from pangu.training.faults import Goodput, SpikeDetector, culprits, find_non_finite, log_on_failure, not_finite
 from pangu.training.memory_checkpoints import MemoryCheckpoints
 from pangu.training.process import Heartbeat, StopSignals, read_flags
 from pangu.training.profile import PROFILED, Profile
@@ -313,12 +313,12 @@ class Loop:
             log.warning(message, extra={"alert": "fault"})
             return False
         rollbacks, goes_back = len(self.spikes.rollbacks), faults.action == "rollback"
-        with telling(message):
+        with log_on_failure(message):
             saver.wait(is_fault=True)
         if goes_back and rollbacks >= faults.max_rollbacks:
             fix = "; lower optimizer.lr" * is_of_data
             raise UserError(f"{message}; faults.max_rollbacks = {rollbacks} is reached{fix}")
-        with telling(message):
+        with log_on_failure(message):
             if intact is None:
                 blamed = saver.statuses.add_fault(trainer.step, self.spikes.good_steps, fault, goes_back)
             else:
@@ -355,7 +355,7 @@ class Loop:
             last = (step - 1) // every * every
             message = f"train.check_replicas: after step {step} replicas differ: {difference}; check the device"
             fault = f"step {step}: replicas differ, last compared in {last}"
-            with telling(message):
+            with log_on_failure(message):
                 saver.wait(is_fault=True)
                 continues = saver.statuses.condemn_after(last, fault)
             raise DeviceError(f"{message}; {continues}")

@@ -111,7 +111,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         self._has_logged_sizes = False
 
     def find(self, has_newer: Callable[[int], bool]) -> Path | None:
-        """Return the newest whole generation, unless the disk has an intact checkpoint after its step.
+        """Return the newest complete generation, unless the disk has an intact checkpoint after its step.
 
         Otherwise, return None and delete all generations. All ranks get the same; none has fetched any file yet.
         """

@@ -51,7 +51,7 @@ class RankProfile(NamedTuple):
     parts: dict[str, float]
     """Time by category (`PARTS`); the sum is the step time."""
     exposed: dict[str, float]
-    """Exposed time by axis: computation waited for its messages, all ranks having arrived."""
+    """Exposed time by axis, in which computation waited for its messages although all ranks had arrived."""
     hidden: dict[str, float]
     """Overlapped time by axis: its collectives ran, all ranks having arrived, before they were waited for. Unknown for
     messages between stages, for those across steps, and for those that other streams wait for."""

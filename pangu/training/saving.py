@@ -204,7 +204,7 @@ class Saver(AbstractContextManager["Saver"]):
 
     @property
     def failures(self) -> dict[str, int]:
-        """Failures in a row of saves, copies in memory and uploads, and damaged checkpoints, as far as they can be."""
+        """Failures in a row of saves, copies in memory and uploads, and damaged checkpoints, where these are made."""
         uploads = {} if self.uploader is None else {"failed_uploads": self.uploader.failed}
         damaged = {} if self._verifier is None else {"damaged_checkpoints": len(self._verifier.damaged)}
         copies = {} if self._in_memory is None else {"failed_copies": self._in_memory.failed}

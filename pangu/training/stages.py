@@ -25,7 +25,7 @@ class BatchStages:
         return in_stage(self._config, stage_at(self._config, step))
 
     def loader_stage_at(self, step: int) -> LoaderStage:
-        """Return the size of the global batch of a step."""
+        """Return the size of a step's global batch, and into how many samples it cuts a sequence of the data."""
         config = self.config_at(step)
         return LoaderStage(config.batch.global_size, self._config.model.sequence // config.model.sequence)
 

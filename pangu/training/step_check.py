@@ -78,19 +78,19 @@ class StepCheck(ModuleHooks):
         self._expected = None
 
     def before(self, module: str, x: Tensor) -> Tensor:
-        """Note the module's forward, after what its weights need."""
-        return passing(self._below.before(module, x), lambda: self._note_module(module), lambda: None)
+        """Compare the module's forward pass with the list, after the operations on its weights."""
+        return passing(self._below.before(module, x), lambda: self._check_module(module), lambda: None)
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        """Note the module's backward, after what its weights need."""
-        return self._below.after(module, passing(x, lambda: None, lambda: self._note_module(module)))
+        """Compare the module's backward pass with the list, after the operations on its weights."""
+        return self._below.after(module, passing(x, lambda: None, lambda: self._check_module(module)))
 
     def _begin_action(self, action: Action) -> None:
         self._action = action
         if action.kind in MESSAGES:
             self._check(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
 
-    def _note_module(self, module: str) -> None:
+    def _check_module(self, module: str) -> None:
         if (action := self._action) is not None and module in self._stage.uses[action.chunk]:
             op = StepOp(action.kind.value, module, None, action.chunk, action.micro)
             if self._is_compared(op):

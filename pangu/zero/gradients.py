@@ -26,7 +26,7 @@ from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.weight_sums import sum_of_bits
 
 Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
-"""Per flat parameter, in the order of reduction: the ranges of its tensors, and their gradient norms."""
+"""Ranges of the tensors and their gradient norms for each flat parameter, in the order of reduction."""
 
 
 def fuses_gradient_accumulation(device: torch.device) -> bool:
@@ -47,7 +47,7 @@ class _GradientPlace:
     span: slice
     shape: torch.Size
     begins: bool = False
-    """The parameter has no gradient in this step yet: the buffer may hold old values."""
+    """True if the parameter has no gradient in this step yet, so that the buffer may hold old values."""
     view: Tensor | None = None
     """View of the buffer in the shape of the parameter, as long as the buffer is allocated."""
 

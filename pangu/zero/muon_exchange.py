@@ -100,7 +100,7 @@ class MuonExchange:
             part.copy_(result)
 
     def _shards_of(self, one: Round, held: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Return this rank's shards of a round's matrices by owner; those it has nothing of are empty."""
+        """Return this rank's shards of a round's matrices by owner; shards without an element are empty."""
         none = torch.empty(0, dtype=self._dtype, device=self._mesh.device)
         pieces = [(m.shard, held.get(m.placement.name, none)) for m in one.matrices]
         return [[part for shard, part in pieces if shard == rank] for rank in one.ranks]
@@ -108,7 +108,7 @@ class MuonExchange:
     def _start(
         self, to_each: Sequence[Sequence[Tensor]], from_each: Sequence[Sequence[int]], group: AxisGroup | None
     ) -> Callable[[], list[list[Tensor]]]:
-        """Start to send tensors to each rank; return a function that waits for its flat ones, of these sizes."""
+        """Start to send tensors to each rank; return a function that waits for flat tensors of these sizes."""
         if group is None:
             return lambda: [
                 [part.reshape(-1).to(self._mesh.device, self._dtype) for part in parts] for parts in to_each

@@ -39,12 +39,12 @@ class Matrix:
     is_cut: bool
     """True if tensor-parallel ranks hold different slices."""
     shape: tuple[int, int]
-    """Shape of what is orthogonalized, see `Placement.matrix_shape`."""
+    """Shape that is orthogonalized, see `Placement.matrix_shape`."""
     flat: int
     """Index of its flat parameter."""
     shard: int = 0
     tensor: int = 0
-    """Owner: the shard, and the tensor-parallel rank if the matrix is cut; otherwise all of them."""
+    """Tensor-parallel rank that owns the matrix with `shard`, if it is cut; otherwise all of them own it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Round:
 
     @property
     def ranks(self) -> range:
-        """Shards."""
+        """Indices of the shards."""
         return range(self.shards)
 
     @cached_property

@@ -42,7 +42,7 @@ class WeightSums:
         self.rows: list[tuple[str, str]] = []
         """Axis and name of the weights of each sum."""
         self._of: dict[FlatParameter, list[tuple[int, list[slice]]]] = {flat: [] for flat in flats}
-        """Rows of a flat parameter, with their ranges in it; none: all of it."""
+        """Rows of each flat parameter with their ranges in it; without ranges, a row sums the full parameter."""
         for flat in flats:
             places = [(placement, span) for placement, span in flat.tensor_ranges(table) if placement.local_numel]
             alike = [span for at, span in places if not at.expert and not is_cut(at, mesh.layout)]
