@@ -9,14 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from pangu.config.model import ModelConfig
 from pangu.config.parallelism import least_data
 from pangu.config.schema import RunConfig
 from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.dryrun.roles import run_with_progress
-from pangu.models.parameters import ModelPart, place_tensors
+from pangu.models.parameters import ModelPart, place_model
 from pangu.schedule.spans import SpanKey, Trace, keys_of, module_kinds
-from pangu.topology.placement import PlacementTable, TensorRank
 
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Configuration groups that a module's work depends on."""
@@ -174,7 +172,7 @@ class PickedLayers(tuple[int, ...]):
 
 def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[ModelPart]:
     """Yield chunks of the model's first layers of each kind."""
-    kinds = module_kinds(config, whole_table(config.model, config.train.frozen), ModelPart.whole(config.model))
+    kinds = module_kinds(config, place_model(config.model, config.train.frozen), ModelPart.whole(config.model))
     contents = [_content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
     for chunk in chunks:
         layers: list[int] = []
@@ -187,12 +185,6 @@ def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[ModelPart]
         picked = PickedLayers(layers)
         picked.start = start
         yield ModelPart(cast(range, picked), first, last)
-
-
-@lru_cache(maxsize=100)
-def whole_table(model: ModelConfig, frozen: tuple[str, ...]) -> PlacementTable:
-    """Return the placement of a whole model on one tensor-parallel rank."""
-    return place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
 
 
 def _content(kind: str) -> str:

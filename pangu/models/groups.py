@@ -10,8 +10,7 @@ from typing import Any
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import ParameterGroup
-from pangu.models.parameters import ModelPart, place_tensors
-from pangu.topology.placement import TensorRank
+from pangu.models.parameters import place_model
 
 
 def group_options(groups: Sequence[ParameterGroup], names: Collection[str]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -31,10 +30,9 @@ def group_options(groups: Sequence[ParameterGroup], names: Collection[str]) -> l
     ]
 
 
-def check_groups(model: ModelConfig, frozen: Collection[str], groups: Sequence[ParameterGroup]) -> None:
+def check_groups(model: ModelConfig, frozen: tuple[str, ...], groups: Sequence[ParameterGroup]) -> None:
     """Raise `ConfigError` for a group without patterns, and for a pattern that gets no trained tensor."""
-    table = place_tensors(model, [ModelPart.whole(model)], TensorRank(), frozen)
-    names = [placement.name for placement in table if placement.trained]
+    names = [placement.name for placement in place_model(model, frozen) if placement.trained]
     problems: list[Problem] = []
     for number, (group, (_, members)) in enumerate(zip(groups, group_options(groups, names), strict=False)):
         key = f"parameter_groups[{number}].names"

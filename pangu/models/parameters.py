@@ -56,6 +56,12 @@ def place_tensors(
     return table
 
 
+@lru_cache(maxsize=100)
+def place_model(config: ModelConfig, frozen: tuple[str, ...] = ()) -> PlacementTable:
+    """Return the tensors of a full model on one rank, in the order of modules."""
+    return place_tensors(config, [ModelPart.whole(config)], TensorRank(), frozen)
+
+
 def _place(
     parameters: Parameters, rank: TensorRank, frozen: tuple[str, ...], experts: ExpertRank | None
 ) -> PlacementTable:
@@ -85,10 +91,10 @@ def _fits(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
+def count_frozen(config: ModelConfig, patterns: tuple[str, ...]) -> int:
     """Return the number of frozen weights of a full model; raise `ConfigError` for a pattern that makes no sense."""
     # Errors: a pattern fits no tensor, a parameter would be frozen in part, or nothing is left to train.
-    table = place_tensors(config, [ModelPart.whole(config)], TensorRank(), patterns)
+    table = place_model(config, patterns)
     problems: list[Problem] = []
     names = [placement.name for placement in table]
     for pattern in patterns:
@@ -110,9 +116,7 @@ def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the global shape of every logical tensor of a model."""
-    return {
-        placement.name: placement.shape for placement in place_tensors(config, [ModelPart.whole(config)], TensorRank())
-    }
+    return {placement.name: placement.shape for placement in place_model(config)}
 
 
 def is_of_mtp(name: str, layers: int) -> bool:

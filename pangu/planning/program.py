@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened, whole_table
-from pangu.models.parameters import ModelPart
+from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
+from pangu.models.parameters import ModelPart, place_model
 from pangu.pipeline.stages import Stages, layer_counts, shards_sums, with_end
 from pangu.schedule.groups import groups_of
 from pangu.schedule.held import most_held
@@ -230,7 +230,7 @@ class Program:
         key = part.content, plan.recompute, "activations" in plan.offload
         if key not in self._kinds:
             config = configured(self.config, plan)
-            table = whole_table(config.model, config.train.frozen)
+            table = place_model(config.model, config.train.frozen)
             self._kinds[key] = tuple(tuple(module_kinds(config, table, one).values()) for one in part.chunks.values())
         return self._kinds[key]
 
