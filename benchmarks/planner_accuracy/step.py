@@ -17,7 +17,7 @@ from benchmarks.planner_accuracy.published import Module, Setup, System
 from pangu.config.cluster import ClusterConfig
 from pangu.planning.cost import Phase, collective_seconds, phase_seconds
 from pangu.schedule.groups import Group, groups_of
-from pangu.schedule.held import held_in
+from pangu.schedule.in_flight import states_in_flight
 from pangu.schedule.orders import SCHEDULES
 from pangu.schedule.spans import Axis, Collective, Work
 from pangu.topology.experts import ExpertLayout
@@ -110,7 +110,7 @@ def in_flight(stages: int, virtual_stages: int, micro_batches: int, is_doubled: 
     # Stages that hold twice as much are every other one of twice as many stages. ZB-1p holds what 1F1B does.
     like, every = "interleaved" if virtual_stages > 1 else "1f1b", 1 + is_doubled
     orders = SCHEDULES[like].order(every * stages, virtual_stages, micro_batches)[::every]
-    return [np.array([one[:virtual_stages] for one in held_in(order, like)]) for order in orders]
+    return [np.array([one[:virtual_stages] for one in states_in_flight(order, like)]) for order in orders]
 
 
 def _reductions(parameters: float, setup: Setup, prefix: Any) -> tuple[tuple[Collective, ...], ...]:

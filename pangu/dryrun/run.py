@@ -26,7 +26,7 @@ from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.stages import Stages, plan_stages
-from pangu.schedule.held import held_in
+from pangu.schedule.in_flight import states_in_flight
 from pangu.schedule.orders import SCHEDULES, NumbersError
 from pangu.schedule.schedule import Schedule
 from pangu.topology.layout import Layout
@@ -146,7 +146,7 @@ def _repeated(schedule: Schedule) -> int:
 def _held(schedule: Schedule, stage: int, micro_batches: int) -> list[set[tuple[int, ...]]]:
     """Return what a stage holds at its peaks, and at the points with the most reductions in flight."""
     order = SCHEDULES[schedule.name].order(schedule.stages, schedule.virtual_stages, micro_batches)[stage]
-    return [set(held_in(order, schedule.name, skipped)) for skipped in (0, IN_FLIGHT * schedule.reduce_each)]
+    return [set(states_in_flight(order, schedule.name, skipped)) for skipped in (0, IN_FLIGHT * schedule.reduce_each)]
 
 
 @contextmanager

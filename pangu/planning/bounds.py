@@ -22,7 +22,7 @@ from pangu.planning.program import Plan, Program, StagePart, shortest
 from pangu.schedule.actions import Kind
 from pangu.schedule.buffers import buffers_of, copied_bytes, lasting_bytes
 from pangu.schedule.groups import groups_of
-from pangu.schedule.held import most_held
+from pangu.schedule.in_flight import peak_in_flight
 from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.schedule.schedule import chunk_stages
 from pangu.schedule.spans import END, START, Collective, Trace
@@ -162,7 +162,7 @@ class LayoutBounds:
 
     def gib(self, plan: Plan) -> float:
         """Return a lower bound of peak memory in GiB: states, plus activations in flight or accumulated gradients."""
-        most, held = 0.0, most_held(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
+        most, held = 0.0, peak_in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
         for part in self._program.cut(plan):
             weights, chunks = self._weights(plan, part), self._least(plan, part)
             saved = [one.saved for one in chunks]

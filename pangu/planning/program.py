@@ -16,7 +16,7 @@ from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_model
 from pangu.pipeline.stages import Stages, layer_counts, shards_sums, with_end
 from pangu.schedule.groups import groups_of
-from pangu.schedule.held import most_held
+from pangu.schedule.in_flight import peak_in_flight
 from pangu.schedule.orders import SIMPLEST, NumbersError, reduces_each, splits_backward
 from pangu.schedule.schedule import Schedule, chunk_stages, make_schedule
 from pangu.schedule.spans import Trace, module_kinds
@@ -257,7 +257,7 @@ class Program:
         self.prepare([plan])
         config = configured(self.config, plan)
         numbers = plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan)
-        schedule, held = _schedule(*numbers, shards_sums(plan.layout)), most_held(*numbers)
+        schedule, held = _schedule(*numbers, shards_sums(plan.layout)), peak_in_flight(*numbers)
         extra, groups = plan.micro_batches - schedule.micro_batches, groups_of(plan.layout, 1)
         ledgers = dict[int, StageLedger]()
         for part in self.cut(plan):
@@ -301,6 +301,7 @@ def shortest(plan: Plan) -> int:
     numbers = plan.schedule, plan.pipeline, plan.virtual_stages
     least = max(4 * plan.pipeline, 2 * IN_FLIGHT + 1) + plan.micro_batches % plan.pipeline
     with suppress(NumbersError):
-        if least < plan.micro_batches and most_held(*numbers, least) == most_held(*numbers, least + plan.pipeline):
+        more = least + plan.pipeline
+        if least < plan.micro_batches and peak_in_flight(*numbers, least) == peak_in_flight(*numbers, more):
             return least
     return plan.micro_batches

@@ -29,7 +29,7 @@ from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.program import CONTEXT, Plan, Program, configured, shortest
 from pangu.schedule import orders
-from pangu.schedule.held import most_held
+from pangu.schedule.in_flight import peak_in_flight
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
 from pangu.zero.choices import can_offload, worth_trying
@@ -309,7 +309,7 @@ def with_schedule(space: Space, plan: Plan) -> Plan | str:
     if plan.pipeline * plan.virtual_stages > space.config.model.layers:
         return "parallel.pipeline x parallel.virtual_stages: each chunk needs at least one layer"
     try:
-        most_held(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
+        peak_in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
     except orders.NumbersError as error:
         return f"parallel.schedule: {plan.schedule} refuses {error}"
     return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual_stages))

@@ -1,4 +1,4 @@
-"""Micro-batches that a pipeline stage holds at the memory peaks of a schedule."""
+"""Micro-batches in flight on a pipeline stage at the memory peaks of a schedule."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWA
 """Kind of an action -> the part of a backward pass that it computes; 0: forward, 2: weights alone."""
 
 
-class MostHeld(NamedTuple):
-    """Micro-batches that a stage holds at its peak."""
+class PeakInFlight(NamedTuple):
+    """Largest numbers of micro-batches in flight on a stage."""
 
     forwards: int
-    """Most micro-batches with pending backward pass."""
+    """Micro-batches with pending backward pass."""
     weights: int
-    """Most micro-batches with only weight gradients pending."""
+    """Micro-batches with only weight gradients pending."""
     chunks: tuple[int, ...]
     """Micro-batches of each chunk with pending backward pass, when these are the most."""
 
 
 @lru_cache(maxsize=10_000)
-def most_held(name: str, stages: int, virtual_stages: int, micro_batches: int) -> list[MostHeld]:
-    """Return what each stage of a schedule holds."""
-    return [_most(order) for order in SCHEDULES[name].order(stages, virtual_stages, micro_batches)]
+def peak_in_flight(name: str, stages: int, virtual_stages: int, micro_batches: int) -> list[PeakInFlight]:
+    """Return the largest numbers of micro-batches in flight on each stage of a schedule."""
+    return [_peak(order) for order in SCHEDULES[name].order(stages, virtual_stages, micro_batches)]
 
 
-def _most(order: Order) -> MostHeld:
-    held, weights, most = dict.fromkeys(sorted({chunk for _, chunk, _ in order}), 0), 0, MostHeld(0, 0, ())
+def _peak(order: Order) -> PeakInFlight:
+    held, weights, most = dict.fromkeys(sorted({chunk for _, chunk, _ in order}), 0), 0, PeakInFlight(0, 0, ())
     for kind, chunk, _ in order:
         held[chunk] += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
         weights += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
@@ -43,7 +43,7 @@ def _most(order: Order) -> MostHeld:
     return most
 
 
-def held_in(order: Order, schedule: str, skipped: int = 0) -> list[tuple[int, ...]]:
+def states_in_flight(order: Order, schedule: str, skipped: int = 0) -> list[tuple[int, ...]]:
     """Return the states of a stage that no other dominates, from the order of its work; `skipped`: backward passes.
 
     A state counts the micro-batches whose input gradient is pending, for each chunk, then those whose weight gradients
@@ -53,14 +53,14 @@ def held_in(order: Order, schedule: str, skipped: int = 0) -> list[tuple[int, ..
     chunks = sorted({chunk for _, chunk, _ in order})
     sums = len(chunks) * (not reduces_each(schedule))
     maximal: list[tuple[int, ...]] = []
-    for one in sorted(set(_moments(order, chunks, sums, skipped)), key=sum, reverse=True):
+    for one in sorted(set(_states(order, chunks, sums, skipped)), key=sum, reverse=True):
         if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in maximal):
             maximal.append(one)
     return maximal
 
 
-def _moments(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Iterator[tuple[int, ...]]:
-    """Yield the state before each action; see `held_in`."""
+def _states(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Iterator[tuple[int, ...]]:
+    """Yield the state before each action; see `states_in_flight`."""
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held, summed = [0] * (2 * count), [0] * sums
     for kind, chunk, _ in order:
