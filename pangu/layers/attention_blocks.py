@@ -38,14 +38,14 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drops:
+class TileDropout:
     """Dropout of a block."""
 
     dropout: Dropout
     keys: DropoutKeys | None
     """Dropout keys with rows for the queries."""
 
-    def rows(self, some: slice) -> Drops:
+    def rows(self, some: slice) -> TileDropout:
         """Return the dropout of a slice of the queries."""
         if self.keys is None or self.keys.rows is None:
             return self
@@ -59,7 +59,7 @@ class Drops:
         return dropout(probabilities, None, rows, key, self.dropout.probability, first)
 
 
-class Attended(NamedTuple):
+class Output(NamedTuple):
     """Result of attention to a block of keys."""
 
     output: Tensor
@@ -93,20 +93,20 @@ class Blocks(Protocol):
     def __init__(self, terms: MaskAndBias) -> None:
         """Prepare for `terms` of the full sequence."""
 
-    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: TileDropout, scores: Scores) -> Output:
         """Return the attention of a part's queries to one block of keys."""
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: TileDropout, scores: Scores, full: Output, into: Gradients
     ) -> None:
         """Add the gradients of a block to `into`, from `grad`, `output` and `log_sum` over all keys and its `state`."""
 
 
-def merge(one: Attended, other: Attended) -> Attended:
+def merge(one: Output, other: Output) -> Output:
     """Combine the results of the same queries with two blocks of keys; with the first, each query has some key."""
     log_sum = torch.logaddexp(one.log_sum, other.log_sum)
     shares = ((part.log_sum - log_sum).exp().unsqueeze(-1) for part in (one, other))
-    return Attended(sum(part.output * share for part, share in zip((one, other), shares, strict=True)), log_sum)  # type: ignore[arg-type]
+    return Output(sum(part.output * share for part, share in zip((one, other), shares, strict=True)), log_sum)  # type: ignore[arg-type]
 
 
 def with_sinks(log_sum: Tensor, sinks: Tensor | None) -> Tensor:
@@ -127,7 +127,7 @@ class ExplicitBlocks:
         self.terms = terms
         self.wide = torch.promote_types(terms.dtype, torch.float32)
 
-    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: TileDropout, scores: Scores) -> Output:
         """Attend to a block of keys; see `Blocks`."""
         outputs, log_sums = [], []
         for rows, tile in self._tiles(part, block):
@@ -139,18 +139,18 @@ class ExplicitBlocks:
             heads = part.value.shape[1]
             outputs.append((grouped(shares, heads) @ part.value).view(*shares.shape[:-1], -1))
             log_sums.append(log_sum)
-        return Attended(torch.cat(outputs, 2), torch.cat(log_sums, 2))
+        return Output(torch.cat(outputs, 2), torch.cat(log_sums, 2))
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: TileDropout, scores: Scores, full: Output, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         dtype, heads, scale = part.query.dtype, part.key.shape[1], 1.0 / math.sqrt(part.query.shape[-1])
         # mean of the gradients of each query's probabilities
-        means = (grad.to(self.wide) * whole.output.to(self.wide)).sum(-1, keepdim=True)
+        means = (grad.to(self.wide) * full.output.to(self.wide)).sum(-1, keepdim=True)
         for rows, tile in self._tiles(part, block):
             logits = self._logits(part, rows, tile, scores)
-            shares = (logits - whole.log_sum[:, :, rows, None]).exp()
+            shares = (logits - full.log_sum[:, :, rows, None]).exp()
             drop, grad_rows = drops.rows(rows), grouped(grad[:, :, rows], heads)
             dropped = grouped(drop(shares.to(dtype), block.key), heads)
             into.of.value.add_(dropped.transpose(-2, -1) @ grad_rows)
@@ -211,7 +211,7 @@ class FlashBlocks:
         self.terms, self.mask = terms, terms.mask
         assert self.mask.documents is None or self.mask.bounds is not None
 
-    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: TileDropout, scores: Scores) -> Output:
         """Attend to a block of keys; see `Blocks`."""
         probability = drops.dropout.in_kernel(drops.keys)
         output, log_sum, *state = flash_forward(
@@ -221,16 +221,16 @@ class FlashBlocks:
         if self.mask.bounds is not None:
             log_sum = log_sum.view(-1, batch, queries).transpose(0, 1)
         log_sum = log_sum.masked_fill(log_sum == math.inf, -math.inf)  # a query that sees nothing
-        return Attended(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (probability, *state))
+        return Output(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (probability, *state))
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: TileDropout, scores: Scores, full: Output, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
-        log_sum = whole.log_sum if self.mask.bounds is None else whole.log_sum.transpose(0, 1).flatten(1)
-        grad, output = self._laid((grad, whole.output))
+        log_sum = full.log_sum if self.mask.bounds is None else full.log_sum.transpose(0, 1).flatten(1)
+        grad, output = self._laid((grad, full.output))
         tensors = (grad, *self._laid(part), output, log_sum.contiguous())
-        probability, *state = whole.state
+        probability, *state = full.state
         grads = flash_backward(tensors, self._lengths(block), probability, state, self._options(block))
         for total, gradient in zip(into.of, grads, strict=True):
             batch, _, length, _ = total.shape

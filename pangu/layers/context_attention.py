@@ -16,14 +16,14 @@ from torch.autograd import Function
 from pangu.collectives.context import ContextRegion, GatheredKeys, RingKeys, to_heads, to_sequence
 from pangu.config.model import ModelConfig
 from pangu.layers.attention_blocks import (
-    Attended,
     Blocks,
-    Drops,
     ExplicitBlocks,
     FlashBlocks,
     Gradients,
+    Output,
     Scores,
     Tile,
+    TileDropout,
     merge,
     with_sinks,
 )
@@ -127,7 +127,7 @@ class BlockAttention:
         # the seed of the device's generator must differ between the ranks
         if self.region is not None and isinstance(self.blocks, FlashBlocks):
             dropout = _of_heads(dropout, self.region)
-        drops = Drops(dropout, keys)
+        drops = TileDropout(dropout, keys)
         output, scores = _Attend.apply(*qkv, self.bias, below, sinks, self, drops)
         return output, scores
 
@@ -209,12 +209,12 @@ class _Attend(Function):
         below: Tensor | None,
         sinks: Tensor | None,
         attention: BlockAttention,
-        drops: Drops,
+        drops: TileDropout,
     ) -> tuple[Tensor, Tensor | None]:
         scores = None
         if attention.residual_scores:
             scores = query.new_zeros(*query.shape[:3], attention.length)
-        attended: dict[int, Attended] = {}
+        attended: dict[int, Output] = {}
         states = []
         for source, pair in exchange_keys(torch.stack((key, value)), attention.region):
             for queries, keys, block in attention_tiles(attention.region, attention.length, attention.window, source):
@@ -246,12 +246,10 @@ class _Attend(Function):
             grad_pair = torch.zeros_like(pair, dtype=wide)
             for queries, keys, block in attention_tiles(attention.region, attention.length, attention.window, source):
                 passed = Scores(_columns(below, queries, block), _columns(grad_scores, queries, block))
-                whole = Attended(output[:, :, queries], log_sum[:, :, queries], next(states))
+                full = Output(output[:, :, queries], log_sum[:, :, queries], next(states))
                 into = Gradients(_part(grad_query, grad_pair, queries, keys), grad_bias)
                 part = _part(query, pair, queries, keys)
-                attention.blocks.backward(
-                    grads[0][:, :, queries], part, block, drops.rows(queries), passed, whole, into
-                )
+                attention.blocks.backward(grads[0][:, :, queries], part, block, drops.rows(queries), passed, full, into)
             exchange.reduce_grad(grad_pair)
         grad_key, grad_value = exchange.grad().to(query.dtype)
         grad_below = grad_scores if ctx.needs_input_grad[4] else None

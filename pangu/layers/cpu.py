@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pangu.layers.attention_blocks import Attended, Drops, Gradients, Scores, Tile, bias_of
+from pangu.layers.attention_blocks import Gradients, Output, Scores, Tile, TileDropout, bias_of
 from pangu.layers.kernels import QKV, MaskAndBias
 from pangu.metrics.devices import processor_name
 
@@ -48,7 +48,7 @@ class CpuBlocks:
         self.terms = terms
         self._made: dict[Tile, Tensor | None] = {}
 
-    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: TileDropout, scores: Scores) -> Output:
         """Attend to a block of keys; see `Blocks`."""
         whole, is_causal, mask = part.ungrouped(), *self._mask(block)
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -56,15 +56,15 @@ class CpuBlocks:
         )
         if mask is not None:
             log_sum = log_sum.masked_fill((mask == -math.inf).all(-1), -math.inf)
-        return Attended(output, log_sum)
+        return Output(output, log_sum)
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: TileDropout, scores: Scores, full: Output, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
         is_causal, mask = self._mask(block)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *part.ungrouped(), whole.output, whole.log_sum, 0.0, is_causal, attn_mask=mask
+            grad, *part.ungrouped(), full.output, full.log_sum, 0.0, is_causal, attn_mask=mask
         )
         for total, gradient in zip(into.of, grads, strict=True):
             total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))

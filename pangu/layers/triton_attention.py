@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from pangu.common.errors import LocalError
 from pangu.layers.attention import split_heads, split_projections
-from pangu.layers.attention_blocks import Attended, Drops, Gradients, Scores, Tile
+from pangu.layers.attention_blocks import Gradients, Output, Scores, Tile, TileDropout
 from pangu.layers.dropout import Dropout, DropoutKeys, Masks
 from pangu.layers.dropout_masks import COLUMNS, bound_of, signed
 from pangu.layers.kernels import QKV, MaskAndBias
@@ -134,19 +134,19 @@ class TritonBlocks:
         """Compute the ranges of visible keys."""
         self.visible = VisibleRange.of(terms)
 
-    def forward(self, part: QKV, block: Tile, drops: Drops, scores: Scores) -> Attended:
+    def forward(self, part: QKV, block: Tile, drops: TileDropout, scores: Scores) -> Output:
         """Attend to a block of keys; see `Blocks`."""
-        return Attended(*attend(*part, self._masked(part, block, drops)))
+        return Output(*attend(*part, self._masked(part, block, drops)))
 
     def backward(
-        self, grad: Tensor, part: QKV, block: Tile, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+        self, grad: Tensor, part: QKV, block: Tile, drops: TileDropout, scores: Scores, full: Output, into: Gradients
     ) -> None:
         """Add the gradients of a block; see `Blocks`."""
-        gradients = attend_backward(grad, *part, whole.output, whole.log_sum, self._masked(part, block, drops))
+        gradients = attend_backward(grad, *part, full.output, full.log_sum, self._masked(part, block, drops))
         for total, gradient in zip(into.of, gradients, strict=True):
             total.add_(gradient)
 
-    def _masked(self, part: QKV, block: Tile, drops: Drops) -> KernelMask:
+    def _masked(self, part: QKV, block: Tile, drops: TileDropout) -> KernelMask:
         return KernelMask(self.visible, drops.dropout.masks(part.query, drops.keys), block.query, block.key)
 
 

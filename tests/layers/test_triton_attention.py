@@ -21,7 +21,7 @@ from pangu.common.errors import LocalError
 from pangu.config import attention as abilities
 from pangu.layers import triton_attention
 from pangu.layers.attention import AttentionCore
-from pangu.layers.attention_blocks import Attended, Drops, ExplicitBlocks, Gradients, Scores, Tile
+from pangu.layers.attention_blocks import ExplicitBlocks, Gradients, Output, Scores, Tile, TileDropout
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.gpu_kernels import KERNELS
@@ -180,7 +180,8 @@ def test_between_some_queries_and_some_keys(case: tuple[Any, ...], block: Tile) 
     given = heads(groups, size)
     queries, keys = (slice(at, at + count) for at, count in (block[:2], block[2:]))
     part = QKV(given.query[:, :, queries], given.key[:, :, keys], given.value[:, :, keys])
-    drops = Drops(Dropout(Builder(PlacementTable()), probability, "x"), KEYS.on(torch.zeros(2, LENGTH))).rows(queries)
+    dropout = Dropout(Builder(PlacementTable()), probability, "x")
+    drops = TileDropout(dropout, KEYS.on(torch.zeros(2, LENGTH))).rows(queries)
     grad = torch.randn(part.query.shape, generator=torch.Generator().manual_seed(7))
     whole_output = torch.randn(part.query.shape, generator=torch.Generator().manual_seed(8))
     found = []
@@ -188,7 +189,7 @@ def test_between_some_queries_and_some_keys(case: tuple[Any, ...], block: Tile) 
         output, log_sum, _ = blocks.forward(part, block, drops, Scores())
         more = torch.logaddexp(log_sum, torch.ones(()))  # of other keys
         into = Gradients(QKV(*(torch.zeros_like(x) for x in part)))
-        blocks.backward(grad, part, block, drops, Scores(), Attended(whole_output, more), into)
+        blocks.backward(grad, part, block, drops, Scores(), Output(whole_output, more), into)
         found.append([output, log_sum, *into.of])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
