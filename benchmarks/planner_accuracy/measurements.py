@@ -18,7 +18,7 @@ from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.published import DECODER, Setup, System
 from pangu.common.errors import UserError, reading
 from pangu.config.cluster import ClusterConfig
-from pangu.config.model import ModelConfig
+from pangu.config.model import LatentConfig, ModelConfig
 from pangu.models.size import layer_matrices, num_parameters, training_flops_per_token
 from pangu.planning.clusters import cluster_names, load_cluster
 from pangu.planning.program import Plan
@@ -225,7 +225,15 @@ def _model(values: _Values) -> ModelConfig:
         chosen = {"experts": values.count("experts"), "experts_per_token": values.count("top_k")}
         chosen["expert_ffn"] = values.count("expert_ffn", plain.ffn_size)
         plain = replace(plain, **chosen, shared_experts=values.count("shared_experts", 0))
-        plain = replace(plain, dense_layers=values.count("dense_layers", 0))
+        plain = replace(plain, dense_layers=values.count("dense_layers", 0), mtp_layers=values.count("mtp_layers", 0))
+    if values["latent"]:
+        parts = values["latent"].split()
+        _refuse(len(parts) != 5 or not all(part.isdecimal() and int(part) for part in parts), "latent is no five sizes")
+        queries, keys, nope, rope, value = map(int, parts)
+        latent = LatentConfig(
+            q_rank=queries, kv_rank=keys, nope_head_dim=nope, rope_head_dim=rope, value_head_dim=value
+        )
+        plain = replace(plain, latent=latent)
     llama = bool(plain.experts or re.search(r"llama|mistral|qwen|mixtral", values["model"], re.IGNORECASE))
     told = values.number("params_b")
     # What is not told of the model follows from its size.
@@ -300,12 +308,15 @@ def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool, node: in
     counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
     virtuals = _virtuals(values, system, plan, layers + 2 * needs_ends)
     _refuse(stages * min(virtuals) > layers + 2 * needs_ends, "there are more chunks than layers")
+    fewer = int((re.search(r"([1-9]) layers fewer in the last chunk", values["note"]) or "00")[1])
     sizes = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
     setups = []
     for size, virtual_stages in product(sizes, virtuals):
         schedule = "interleaved" if virtual_stages > 1 else plan.schedule
         chunks, by_cost = stages * virtual_stages, system is published.NANOTRON
-        counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers, chunks, counts_ends)
+        counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers + fewer, chunks, counts_ends)
+        counts = *counts[:-1], counts[-1] - fewer
+        _refuse(counts[-1] < 0, "the last chunk has too few layers")
         batch = {"micro_size": size, "micro_batches": max(1, round(each / size))}
         one = plan._replace(virtual_stages=virtual_stages, schedule=schedule, layers=counts, **batch)
         setups.append(Setup(model, system, one, fp8, node))

@@ -228,7 +228,7 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
     """Return the work of a transformer layer."""
     model, system, plan, fp8 = setup[:4]
     tokens, h, t, feed = setup.tokens, model.hidden, plan.tensor, feed_forward(setup, layer)
-    attention, whole = (layer_matrices(model.without_experts, ranks)[:-2] for ranks in (t, 1))
+    attention, whole = (layer_matrices(model.without_experts, ranks, layer)[:-2] for ranks in (t, 1))
     parameters = sum(depth * columns for depth, columns in whole) / t + feed.parameters + 13 * h / t
     sends, exchange = _communication(setup, layer), _exchange(setup) if model.has_experts(layer) else ()
     calls = sum(send.calls for send in sends)
@@ -258,6 +258,8 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
     if plan.recompute == "full":
         repeated = products[:-1] if system.stops_early else products
         recompute, gather = replace(forward, matmuls=repeated + _attention(setup, 1)), ()
+    elif plan.recompute == "selective" and model.latent:  # Megatron's mla_up_proj
+        recompute = Work(products[1:3])
     elif plan.recompute == "selective" and system.flash:  # torchtitan: all but every other matmul and attention
         recompute = Work(tuple(one._replace(calls=0.5) for one in products), bytes_forward, launches - 3)
     elif plan.recompute == "selective":
@@ -311,6 +313,8 @@ def kept_bytes(setup: Setup, recompute: str, layer: int = 0) -> float:
     mlp += 2 * model.num_chosen * model.has_experts(layer)
     projected = 2 * (model.query_size + model.values_size) / h + 4 * model.kv_size / h
     saved = tokens * h * ((8 if system.flash else 10) / shared + (projected + mlp) / t)
+    if model.latent and recompute == "selective":  # neither queries nor keys nor values
+        return saved - 2.0 * tokens * (model.query_size + 2 * model.kv_size) / t
     if system.flash and recompute == "selective":
         return saved / 2  # torchtitan's selective-op keeps the output of every other matmul
     if not system.flash and recompute == "none":

@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.published import Module, Setup, System
 from pangu.config.cluster import ClusterConfig
+from pangu.config.model import ModelConfig
 from pangu.planning.cost import Phase, collective_seconds, phase_seconds
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.in_flight import states_in_flight
@@ -54,11 +55,12 @@ class Step(NamedTuple):
 def describe(setup: Setup) -> Step:
     """Return the step of a system."""
     model, system, plan = setup[:3]
-    kinds = {model.has_experts(layer): layer for layer in range(model.layers)}  # a layer of each kind
+    kinds = {_kind(model, layer): layer for layer in range(model.num_blocks)}  # a layer of each kind
     layers = tuple(published.layer_work(setup, layer) for layer in kinds.values())
     modules = published.embedding_work(setup), *layers, published.head_work(setup)
     chunks = _chunks(setup, tuple(kinds))
     counts = chunks.sum(0)
+    owned = np.hstack([counts[:, :-1], counts[:, -1:] > 0])  # multi-token prediction shares the head
     # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
     sent = 2 * plan.micro_size * model.sequence / plan.context * model.hidden / plan.tensor
     kept = [module.saved_bytes for module in modules]
@@ -70,8 +72,8 @@ def describe(setup: Setup) -> Step:
     held = in_flight(plan.pipeline, plan.virtual_stages, most, system.doubled or plan.schedule == "zb-2p")
     activations = np.array([(moments @ one + working).max() for moments, one in zip(held, saved, strict=True)])
     shared = modules[-1].parameters if model.tied_head else 0
-    parameters = counts @ [module.parameters for module in modules] - (shared if plan.pipeline == 1 else 0)
-    experts = counts @ [module.experts for module in modules]
+    parameters = owned @ [module.parameters for module in modules] - (shared if plan.pipeline == 1 else 0)
+    experts = owned @ [module.experts for module in modules]
     groups = {"": (parameters, plan.layout.shards)}
     if experts.any():
         groups["expert_"] = experts, ExpertLayout(plan.layout).shards
@@ -93,14 +95,21 @@ def describe(setup: Setup) -> Step:
     return Step(modules, counts, Collective("send", "pipeline", sent), ends, states, activations)
 
 
-def _chunks(setup: Setup, kinds: tuple[bool, ...]) -> Any:
-    """Return how many of each module a chunk has: embedding, layers without and with experts as in `kinds`, head."""
+def _kind(model: ModelConfig, layer: int) -> tuple[bool, bool]:
+    """Return whether a layer has experts, and whether it is one of multi-token prediction."""
+    return model.has_experts(layer), layer >= model.layers
+
+
+def _chunks(setup: Setup, kinds: tuple[tuple[bool, bool], ...]) -> Any:
+    """Return how many of each module a chunk has: embedding, layers of each kind, head; multi-token prediction comes
+    last and uses the head once more for each layer."""
     model, plan = setup.model, setup.plan
     ends = list(accumulate(plan.layers))
     rows = []
     for chunk, (count, end) in enumerate(zip(plan.layers, ends, strict=True)):
-        own = Counter(model.has_experts(layer) for layer in range(end - count, end))
-        rows.append((chunk == 0, *(own[kind] for kind in kinds), chunk == len(ends) - 1))
+        is_last = chunk == len(ends) - 1
+        own = Counter(_kind(model, layer) for layer in range(end - count, end + is_last * model.mtp_layers))
+        rows.append((chunk == 0, *(own[kind] for kind in kinds), is_last * (1 + model.mtp_layers)))
     return np.array(rows, float).reshape(plan.virtual_stages, plan.pipeline, len(kinds) + 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner_accuracy.published import DECODER, MEGATRON_CORE, Module, Setup, System, layer_work
 from benchmarks.planner_accuracy.step import describe
-from pangu.config.model import ModelConfig
+from pangu.config.model import LatentConfig, ModelConfig
 from pangu.models.size import num_parameters
 from pangu.planning.program import LAYOUT, Plan
 from pangu.schedule.spans import Collective
@@ -21,6 +21,12 @@ GATED = replace(DECODER, activation="swiglu", positions="rope", tied_head=False,
 QWEN = replace(
     GATED, layers=8, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, experts=128, experts_per_token=8,
     expert_ffn=768,
+)  # fmt: skip
+DEEPSEEK = replace(
+    QWEN, layers=6, hidden=7168, heads=128, kv_heads=None, head_dim=None, ffn=18432, expert_ffn=2048, shared_experts=1,
+    dense_layers=3, mtp_layers=1, latent=LatentConfig(
+        kv_rank=512, q_rank=1536, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
+    ),
 )  # fmt: skip
 TOKENS = 4096
 
@@ -43,7 +49,7 @@ def exchanges(work: Module) -> list[list[Collective]]:
         ("dgxc", 8, 0.08, 0.11),  # Grok-1
         ("user guide", 2, 0.08, 0.1),  # Mixtral 8x7B
         ("ModelZoo", 8, 0.07, 0.14),  # Qwen3-235B-A22B
-        ("Megatron-Bridge", 27, 0.14, 0.56),  # Qwen3 of both sizes
+        ("Megatron-Bridge", 37, 0.14, 0.56),  # Qwen3 of both sizes, DeepSeek-V3
     ],
 )
 def test_published_runs_with_experts(
@@ -56,12 +62,17 @@ def test_published_runs_with_experts(
     assert found["time_worst_error"] <= worst
 
 
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
+def test_a_rank_alone_holds_all_weights(model: ModelConfig) -> None:
+    each = 2 + MEGATRON_CORE.gradient_bytes + 12  # weight, gradient, fp32 copy and moments
+    assert describe(setup(Layout(), model=model)).states[0] == pytest.approx(each * num_parameters(model), rel=0.01)
+
+
 def test_ranks_hold_all_weights_together() -> None:
-    for layout in (Layout(), Layout(data=8, expert=8), Layout(2, data=4, sequence=True, expert=8, expert_tensor=1)):
+    for layout in (Layout(data=8, expert=8), Layout(2, data=4, sequence=True, expert=8, expert_tensor=1)):
         step = describe(setup(layout))
-        dense, experts = (
-            step.counts[0] @ [getattr(one, of) for one in step.modules] for of in ("parameters", "experts")
-        )
+        parts = ("parameters", "experts")
+        dense, experts = (step.counts[0] @ [getattr(one, part) for one in step.modules] for part in parts)
         whole = dense * layout.tensor + experts * layout.expert
         assert whole == pytest.approx(num_parameters(QWEN), rel=0.01)
 
@@ -129,6 +140,36 @@ def test_dense_layers_come_first() -> None:
     case = setup(Layout(pipeline=4), model=replace(QWEN, dense_layers=3))
     case = case._replace(plan=case.plan._replace(layers=(2, 2, 2, 2)))
     assert describe(case).counts.tolist() == [[1, 2, 0, 0], [0, 1, 1, 0], [0, 0, 2, 0], [0, 0, 2, 1]]
+
+
+def test_multi_token_prediction_is_a_last_layer_with_the_head_once_more() -> None:
+    case = setup(Layout(pipeline=2), model=DEEPSEEK)
+    case = case._replace(plan=case.plan._replace(layers=(4, 2)))
+    step, alone = describe(case), describe(case._replace(model=replace(DEEPSEEK, mtp_layers=0)))
+    assert step.counts.tolist() == [[1, 3, 1, 0, 0], [0, 0, 2, 1, 2]]
+    assert alone.counts.tolist() == [[1, 3, 1, 0], [0, 0, 2, 1]]
+    merged = {one.depth for one in step.modules[3].passes[0].matmuls} - {
+        one.depth for one in step.modules[2].passes[0].matmuls
+    }
+    assert merged == {2 * DEEPSEEK.hidden}
+
+
+def test_megatron_recomputes_queries_keys_and_values_of_latent_attention() -> None:
+    plain = setup(Layout(), model=DEEPSEEK)
+    again = plain._replace(plan=plain.plan._replace(recompute="selective"))
+    _, recompute, _, _ = layer_work(again).passes
+    assert [one.columns for one in recompute.matmuls] == [128 * 192, 128 * 256]
+    assert layer_work(again).saved_bytes == layer_work(plain).saved_bytes - 2 * TOKENS * 3 * 128 * 192
+
+
+def test_latent_attention_and_shorter_last_chunks_are_read(tmp_path: Path) -> None:
+    sizes = {"layers": "13", "latent": "1536 512 128 64 128", "note": "3 layers fewer in the last chunk"}
+    one = row(tmp_path, **sizes, gpus="8", tp="1", pp="4", vpp="1").setups[0]
+    assert one.model.latent == DEEPSEEK.latent
+    assert one.plan.layers == (4, 4, 4, 1)
+    for wrong in ({"latent": "1536 512"}, {"latent": "1536 512 0 64 128"}, {"latent": "1 2 3 4 x"}, {"layers": "4"}):
+        with pytest.raises(AssertionError):
+            row(tmp_path, **{**sizes, **wrong}, gpus="8", tp="1", pp="4", vpp="1")
 
 
 def test_the_notes_of_a_row_tell_of_the_exchange_and_of_graphs(tmp_path: Path) -> None:
