@@ -39,14 +39,11 @@ def orthogonalize(matrices: Sequence[Tensor], steps: int, dtype: torch.dtype | N
     for matrix in matrices:
         shapes[matrix.shape].append(matrix)
     for shape, alike in shapes.items():
-        # on CPUs, bits of oneDNN's bf16 matmuls may depend on how many there are
-        narrow_on_cpu = alike[0].device.type == "cpu" and (dtype or alike[0].dtype).itemsize == 2
-        many = 1 if narrow_on_cpu else matrices_at_once(shape)
+        # on CPUs, bits of matmuls depend on how many there are and on where each begins
+        many = 1 if alike[0].device.type == "cpu" else matrices_at_once(shape)
         for some in (alike[start : start + many] for start in range(0, len(alike), many)):
             # without a name, as results must not live on while the next ones are computed
-            torch._foreach_copy_(
-                some, list(_orthogonalized(torch.stack(some).to(dtype or some[0].dtype), steps).unbind())
-            )
+            torch._foreach_copy_(some, _orthogonalized(torch.stack(some).to(dtype or some[0].dtype), steps).unbind())
 
 
 def scale_of(shape: Sequence[int], rule: str) -> float:
