@@ -130,7 +130,7 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     share = "" if ranks == 1 else f" on each of parallel.tensor = {ranks} ranks"
     length, shared = model.sequence // context, "" if context == 1 else f" / parallel.context = {context}"
     half = "half of " * config.parallel.two_batch_overlap
-    tokens = {f"{half}batch.micro_size x model.sequence{shared}": config.rows_at_once * length}
+    tokens = {f"{half}batch.micro_size x model.sequence{shared}": math.gcd(*config.rows_at_once) * length}
     key_value = 2 * model.kv_size // ranks
     if matmul != "fp8":  # a rank may have a chunk from each end of the sequence
         tokens = {f"model.sequence{shared and f' / (2 x parallel.context = {context})'}": length // min(context, 2)}

@@ -100,7 +100,7 @@ def expert_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
 
 def balance_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problem of sequences that share a balance loss but are not computed at the same time."""
-    parallel, size, micro = config.parallel, config.model.router.balance_sequences, config.rows_at_once
+    parallel, size, micro = config.parallel, config.model.router.balance_sequences, math.gcd(*config.rows_at_once)
     repeats = same_sequences(parallel.expert_tensor, parallel.tensor, parallel.context)
     apart = parallel.expert % repeats or parallel.two_batch_overlap  # halves of other ranks are no neighbors
     together = micro * (1 if apart else parallel.expert // repeats)

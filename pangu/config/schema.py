@@ -379,10 +379,10 @@ class RunConfig:
     """Cluster that a plan is made for, see `config.cluster`; null: no time estimates."""
 
     @property
-    def rows_at_once(self) -> int:
-        """Sequences that a layer computes at once: a micro-batch, or what divides both halves of one."""
+    def rows_at_once(self) -> tuple[int, ...]:
+        """Sequences that a layer computes at once: those of a micro-batch, or of each half of one."""
         micro = self.batch.micro_size
-        return math.gcd(micro, micro // 2) if self.parallel.two_batch_overlap else micro
+        return (-(-micro // 2), micro // 2) if self.parallel.two_batch_overlap else (micro,)
 
     @property
     def loss_chunk(self) -> int | None:

@@ -203,7 +203,7 @@ def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: 
     if len(kernels) == 1 and is_sure:
         return {kernels[0]: 0.0}
     whole = AttentionShape(
-        rows=config.batch.micro_size,
+        rows=config.rows_at_once[0],
         heads=model.heads // ranks,
         kv_heads=math.lcm((model.kv_heads or model.heads), ranks) // ranks,
         sequence=model.sequence,
@@ -219,6 +219,7 @@ def _time_kernels(config: RunConfig, mesh: Mesh, kernels: Sequence[str], timer: 
     total = dict.fromkeys(kernels, 0.0)
     for window, layers in Counter(model.window if model.has_window(n) else None for n in range(model.layers)).items():
         shape, repeats = replace(whole, window=window).cut(LARGEST_TRIAL)
+        repeats *= config.batch.micro_size / whole.rows
 
         def trial(kernel: str, shape: AttentionShape = shape) -> Trial:
             return attention_trial(kernel, shape, dtype, device)
@@ -247,7 +248,7 @@ def time_uses(use: str, names: Sequence[str], config: RunConfig, mesh: Mesh, tim
     if len(names) == 1:
         return {names[0]: 0.0}
     model, layout, dtype, size = config.model, mesh.layout, DTYPES[config.precision.compute], config.model.hidden
-    rows = model.sequence // layout.context * config.batch.micro_size
+    rows = model.sequence // layout.context * config.rows_at_once[0]
     count = min(LARGEST_UPDATE, 12 * model.layers * size**2)
 
     def norm(name: str) -> Trial:

@@ -177,6 +177,34 @@ def test_layers_with_and_without_a_window_are_timed_apart(monkeypatch: pytest.Mo
     assert found.milliseconds["attention"] == {"triton": 22000.0, "flex": 16000.0}
 
 
+def test_halves_of_micro_batches_are_timed_where_layers_compute_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: set[int] = set()
+
+    def trial(kernel: str, shape: AttentionShape, *_: object) -> Callable[[], object]:
+        rows.add(shape.rows)
+        return lambda: None
+
+    def product_trial(device: object, dtype: object, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        rows.add(shapes[0][0])
+        raise RuntimeError
+
+    monkeypatch.setattr(autotune, "kernels_of", two_kernels)
+    monkeypatch.setattr(autotune, "attention_trial", trial)
+    monkeypatch.setattr(autotune, "random", product_trial)
+    words = "model.experts=4 parallel.data=2 parallel.expert=2 parallel.two_batch_overlap=true batch.micro_size=3"
+    given = tiny(*words.split(), "batch.global_size=6", "precision.fp32_matmul=highest")
+    found = choose(given, ONE, timer=table({"sdpa": 1.0, "reference": 2.0}))
+    assert rows == {2}
+    assert found.milliseconds["attention"] == {
+        "sdpa": 1500.0 * given.model.layers,
+        "reference": 3000.0 * given.model.layers,
+    }
+    rows.clear()
+    for use in ("norm", "weight_gradient"):
+        autotune.time_uses(use, ["torch", "apex"], given, ONE, table({}))
+    assert rows == {2 * given.model.sequence}
+
+
 def test_with_dropout_the_fastest_of_those_that_drop_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their trials drop as the run does. A run that is resumed keeps its own."""
     given, asked = tiny("model.attention_dropout=0.1"), []
