@@ -32,11 +32,11 @@ def logical_view(stored: Tensor, placement: Placement) -> Tensor:
 
 def whole_loss(model: LanguageModel, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
     """Loss of a micro-batch by a model that was built in one part."""
-    return model.loss_of(model(ModelPart.whole(model.config), None, batch, keys).hidden, batch)
+    return model.loss_of(model(ModelPart.full(model.config), None, batch, keys).hidden, batch)
 
 
 def whole_logits(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
     """Scores [sequence, batch, vocab] of every next token by a model that was built in one part; all tokens are of one
     document."""
     batch = Batch(tokens, tokens, torch.ones(tokens.shape), positions, None, tuple(range(len(tokens))))
-    return model.logits_of(model(ModelPart.whole(model.config), None, batch).hidden)
+    return model.logits_of(model(ModelPart.full(model.config), None, batch).hidden)

@@ -172,7 +172,7 @@ class PickedLayers(tuple[int, ...]):
 
 def _numbered(config: RunConfig, chunks: Iterable[Chunk]) -> Iterator[ModelPart]:
     """Yield chunks of the model's first layers of each kind."""
-    kinds = module_kinds(config, place_model(config.model, config.train.frozen), ModelPart.whole(config.model))
+    kinds = module_kinds(config, place_model(config.model, config.train.frozen), ModelPart.full(config.model))
     contents = [_content(kind) for name, kind in kinds.items() if name.startswith("layers.")]
     for chunk in chunks:
         layers: list[int] = []

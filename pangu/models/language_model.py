@@ -289,7 +289,7 @@ def build_model(
     `build` is an empty builder, which has the shard of one of several ranks; `parts` are those of this rank (None: all
     in one); `frozen` has patterns of tensor names that are not trained.
     """
-    build, parts = build or Builder(), parts or [ModelPart.whole(config)]
+    build, parts = build or Builder(), parts or [ModelPart.full(config)]
     build = replace(build, table=place_tensors(config, parts, build.region, frozen, build.experts))
     if config.experts is not None:
         build = replace(build, balance=ExpertBalance(config))

@@ -31,7 +31,7 @@ class ModelPart:
     """True if it includes the final norm, PanGu-α's query table and the head."""
 
     @classmethod
-    def whole(cls, config: ModelConfig) -> ModelPart:
+    def full(cls, config: ModelConfig) -> ModelPart:
         """Return the full model as one part."""
         return cls(range(config.num_blocks), first=True, last=True)
 
@@ -59,7 +59,7 @@ def place_tensors(
 @lru_cache(maxsize=100)
 def place_model(config: ModelConfig, frozen: tuple[str, ...] = ()) -> PlacementTable:
     """Return the tensors of a full model on one rank, in the order of modules."""
-    return place_tensors(config, [ModelPart.whole(config)], TensorRank(), frozen)
+    return place_tensors(config, [ModelPart.full(config)], TensorRank(), frozen)
 
 
 def _place(

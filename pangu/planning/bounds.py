@@ -229,7 +229,7 @@ def _holds(chunk: ModelPart, module: str) -> bool:
 
 def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, bool]]]:
     """Return the elements of each module on a rank; a matrix that two modules share counts for the first."""
-    table, uses = place_stage(config, layout, Coordinates(0, 0, 0), {0: ModelPart.whole(config.model)})
+    table, uses = place_stage(config, layout, Coordinates(0, 0, 0), {0: ModelPart.full(config.model)})
     numels: dict[str, Counter[tuple[bool, bool]]] = {module: Counter() for module in uses[0]}
     first = {name: module for module, names in reversed([*uses[0].items()]) for name in names}
     for name, module in first.items():

@@ -84,7 +84,7 @@ def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]
     model, batch, sequence = config.model, config.batch.micro_size, config.model.sequence // layout.context
     experts = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
     rank = TensorRank(0, layout.tensor, layout.sequence)
-    table = place_tensors(model, [ModelPart.whole(model)], rank, config.train.frozen, experts)
+    table = place_tensors(model, [ModelPart.full(model)], rank, config.train.frozen, experts)
     hidden, slices, tokens, gather, total = "[s, b, h]", "1", "dp", "", " + AllReduce" * (layout.tensor > 1)
     if rank.slices_sequence:
         hidden, slices, tokens = "[s/t, b, h]", "mp", "dp*mp"

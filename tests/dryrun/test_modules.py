@@ -32,7 +32,7 @@ class Modules:
     def __init__(self, layout: str, *keys: str, splits: tuple[bool, ...] = (False, True)) -> None:
         """Measure them."""
         config = choose_layout(values(layout, *SHAPE, *keys), 1).config
-        part = ModelPart.whole(config.model)
+        part = ModelPart.full(config.model)
         table = place_tensors(config.model, [part], TensorRank(), config.train.frozen)
         chunk = tuple(module_kinds(config, table, part).values())
         self.model: ModelConfig = config.model
@@ -108,7 +108,7 @@ def test_a_chunk_frees_its_messages_whatever_was_measured_before(
     """The end of a model receives activations; a whole model, which has the same modules, does not."""
     config = choose_layout(values("batch.micro_size=2", *SHAPE, "model.kind=gpt", "model.tied_head=false"), 1).config
     chunks = []
-    for part in (ModelPart.whole(config.model), ModelPart(range(1, 4), first=False, last=True)):
+    for part in (ModelPart.full(config.model), ModelPart(range(1, 4), first=False, last=True)):
         table = place_tensors(config.model, [part], TensorRank(), ())
         chunks.append(tuple(module_kinds(config, table, part).values()))
     found = []

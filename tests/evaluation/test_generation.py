@@ -37,7 +37,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [1, 2, 4]]
 def loaded(config: ModelConfig = TINY, kernel: str = "sdpa", eod: int | None = None, rows: int = 8) -> LoadedModel:
     """A model in fp64 on one process."""
     model, _ = make(config, kernel, seed=5)
-    runner = Runner(model, {0: ModelPart.whole(model.config)}, 0, "rank 0", None, torch.float64, TensorRank())
+    runner = Runner(model, {0: ModelPart.full(model.config)}, 0, "rank 0", None, torch.float64, TensorRank())
     return LoadedModel(runner, make_schedule("1f1b", 1, 1, 1), Mesh(Layout(), 0, CPU), config, None, eod, rows)
 
 

@@ -124,7 +124,7 @@ def test_kernels_agree_in_fp64(kernel: str) -> None:
 def test_greedy_decoding_gives_its_tokens(penalty: float) -> None:
     """A batch of prompts of several lengths, with transformers' own cache; fp64, so that no two scores are close."""
     ours, _, theirs = pair(torch.float64)
-    runner = Runner(ours, {0: ModelPart.whole(ours.config)}, 0, "rank 0", None, torch.float64, TensorRank())
+    runner = Runner(ours, {0: ModelPart.full(ours.config)}, 0, "rank 0", None, torch.float64, TensorRank())
     model = LoadedModel(runner, make_schedule("1f1b", 1, 1, 1), Mesh(Layout(), 0, torch.device("cpu")), GPT, None, None)
     prompts = [TOKENS[0, :2].tolist(), TOKENS[1, :9].tolist(), TOKENS[2, :5].tolist()]
     texts = generate(model, prompts, Sampling(12, temperature=0.0, repetition_penalty=penalty))

@@ -12,7 +12,7 @@ from tests.configs import config
 
 def test_tables_share_layers_and_stay_apart() -> None:
     model = config("+config=pangu_pro_moe").model
-    parts, rank, share = [ModelPart.whole(model)], TensorRank(1, 2, True), ExpertRank(1, 8)
+    parts, rank, share = [ModelPart.full(model)], TensorRank(1, 2, True), ExpertRank(1, 8)
     table = place_tensors(model, parts, rank, experts=share)
     stage = place_tensors(model, [ModelPart(range(4, 6))], rank, experts=share)
     name = "layers.5.mlp.experts.8.up.weight"

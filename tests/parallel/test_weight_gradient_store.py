@@ -41,7 +41,7 @@ class Run:
         self.model, _ = build_model(
             config.model, options, Builder(PlacementTable(), region=region, store=store, layers_store=store)
         )
-        parts = {0: ModelPart.whole(config.model)}
+        parts = {0: ModelPart.full(config.model)}
         self.parameters = ShardedParameters.of_run(self.model, parts, self.mesh, config, reduce_each=False)
         self.gradients = self.parameters.gradients
         tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))

@@ -21,7 +21,7 @@ LAYER, QUERY = "layer recomputed", "layer query recomputed"
 
 
 def parts_of(chosen: RunConfig, layout: Layout) -> dict[str, ShardedPart]:
-    return plan_sharding(chosen, layout, [ModelPart.whole(chosen.model)])
+    return plan_sharding(chosen, layout, [ModelPart.full(chosen.model)])
 
 
 @pytest.fixture(scope="module")

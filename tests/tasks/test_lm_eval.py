@@ -92,7 +92,7 @@ def test_agrees_with_the_class_for_transformers(tasks: list[dict[str, Any]], tmp
 
     folder = tokenizer_folder(tmp_path)
     ours, _, theirs = pair()
-    runner = Runner(ours, {0: ModelPart.whole(ours.config)}, 0, "rank 0", None, torch.float32, TensorRank())
+    runner = Runner(ours, {0: ModelPart.full(ours.config)}, 0, "rank 0", None, torch.float32, TensorRank())
     mesh = Mesh(Layout(), 0, torch.device("cpu"))
     tokenizer = load_tokenizer(TokenizerConfig("huggingface", str(folder)))
     loaded = LoadedModel(runner, make_schedule("gpipe", 1, 1, 1), mesh, GPT, tokenizer, 0, rows=2)
