@@ -46,7 +46,7 @@ with ending_at_once():
     from pangu.common.console import guard_console
     from pangu.common.errors import STORE_SECONDS, shown
     from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
-    from pangu.topology.keeper import keep
+    from pangu.topology.keeper import supervise
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2
@@ -265,7 +265,7 @@ def keep_processes(options: Namespace) -> int:
     alone = config.max_nodes == 1
     place = ("127.0.0.1", 0) if alone else (options.master_addr, options.master_port or DEFAULT_PORT)
     numbers = (options.node_rank, config.max_nodes, config.nproc_per_node, options.spares)
-    return keep([str(command), *words], place, *numbers)
+    return supervise([str(command), *words], place, *numbers)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def report_unresponsive_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[
         try:
             silent = answer_of_store(SILENCE_SECONDS + STORE_SECONDS, partial(unresponsive_ranks, mesh))
         except RuntimeError:
-            silent = [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
+            silent = [] if mesh.store_rank in (None, mesh.rank) else [mesh.store_rank]
         others = mesh.named(silent) if silent else "another process"
         raise LostError(
             f"{mesh.name}, {place}: {others} did not respond within parallel.timeout_s, or exited; look for the "

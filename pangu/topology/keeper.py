@@ -70,7 +70,7 @@ class Leader:
         """Epoch that each rank has reached; those that notice a loss are on their way into the next one."""
         self._target, self._due_s = 0, float("inf")
         """Epoch that all ranks must have reached at a time."""
-        self._began_s = self._looked_s = time.monotonic()
+        self._began_s = self._polled_s = time.monotonic()
         self._beats: dict[int, tuple[int, int, float]] = {}
         """First process of each node, signs of life of its launcher, and the time of the last one."""
         self._early: list[list[Any]] = []
@@ -87,12 +87,12 @@ class Leader:
         self._store.set("orders", json.dumps(orders))
 
     def stop(self, number: int, _: object) -> None:
-        """Handle a signal: send all ranks SIGTERM at the next `look`; exit if there are none, or at a later Ctrl-C."""
+        """Handle a signal: send all ranks SIGTERM at the next `poll`; exit if there are none, or at a later Ctrl-C."""
         if not self._beats or (number == signal.SIGINT and 0 < self._stop_s < time.monotonic() - BEAT_SECONDS):
             sys.exit(128 + number)
         self._stop_s = self._stop_s or time.monotonic()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the news, and act on it."""
         lost: list[int] = []
         if self._stop_s:
@@ -239,7 +239,7 @@ class Leader:
 
     def _silent_nodes(self) -> list[int]:
         now_s, silent = time.monotonic(), []
-        paused_s, self._looked_s = now_s - self._looked_s, now_s
+        paused_s, self._polled_s = now_s - self._polled_s, now_s
         for node, (first, count, since_s) in self._beats.items():
             if now_s - since_s < BEAT_SECONDS:
                 continue
@@ -257,7 +257,7 @@ def say(words: str) -> None:
         print(f"\n{words}", file=sys.stderr, flush=True)
 
 
-def keep(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, count: int, spares: int) -> int:
+def supervise(command: Sequence[str], place: tuple[str, int], node: int, nodes: int, count: int, spares: int) -> int:
     """Start a node's `count` ranks and its spares, keep them running, and return the status of the run.
 
     Args:
@@ -338,7 +338,7 @@ def _watch(
                 words = f"process {number} of the run (process {child.pid} on {socket.gethostname()}) {how}"
                 send_news(store, "ended", number, status, words)
         if leader is not None:
-            leader.look()
+            leader.poll()
         orders = json.loads(store.get("orders"))
         for number in orders["kill"]:
             if number in children:

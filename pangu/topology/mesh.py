@@ -47,7 +47,7 @@ class Mesh:
     """Timeout of collectives and of the store, in seconds (`parallel.timeout_s`)."""
     store: dist.Store | None = None
     """Store in which the processes meet outside collectives; None: single process."""
-    keeper: int | None = None
+    store_rank: int | None = None
     """Rank of the process that serves the store; None: the launcher does."""
     hosts: list[str] = field(default_factory=list)
     """Host names of all ranks, in order; empty until they are known, and in runs on one node."""
@@ -86,10 +86,10 @@ class Mesh:
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:
             raise UserError(f"{layout} needs {layout.world} processes, got {dist.get_world_size()}")
-        keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        store_rank = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         groups = {"world": dist.group.WORLD}
         store = dist.distributed_c10d._get_default_store()
-        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper)
+        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, store_rank)
         for axis, ranks in mesh._axes():
             if len(set(ranks)) > 1:
                 # torch names a group by its ranks and by how many groups this process has: every process must create

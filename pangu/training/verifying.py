@@ -22,7 +22,7 @@ log = logging.getLogger("pangu")
 FILE = "verified.json"
 """File beside the checkpoints: name -> time of its last verification, in seconds since 1970."""
 LOOK_SECONDS = 60.0
-"""Interval between looks for checkpoints that are due."""
+"""Interval between searches for checkpoints that are due."""
 CHUNK_BYTES = 8 * 2**20
 REST = 3.0
 """Pause after each chunk, relative to the time that it took: reading takes a quarter of a thread at most."""
@@ -48,10 +48,10 @@ class Verifier:
         with suppress(OSError):  # Linux: of this thread alone
             os.setpriority(os.PRIO_PROCESS, get_native_id(), LOWEST_PRIORITY)
         while not self._ended.is_set():
-            self.look()
+            self.verify_due()
             self._ended.wait(LOOK_SECONDS)
 
-    def look(self) -> None:
+    def verify_due(self) -> None:
         """Verify the checkpoints that are due, oldest first, and name those that are damaged."""
         times = self._times()
         for path in list_checkpoints(self._folder):

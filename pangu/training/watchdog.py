@@ -138,8 +138,8 @@ class Watchdog:
         except RuntimeError:  # nobody can be asked
             if self._ended.is_set():
                 return
-            keeper = "the launcher" if self._mesh.keeper is None else self._mesh.named([self._mesh.keeper])
-            text = f"{self._mesh.name}: {place.words}: no progress, and {keeper} does not respond"
+            server = "the launcher" if self._mesh.store_rank is None else self._mesh.named([self._mesh.store_rank])
+            text = f"{self._mesh.name}: {place.words}: no progress, and {server} does not respond"
             is_quiet = self._mesh.rank > NAMED_RANKS  # every process comes here
         if not is_quiet:
             with suppress(OSError):  # a log on a full disk

@@ -86,11 +86,11 @@ def stopped(rank: int, world: int, keeps: bool, pace: float) -> str:
     """
     mesh = Mesh.connect(Layout(data=2), torch.device("cpu"), TIMEOUT * pace)
     group = mesh.group("world")
-    keeper = 0 if keeps else 1
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == keeper else None
-    port = gather_objects(store.port if store is not None else 0, group)[keeper]
+    store_rank = 0 if keeps else 1
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == store_rank else None
+    port = gather_objects(store.port if store is not None else 0, group)[store_rank]
     store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
-    mesh = replace(mesh, store=store, keeper=keeper)
+    mesh = replace(mesh, store=store, store_rank=store_rank)
     background = mesh.background()
     process = gather_objects(os.getpid(), group)[0]
     if rank == 0:

@@ -24,7 +24,7 @@ class Launchers:
 
     def say(self, *news: Any) -> None:
         send_news(self.store, *news)
-        self.leader.look()
+        self.leader.poll()
 
     def ranks(self, epoch: int) -> list[int]:
         return [number for number, _ in json.loads(self.store.get(f"epoch-{epoch}"))["ranks"]]
@@ -57,7 +57,7 @@ def test_a_leader_without_ranks_stops_all_ranks_at_a_signal_and_exits_at_a_later
     run.say("here", 2, [2, 3], 2)
     assert run.ranks(0) == [0, 1, 2, 3]
     run.leader.stop(signal.SIGTERM, None)
-    run.leader.look()
+    run.leader.poll()
     assert json.loads(run.store.get("orders")) == {"kill": [], "stop": True, "end": None}
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal that closes, or a scheduler, sends more
         run.leader.stop(number, None)
@@ -128,11 +128,11 @@ def test_a_node_is_lost_without_signs_of_life_unless_all_were_stopped(monkeypatc
     for passed_s in (16, *[4] * 3):
         now_s += passed_s
         run.store.add("beat-0", 1)
-        run.leader.look()
+        run.leader.poll()
         assert not run.store.check(["epoch-1"])
     now_s += 4
     run.store.add("beat-0", 1)
-    run.leader.look()
+    run.leader.poll()
     assert run.ranks(1) == [0, 1, 2, 3]
     assert run.orders() == ([4, 5], None)
 

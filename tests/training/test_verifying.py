@@ -70,17 +70,17 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_each_checkpoint_is_read_once_in_so_many_hours_also_over_restarts(run: Path, read: list[str]) -> None:
-    Verifier(run, 2.5).look()
+    Verifier(run, 2.5).verify_due()
     assert read == []
     for _ in range(2):  # another process
-        Verifier(run, 1.5).look()
+        Verifier(run, 1.5).verify_due()
         assert read == ["step-00000001", "step-00000002"]
     times = json.loads((run / verifying.FILE).read_text())
     (run / verifying.FILE).write_text(json.dumps(times | {"step-00000002": time.time() - 2 * HOUR}))
-    Verifier(run, 1.5).look()
+    Verifier(run, 1.5).verify_due()
     assert read[2:] == ["step-00000002"]
     (run / verifying.FILE).write_text("{")
-    Verifier(run, 1.5).look()
+    Verifier(run, 1.5).verify_due()
     assert len(read) == 5
 
 
@@ -100,13 +100,13 @@ def test_every_damage_is_named_until_it_is_repaired(
         caplog.clear()
         change()
         with caplog.at_level(logging.ERROR, "pangu"):
-            verifier.look()
+            verifier.verify_due()
         assert [*verifier.damaged] == ["step-00000001"]
         assert words in caplog.text
         if whole.is_symlink():
             whole.unlink()
             whole.write_bytes(content)
-            verifier.look()
+            verifier.verify_due()
             assert not verifier.damaged
 
 
@@ -121,6 +121,6 @@ def test_a_checkpoint_that_goes_meanwhile_is_not_damaged(
 
     monkeypatch.setattr(verifying, "_read_slowly", read_what_is_gone)
     verifier = Verifier(run, 1.0)
-    verifier.look()
+    verifier.verify_due()
     assert read == ["step-00000001", "step-00000002"]
     assert not verifier.damaged

@@ -155,7 +155,7 @@ def test_the_first_process_is_stopped_and_serves_the_store(
         for rank in (1, 20):  # a node without the first ranks leaves the file too
             folder = tmp_path / str(rank)
             folder.mkdir()
-            one = replace(mesh(rank, 21, store), keeper=0)
+            one = replace(mesh(rank, 21, store), store_rank=0)
             stack.enter_context(Watchdog(one, folder, lambda: Place(6, "step 7")))
         clock.sleep(TIMEOUT)
     for rank in (1, 20):
