@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, si
     return [range(start, start + micro_size) for start in range(first, stop, micro_size * size)]
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """Loader of a data-parallel rank's micro-batches; a thread prefetches the next step during computation."""
 
     def __init__(
@@ -149,10 +150,6 @@ class Loader:
         if self._packing.method == "concat" or rank:
             return None
         return sum(map(self._stream.padding, range(consumed, consumed + size))) / (size * sequence)
-
-    def __enter__(self) -> Self:
-        """Return the loader."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Close the loader."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,7 @@ class ResumableWriter:
                 file.close()
 
 
-class IndexedWriter(ResumableWriter):
+class IndexedWriter(ResumableWriter, AbstractContextManager["IndexedWriter"]):
     """Context manager that writes a pair of files, one sequence per document, and names them only on success."""
 
     def __init__(self, prefix: str | Path, vocab: int) -> None:
@@ -115,10 +115,6 @@ class IndexedWriter(ResumableWriter):
         if ids.size and (ids.min() < 0 or ids.max() >= self._vocab):
             raise ValueError(f"ids {ids.min()} to {ids.max()} are outside a vocabulary of {self._vocab}")
         self.extend(ids, np.array([ids.size], dtype=np.int32), 0)
-
-    def __enter__(self) -> Self:
-        """Return the writer."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Publish the files, or leave nothing of them after an exception."""
