@@ -83,7 +83,7 @@ def _status(value: Any) -> CheckpointStatus:
 
 def write_status(path: Path, status: CheckpointStatus) -> None:
     """Atomically replace the status of the checkpoint `path`, flushed to disk. Raises UserError if that fails."""
-    with reading(path / FILE, rule="the standing of the checkpoint could not be written"):
+    with reading(path / FILE, rule="the status of the checkpoint could not be written"):
         write_atomically(path / FILE, json.dumps(asdict(status)).encode())
         flush(path)
 
