@@ -29,7 +29,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pangu.common.exit_status import RETRYABLE
-from pangu.topology.member import VARIABLE, send_news
+from pangu.topology.launch import MEMBER
+from pangu.topology.member import send_news
 from pangu.topology.membership import Membership
 
 INTERVAL_SECONDS = 0.1
@@ -296,7 +297,7 @@ def supervise(command: Sequence[str], place: tuple[str, int], node: int, nodes: 
         for local, number in enumerate(numbers):
             # a spare is not rank 0, which speaks for all, and gets its rank with its place
             rank = own_first + local if local < count else world + number
-            own = {VARIABLE: f"{number}@{host}:{store.port}", "RANK": str(rank), "LOCAL_RANK": str(local)}
+            own = {MEMBER: f"{number}@{host}:{store.port}", "RANK": str(rank), "LOCAL_RANK": str(local)}
             children[number] = subprocess.Popen(command, env=environment | own, start_new_session=True)
         if members:
             send_news(store, "here", node, numbers, count)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from pangu.common.errors import SAVE_SECONDS, LostError
 from pangu.topology.backends import abort_groups
-from pangu.topology.launch import MEMBER as VARIABLE
-from pangu.topology.launch import end_with_launcher
+from pangu.topology.launch import MEMBER, end_with_launcher
 
 QUERY_SECONDS = 60.0
 
@@ -27,7 +26,7 @@ def send_news(store: dist.Store, *news: Any) -> None:
 
 def connect(environment: Mapping[str, str] = os.environ) -> tuple[int, dist.TCPStore]:
     """Return the number of this process among all members, and a connection to the launchers' store."""
-    number, _, address = environment[VARIABLE].partition("@")
+    number, _, address = environment[MEMBER].partition("@")
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=QUERY_SECONDS))
     return int(number), store

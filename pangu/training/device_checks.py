@@ -19,8 +19,8 @@ from pangu.config.faults import FaultsConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.schedule.actions import COMPUTE, Action
+from pangu.topology.launch import MEMBER
 from pangu.topology.layout import Layout
-from pangu.topology.member import VARIABLE
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import ActiveRecording
 from pangu.training.elastic import replace_ranks
@@ -206,7 +206,7 @@ class Stragglers:
         self.slow: list[int] = []
         """Ranks to exchange, equal on all ranks."""
         self._acts = config.stragglers == "act"
-        if self._acts and VARIABLE not in os.environ:
+        if self._acts and MEMBER not in os.environ:
             log.warning("faults.stragglers=act: slow ranks are only named without scripts/launch.py --spares")
             self._acts = False
 

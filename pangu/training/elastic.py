@@ -15,7 +15,8 @@ import torch
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LostError, UserError
 from pangu.pipeline.layouts import choose_layout
-from pangu.topology.member import VARIABLE, Member, ask_for_spares
+from pangu.topology.launch import MEMBER
+from pangu.topology.member import Member, ask_for_spares
 from pangu.topology.mesh import Mesh, is_silence
 from pangu.training import memory_checkpoints, saving
 from pangu.training.process import StopSignals
@@ -29,9 +30,9 @@ def replace_ranks(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
     All ranks call this together, once the state that they continue from is saved. Without `scripts/launch.py --spares`
     it does nothing. Unless `now`, it returns whether there are spares.
     """
-    if VARIABLE not in os.environ or not ranks:
+    if MEMBER not in os.environ or not ranks:
         return False
-    numbers = gather_objects(os.environ[VARIABLE].partition("@")[0], mesh.group("world"))
+    numbers = gather_objects(os.environ[MEMBER].partition("@")[0], mesh.group("world"))
     places = sys.maxsize if mesh.device.type == "cpu" else torch.accelerator.device_count()
     answer = ask_for_spares([int(numbers[rank]) for rank in ranks], places, now) if mesh.is_first else None
     name = mesh.named(ranks)
@@ -53,7 +54,7 @@ def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., Stop
     the disk. Only the process, its imports, what the system has cached and the received signals stay. It makes
     its handler of signals with the function that it is given.
     """
-    if VARIABLE not in os.environ:
+    if MEMBER not in os.environ:
         return attempt(StopSignals)
 
     def fits(world: int) -> bool:

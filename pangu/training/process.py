@@ -21,7 +21,7 @@ from typing import Any, Self
 from pangu.common.errors import LAUNCHER_SECONDS, UserError, writing
 from pangu.common.files import open_regular, write_atomically
 from pangu.metrics.devices import device_name
-from pangu.topology.member import VARIABLE
+from pangu.topology.launch import MEMBER
 from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
@@ -46,7 +46,7 @@ def only_run(output: Path) -> Iterator[None]:
     before it continues.
     """
     path, launcher = output / "run.lock", ""
-    if VARIABLE in os.environ:
+    if MEMBER in os.environ:
         launcher = f", launcher {os.environ['TORCHELASTIC_RUN_ID']}"
     with writing(path):
         file = open_regular(path, "a+b")

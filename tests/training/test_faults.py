@@ -410,7 +410,7 @@ def test_slow_ranks_are_those_for_which_there_are_spares_before_anything_is_save
 ) -> None:
     asked, trainer = [], MagicMock(step=0)
     trainer.mesh.recorder.active = None
-    monkeypatch.setenv(device_checks.VARIABLE, "0@host:1")
+    monkeypatch.setenv(device_checks.MEMBER, "0@host:1")
     monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: {1: 4.0})
     monkeypatch.setattr(
         device_checks, "replace_ranks", lambda *question, now: asked.append((*question, now)) or has_spares

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pangu.common.errors import UserError
-from pangu.topology.member import VARIABLE
+from pangu.topology.launch import MEMBER
 from pangu.training.process import only_run
 
 
@@ -44,7 +44,7 @@ def test_a_process_that_the_launchers_have_given_up_loses_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.lock"
-    monkeypatch.setenv(VARIABLE, "3@node0:29400")
+    monkeypatch.setenv(MEMBER, "3@node0:29400")
     with held(path, b"host, launcher a1, process 7"):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b2")
         with pytest.raises(UserError, match="another run uses"), only_run(tmp_path):

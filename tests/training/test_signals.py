@@ -48,7 +48,7 @@ def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_signal_that_was_noted_before_a_rank_was_lost_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(elastic.VARIABLE, "0@host:1")
+    monkeypatch.setenv(elastic.MEMBER, "0@host:1")
     monkeypatch.setattr(elastic, "Member", MagicMock())
     stops = []
 
@@ -83,7 +83,7 @@ def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.Mo
 
     member, attempts = MagicMock(), []
     member.leave.side_effect = leave
-    monkeypatch.setenv(elastic.VARIABLE, "0@host:1")
+    monkeypatch.setenv(elastic.MEMBER, "0@host:1")
     monkeypatch.setattr(elastic, "Member", lambda: member)
 
     def attempt(stop_signals: Any) -> int:
@@ -101,7 +101,7 @@ def test_a_signal_between_two_attempts_stops_the_next_one(monkeypatch: pytest.Mo
 
 def test_a_signal_while_a_lost_run_ends_stops_the_next_attempt(monkeypatch: pytest.MonkeyPatch, refuse: Any) -> None:
     """It comes between the loop's end and that of the run, which waits for threads and other ranks."""
-    monkeypatch.setenv(elastic.VARIABLE, "0@host:1")
+    monkeypatch.setenv(elastic.MEMBER, "0@host:1")
     monkeypatch.setattr(elastic, "Member", MagicMock())
     stops = []
 
