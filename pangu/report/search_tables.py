@@ -142,6 +142,8 @@ def untried(space: Space) -> Iterator[str]:
         "zero": "ZeRO 0 with replicas",
         "zero_group": "ZeRO groups other than a node's and all",
         "tensor": "tensor parallelism across nodes",
+        "virtual_stages": f"parallel.virtual_stages other than {', '.join(map(str, (1, *search.VIRTUAL)))}",
+        "chunks": f"parallel.overlap_chunks other than {', '.join(map(str, (1, *search.CHUNKS)))}",
     }
     if space.config.model.sequence < search.LONG:
         others["context"] = f"context parallelism of less than {search.LONG:,} tokens"
@@ -211,11 +213,10 @@ def run_words(outcome: Outcome) -> str:
     energy = (f" and {mwh:,.3g} MWh" if mwh >= 1 else f" and {1000 * mwh:.3g} kWh") if mwh else ""
     cost = "" if data["cost"] is None else f", cost {data['cost']:,.0f}"
     days = data["days_with_failures"]
-    often = f"with {data['failures_per_day']:.2g} failures a day"
     failing = "they never end" if days is None else f"{_days(days)} (goodput {data['goodput']:.1%})"
     return (
-        f"{outcome.tokens:.3g} tokens take {_days(data['days'])}{energy}{cost}; "
-        f"{often}, {failing} with checkpoint.every={data['checkpoint_every']}"
+        f"{outcome.tokens:.3g} tokens take {_days(data['days'])}{energy}{cost}; with {data['failures_per_day']:.2g} "
+        f"failures a day, {failing} with checkpoint.every={data['checkpoint_every']}"
     )
 
 
@@ -286,7 +287,7 @@ def page(outcome: Outcome) -> str:
     best, cluster = outcome.result.best, outcome.space.cluster
     times = [(f"{number}", vars(one.time)) for number, one in enumerate(best, 1)]
     memory = [(f"stage {stage}", one._asdict()) for stage, one in enumerate(best[0].memory)]
-    front = front_of([*best, *outcome.result.others])
+    front, most = front_of([*best, *outcome.result.others]), max(one.total for one in best[0].memory)
     return fill_template(
         "layouts.html",
         width=WIDTH,
@@ -295,9 +296,7 @@ def page(outcome: Outcome) -> str:
         words=[*sentences(outcome), *filter(None, [run_words(outcome)])],
         rows=list(rows(outcome)),
         times=_bars(times, TERMS, max(one.time.total for one in best), "s"),
-        memory=_bars(
-            memory, StageMemory._fields, max(cluster.memory.gib, *(one.total for one in best[0].memory)), "GiB"
-        ),
+        memory=_bars(memory, StageMemory._fields, max(cluster.memory.gib, most), "GiB"),
         timeline=_timeline(outcome),
         front=[(one.time.total, one.peak_gib, overrides_of(one.plan)) for one in front],
     )

@@ -336,6 +336,9 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(told["best"]) == 3
     of_run = config("+config=pangu_13b")
     assert "tensor parallelism across nodes" not in told["not_tried"], "it was given"
+    assert {"parallel.virtual_stages other than 1, 2, 3, 4, 6, 8", "parallel.overlap_chunks other than 1, 2, 4"} <= {
+        *told["not_tried"]
+    }
     assert [attrgetter(key)(of_run) for key in KEPT]  # they exist
     assert {*KEPT}.isdisjoint(KEYS.values())
     for one in told["best"]:
