@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from pangu.layers import triton_attention
-from pangu.layers.triton_attention import tiles_of
+from pangu.layers.triton_attention import INSTRUCTIONS, tiles_of
 
 KERNELS = ("attend", "query_gradients", "key_gradients")
 CAPABILITIES = (80, 90, 100, 120)
@@ -32,9 +32,9 @@ HEAD_SIZES = (64, 80, 128, 256)
 """Of the presets of 350M, 2.6B, and 13B and 200B; the largest one."""
 
 
-def uses_small_tiles(capability: int) -> bool:
-    """Return whether kernels for GPUs of `capability` (80: 8.0) have small tiles."""
-    return capability // 10 not in (9, 10, 11)  # as `has_small_tiles`
+def instruction_of(capability: int) -> str:
+    """Return how tensor cores are called on GPUs of `capability` (80: 8.0)."""
+    return INSTRUCTIONS.get(capability // 10, "mma")
 
 
 @contextmanager
@@ -66,8 +66,7 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
     with (
         patch.object(JITFunction, "run", compile_only),
         pretending(capability),
-        patch.object(triton_attention, "has_small_tiles", lambda device: uses_small_tiles(capability)),
-        patch.object(triton_attention, "has_whole_rows", lambda device: capability // 10 in (10, 11)),
+        patch.object(triton_attention, "matmul_instruction", lambda device: instruction_of(capability)),
     ):
         yield made
 
@@ -148,10 +147,8 @@ def main() -> None:
     rows = []
     for capability in arguments.capabilities:
         for size in arguments.head_sizes:
-            kernels = zip(
-                KERNELS, compiled(capability, size), tiles_of(size, uses_small_tiles(capability)), strict=True
-            )
-            for name, kernel, tiles in kernels:
+            for name, kernel in zip(KERNELS, compiled(capability, size), strict=True):
+                tiles = tiles_of(name, size, instruction_of(capability))
                 row = {"capability": capability, "head_size": size, "kernel": name, **tiles._asdict()}
                 rows.append(row | needs(kernel, capability))
                 print(json.dumps(rows[-1]))

@@ -159,6 +159,10 @@ def head_parts(size: int) -> tuple[int, int]:
     return (whole, 0) if not 16 <= first <= 64 or first + rest >= whole else (first, rest)
 
 
+INSTRUCTIONS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
+"""See `matmul_instruction`, by major compute capability; "mma" for all others."""
+
+
 class Tiles(NamedTuple):
     """Tile sizes and launch options of a kernel."""
 
@@ -169,25 +173,25 @@ class Tiles(NamedTuple):
 
 
 @cache
-def has_small_tiles(device: torch.device) -> bool:
-    """Return whether a device is a GPU whose tensor cores read their operands from registers, and so need more."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10, 11)
+def matmul_instruction(device: torch.device) -> str:
+    """Return what tensor cores are called by: "mma" reads registers, "wgmma" shared memory, "tcgen05" keeps sums."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return INSTRUCTIONS.get(major, "mma")
 
 
-@cache
-def has_whole_rows(device: torch.device) -> bool:
-    """Return whether a device is a GPU whose threads get whole rows of a matmul: of transposed scores, a single key."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
-
-
-def tiles_of(size: int, small: bool) -> tuple[Tiles, Tiles, Tiles]:
-    """Return the tiles of forward, query gradients and key gradients for heads of `size` columns."""
+def tiles_of(kernel: str, size: int, instruction: str) -> Tiles:
+    """Return the tiles of a kernel for heads of `size` columns."""
     # The largest whose values fit into the registers, as Triton compiles them (`benchmarks/attention_kernels.py`).
     if size > 128:
-        return (Tiles(64, 32, 8, 2),) * 3
-    if not small:
-        return Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)
-    return Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2), Tiles(32, 128, 8, 2) if size <= 80 else Tiles(64, 64, 8, 2)
+        return Tiles(64, 32, 8, 2)
+    if kernel == "attend":
+        return Tiles(128, 64, 8, 3)
+    if kernel == "query_gradients":
+        return Tiles(128, 32 if instruction == "mma" else 64, 8, 2)
+    if instruction == "mma" and size > 80:
+        return Tiles(64, 64, 8, 2)
+    # Two programs of few columns share the memory of sums: one computes while the other one loads.
+    return Tiles(64, 64, 4, 1) if instruction == "tcgen05" and size <= 80 else Tiles(32, 128, 8, 2)
 
 
 class _Launcher(NamedTuple):
@@ -202,20 +206,21 @@ class _Launcher(NamedTuple):
     query_at: int
     key_at: int
 
-    def launch(
-        self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], edge: Tensor | None, tiles: Tiles, cut: str
-    ) -> None:
-        """Launch a kernel; `columns` are tensors with head columns, `cut` the tiled dimension: queries or keys."""
+    def launch(self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], edge: Tensor | None) -> None:
+        """Launch a kernel; `columns` are tensors with head columns."""
         from triton.errors import TritonError  # noqa: PLC0415 - optional package
 
         from pangu.layers import triton_kernels  # noqa: PLC0415 - it imports triton
 
         batch, heads, queries, size = self.query.shape
         groups, keys = self.key.shape[1:3]
+        instruction, of_keys = matmul_instruction(self.query.device), name == "key_gradients"
+        tiles = tiles_of(name, size, instruction)
         count = -(-queries // tiles.queries) * heads * batch
-        grid = (count,) if cut == "queries" else (-(-keys // tiles.keys), groups, batch)
+        grid = (-(-keys // tiles.keys), groups, batch) if of_keys else (count,)
         place = 0 if self.place is None else int(self.place)
-        shared = name != "key_gradients" or not has_whole_rows(self.query.device)
+        # tcgen05 gives a thread whole rows of a matmul: of transposed scores, a single key
+        shared = not of_keys or instruction != "tcgen05"
         kernel, options = getattr(triton_kernels, name), {"num_warps": tiles.warps, "num_stages": tiles.stages}
         arguments = (
             *columns,
@@ -242,6 +247,7 @@ class _Launcher(NamedTuple):
             *head_parts(size),
             tiles.queries,
             tiles.keys,
+            *([instruction != "wgmma"] if of_keys else []),
         )
         try:
             kernel[grid](*arguments, **options, enable_fp_fusion=True)
@@ -260,8 +266,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, oldest: Tensor | None, *o
     output, log_sum = _like_attend(query)
     launcher = _Launcher(query, key, *of_mask)
     assert launcher.rows is None or launcher.rows.is_contiguous()
-    tiles, _, _ = tiles_of(query.shape[-1], has_small_tiles(query.device))
-    launcher.launch("attend", (query, key, value, output), (log_sum,), oldest, tiles, "queries")
+    launcher.launch("attend", (query, key, value, output), (log_sum,), oldest)
     return output, log_sum
 
 
@@ -282,11 +287,8 @@ def _attend_backward(
     log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
     launcher = _Launcher(query, key, *of_mask)
-    _, query_tiles, key_tiles = tiles_of(query.shape[-1], has_small_tiles(query.device))
-    launcher.launch(
-        "query_gradients", (query, key, value, grad, output, grad_query), sums, oldest, query_tiles, "queries"
-    )
-    launcher.launch("key_gradients", (query, key, value, grad, grad_key, grad_value), sums, newest, key_tiles, "keys")
+    launcher.launch("query_gradients", (query, key, value, grad, output, grad_query), sums, oldest)
+    launcher.launch("key_gradients", (query, key, value, grad, grad_key, grad_value), sums, newest)
     return stacked
 
 

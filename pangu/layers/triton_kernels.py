@@ -282,7 +282,8 @@ def _gradients_of_keys(
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the gradients of a tile of keys and values over queries, with transposed scores."""
-    for start in range(begin, end, M):
+    # loads ahead and a mask are more than the registers of threads with whole rows hold
+    for start in tl.range(begin, end, M, num_stages=1 if MASKED and not WORDS else None):
         numbers = start + tl.arange(0, M)
         part = _load(query, numbers, query_stride, queries, 0, D, SIZE, MASKED)
         of_output = _load(grad, numbers, grad_stride, queries, 0, D, SIZE, MASKED)
@@ -327,7 +328,7 @@ def key_gradients(
     of_value_batch, of_value_head, of_value_row,
     heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
     BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values, from all query heads of their group."""
     first = tl.program_id(0) * N
@@ -358,21 +359,18 @@ def key_gradients(
         of_query = query + batch * query_batch + head * query_head
         of_grad = grad + batch * grad_batch + head * grad_head
         of_head = (batch * heads + head) * queries
-        # both masked edges by one code, or it would keep registers over the other loops; threads of whole rows need two
-        for part in tl.range(2, loop_unroll_factor=1 if WORDS or SIZE <= 80 else 2):
-            key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
-                key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
-                of_query, of_grad, query_row, grad_row, tl.where(part == 0, begin, last_whole),
-                tl.where(part == 0, first_whole, end), queries, key_at + first, places, ends, query_at, scale,
-                rows + of_head, place_low, place_high, bound, rescale * 0.0,
-                log_sum + of_head, mean + of_head, True, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
-            )  # fmt: skip
-        key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
-            key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
-            of_query, of_grad, query_row, grad_row, first_whole, last_whole, queries, key_at + first,
-            places, ends, query_at, scale, rows + of_head, place_low, place_high, bound, rescale * 0.0,
-            log_sum + of_head, mean + of_head, False, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
-        )  # fmt: skip
+        # both masked edges (step `EDGES`) by one code: first they save instructions, last they save registers
+        for step in tl.static_range(2):
+            for part in range(2 if step == EDGES else 1):
+                start, stop = first_whole, last_whole
+                if step == EDGES:
+                    start, stop = tl.where(part == 0, begin, last_whole), tl.where(part == 0, first_whole, end)
+                key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
+                    key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
+                    of_query, of_grad, query_row, grad_row, start, stop, queries, key_at + first, places, ends,
+                    query_at, scale, rows + of_head, place_low, place_high, bound, rescale * 0.0, log_sum + of_head,
+                    mean + of_head, step == EDGES, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
+                )  # fmt: skip
     of_key += batch * of_key_batch + of_group * of_key_head
     of_value += batch * of_value_batch + of_group * of_value_head
     _store(of_key, numbers, of_key_row, keys, key_sums * (scale * rescale * LOG_2), 0, D, SIZE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention_kernels import CAPABILITIES, KERNELS, uses_small_tiles
+from benchmarks.attention_kernels import CAPABILITIES, KERNELS, instruction_of
 from tests.spawn import repository
 
 triton = pytest.importorskip("triton")
@@ -23,9 +23,10 @@ SIZES = (64, 80, 128)
 LOOP_INSTRUCTIONS = {
     (90, 80): {"attend": 500, "query_gradients": 480, "key_gradients": 405},
     (80, 128): {"attend": 680, "query_gradients": 350, "key_gradients": 530},
+    (100, 80): {"key_gradients": 485},
 }
 """Most instructions of a thread for a tile, with dropout: 717, 637 and 496, and 868, 427 and 630 with a hash for every
-element."""
+element. On 10.0, 524 for 4,096 scores by 256 threads before 481 by 128 threads."""
 IN_CI = {(80, 128), (90, 64), (90, 80), (90, 128), (100, 80)}
 
 
@@ -39,8 +40,6 @@ IN_CI = {(80, 128), (90, 64), (90, 80), (90, 128), (100, 80)}
 )
 def test_kernels_fit(capability: int, size: int, tmp_path: Path) -> None:
     """Nothing is spilled, and all products run on the tensor cores as the newest instructions of the GPU have them."""
-    if IS_OLD and capability != 90:
-        pytest.skip("Triton 3.6 spills up to 188 bytes in the gradients of keys")
     # a process of its own: in this one, other tests let Triton interpret its kernels
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -54,9 +53,7 @@ def test_kernels_fit(capability: int, size: int, tmp_path: Path) -> None:
     for row in rows:
         assert row["spilled_bytes"] == 0, row
         assert row["shared_bytes"] <= SHARED_KIB[capability] * 1024, row
-        assert (row["products"] > 0, row["old_products"] > 0) == (
-            not uses_small_tiles(capability),
-            uses_small_tiles(capability),
-        ), row
+        is_old = instruction_of(capability) == "mma"
+        assert (row["products"] > 0, row["old_products"] > 0) == (not is_old, is_old), row
         most = {} if IS_OLD else LOOP_INSTRUCTIONS.get((capability, size), {})
         assert row["loop_instructions"] <= most.get(row["kernel"], 10**9), row

@@ -67,8 +67,11 @@ NAMES = ["plain", "grouped", "documents", "window", "documents in windows", "all
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a sequence, the last of them not full, and not as many queries as keys."""
-    tiles = Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)
-    monkeypatch.setattr(triton_attention, "tiles_of", lambda size, small: tiles)
+
+    def tiles(kernel: str, size: int, instruction: str) -> Tiles:
+        return Tiles(32 if kernel == "attend" else 16, 32, 4, 2)
+
+    monkeypatch.setattr(triton_attention, "tiles_of", tiles)
 
 
 def masked(documents: Tensor | None, window: int | None) -> AttentionMask:
@@ -100,10 +103,14 @@ def results(
     return [output.detach(), *torch.autograd.grad(output, given, weight)]
 
 
+@pytest.mark.parametrize("instruction", ["wgmma", "tcgen05"])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_it_is_the_reference_with_its_gradients(case: tuple[Any, ...]) -> None:
+def test_it_is_the_reference_with_its_gradients(
+    case: tuple[Any, ...], instruction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp32; 5e-6 of the largest: sums of up to 80 products, 6e-8 each. A query of which all keys are dropped has an
-    output of 0, in both."""
+    output of 0, in both. Gradients of keys come from masked tiles first with wgmma, and last with tcgen05."""
+    monkeypatch.setattr(triton_attention, "matmul_instruction", lambda device: instruction)
     expected, found = results("reference", case), results("triton", case)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=5e-6 * float(theirs.abs().max()), rtol=0)
