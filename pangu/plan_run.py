@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pangu.collectives.agreement import agree_on_long_work, meet_all, report_unresponsive_ranks
+from pangu.collectives.agreement import agree_on_long_work, answer_all, report_unresponsive_ranks
 from pangu.common.errors import UserError
 from pangu.metrics.devices import device_here, peak_tflops
 from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster
@@ -40,7 +40,7 @@ def plan_layout(
     with report_unresponsive_ranks(mesh, lambda: "choosing a layout"):
         chosen = agree_on_long_work(mesh, "choosing a layout", choose, runs_here=mesh.is_first)
         shared = [({key: one[key] for key in CHOSEN_GROUPS}, lines) for one, lines in filter(None, chosen)]
-        layout, lines = meet_all(mesh, shared, lambda of_all: of_all[0][0])
+        layout, lines = answer_all(mesh, shared, lambda of_all: of_all[0][0])
     return {**values, **layout}, lines, mesh
 
 

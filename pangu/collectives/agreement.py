@@ -79,7 +79,7 @@ def _results(mesh: Mesh, own: tuple[T | None, str | None], everywhere: bool = Tr
         results.extend(result for result, _ in outcomes)
         return first_message(outcomes), results if everywhere else []
 
-    message, shared = meet_all(mesh, own, answer)
+    message, shared = answer_all(mesh, own, answer)
     if message is not None:
         raise UserError(message)
     return results or shared
@@ -98,15 +98,15 @@ def first_message(outcomes: list[tuple[T | None, str | None]]) -> str | None:
     return next((message for _, message in outcomes if message is not None), None)
 
 
-def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
+def answer_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     """Pass the values of all processes, in rank order, to `answer` on rank 0, and return its result on all."""
     # Raises RuntimeError (see `is_silence`) if a process does not arrive within `parallel.timeout_s`.
     if mesh.layout.world == 1:
         return answer([value])
-    return answer_of_store(mesh.timeout_s + STORE_SECONDS, partial(_meet, mesh, value, answer))
+    return answer_of_store(mesh.timeout_s + STORE_SECONDS, partial(_answer_all, mesh, value, answer))
 
 
-def _meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
+def _answer_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     """Pass the values of all processes to `answer` on rank 0, and return its result on all.
 
     Each process sets a key; rank 0 reads them all and sets one answer, for which the others wait. Rank 0 returns only
@@ -228,7 +228,7 @@ def agree_on_long_work(
                 wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
             running = work is not None and not work.done()
             stuck = running and time.monotonic() - progress_s > mesh.timeout_s
-            busy, stuck_ranks, of_all = meet_all(mesh, (running, stuck, progress), _summary)
+            busy, stuck_ranks, of_all = answer_all(mesh, (running, stuck, progress), _summary)
             if stuck_ranks:
                 raise StuckError(
                     f"{mesh.named(stuck_ranks)}: {doing} made no progress for more than {mesh.timeout_s:g} s "

@@ -141,7 +141,7 @@ def most_of_rank(router: RouterConfig, experts: int, count: int, ranks: int) -> 
     return min(count, max(sum(numbers[:groups]) for numbers in most))
 
 
-def fullest_load(model: ModelConfig, imbalance: float, ranks: int) -> float:
+def peak_expert_load(model: ModelConfig, imbalance: float, ranks: int) -> float:
     """Return the rows that the fullest of `ranks` gets, over the mean: `imbalance`, or as many as there can be."""
     possible = ranks * most_of_rank(model.router, model.experts or 1, model.num_chosen, ranks) / model.num_chosen
     return min(imbalance, model.expert_capacity or math.inf, possible)

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import Function
 
-from pangu.config.parallelism import fullest_load
+from pangu.config.parallelism import peak_expert_load
 from pangu.config.schema import RunConfig
 from pangu.dryrun.operators import tensors_in
 from pangu.layers import attention_blocks, gpu_kernels
@@ -197,7 +197,7 @@ def row_counts(config: RunConfig, counts: Tensor, most: Sequence[int]) -> list[l
     """Return the rows that the fullest rank of experts sends to each rank and gets from it, still with a host sync."""
     counts.cpu()
     ranks = counts.shape[1]
-    fullest = fullest_load(config.model, config.parallel.expert_imbalance, ranks)
+    fullest = peak_expert_load(config.model, config.parallel.expert_imbalance, ranks)
     sent = [[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)]
     return [sent, [[math.ceil(fullest * rows) for rows in of_rank] for of_rank in sent]]
 

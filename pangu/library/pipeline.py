@@ -186,7 +186,7 @@ class Pipeline:
         if self._last:
             ((kind, value),) = kinds.items()
             if kind not in self._known:
-                self._known[kind] = self._look_ahead(value)
+                self._known[kind] = self._infer_outputs(value)
             self._chunks.made = self._known[kind]
             self._runner.dtype = self._chunks.made[0][1]
         scale = torch.full((), 1.0 / schedule.micro_batches, dtype=torch.float64) if train else None
@@ -196,20 +196,20 @@ class Pipeline:
             self.sharded.hooks.failed |= train
             raise
 
-    def _look_ahead(self, value: Any) -> dict[int, Made]:
+    def _infer_outputs(self, value: Any) -> dict[int, Made]:
         """Return the output shapes of each chunk but the last for such an input, found by computing with zeros."""
         stages = self._mesh.layout.peers(self._mesh.rank, "pipeline")
         made: dict[int, Made] = {}
         for chunk in range(self._last):
 
-            def look(chunk: int = chunk) -> Made:
+            def infer(chunk: int = chunk) -> Made:
                 given = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, value)
                 if chunk:
                     shapes, dtype = made[chunk - 1]
                     given = _StageOutput(torch.zeros(s, dtype=dtype, device=self._mesh.device) for s in shapes).hidden
-                return _look(chunk, self.modules[str(chunk)], given)
+                return _run_chunk(chunk, self.modules[str(chunk)], given)
 
-            answers = agree(self._mesh, look, runs_here=str(chunk) in self.modules)
+            answers = agree(self._mesh, infer, runs_here=str(chunk) in self.modules)
             made[chunk] = next(answer for rank in stages if (answer := answers[rank]) is not None)
         if len({dtype for _, dtype in made.values()}) > 1:
             listed = ", ".join(f"chunk {chunk} {dtype}" for chunk, (_, dtype) in made.items())
@@ -218,7 +218,7 @@ class Pipeline:
 
 
 @torch.no_grad()
-def _look(chunk: int, module: nn.Module, given: Any) -> Made:
+def _run_chunk(chunk: int, module: nn.Module, given: Any) -> Made:
     """Return the output shapes of a chunk, without a change of random numbers or buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng():

@@ -270,7 +270,7 @@ class Runner(Generic[M]):
         tensors = self._made.pop((kind, *_key(action)))
         assert self.channels is not None
         assert action.peer is not None
-        with self._meeting(action):
+        with self._as_stage_error(action):
             self._leaving.append((action, self.channels.send(kind, tensors, action.peer)))
 
     def _receive(self, action: Action, batches: Sequence[Any]) -> None:
@@ -279,15 +279,15 @@ class Runner(Generic[M]):
         assert action.peer is not None
         maker = chunk - 1 if action.kind is Kind.RECV_ACTIVATION else chunk
         shapes = self.model.output_shapes(maker, batches[micro], self.region)
-        with self._meeting(action):
+        with self._as_stage_error(action):
             self._arriving[kind, chunk, micro] = action, self.channels.receive(kind, shapes, self.dtype, action.peer)
 
     def _wait(self, action: Action, transfer: Transfer) -> Sequence[Tensor]:
-        with self._meeting(action), self.recorder.span(action):
+        with self._as_stage_error(action), self.recorder.span(action):
             return transfer.wait()
 
     @contextmanager
-    def _meeting(self, action: Action) -> Iterator[None]:
+    def _as_stage_error(self, action: Action) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

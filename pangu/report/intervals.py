@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from pangu.config.parallelism import fullest_load
+from pangu.config.parallelism import peak_expert_load
 from pangu.planning.program import Plan
 from pangu.planning.search import Space
 
@@ -62,7 +62,7 @@ def expectation(space: Space, plan: Plan) -> Expectation:
     precision = space.config.precision.compute if space.config.precision.matmul == "compute" else "fp8"
     kind, assumed = (space.cluster.name.split("_")[0].upper(), precision, plan.pipeline > 1), ""
     if plan.expert > 1 and not space.config.parallel.fixed_exchange:
-        load = fullest_load(space.config.model, space.config.parallel.expert_imbalance, plan.expert)
+        load = peak_expert_load(space.config.model, space.config.parallel.expert_imbalance, plan.expert)
         assumed = f"; the fullest device that shares experts gets {load:.3g} times the mean (parallel.expert_imbalance)"
     if space.config.compile:
         assumed += f"; compile = {str(space.config.compile).lower()} is not counted: times are without it"

@@ -59,7 +59,7 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
 
 
-def meet(store: dist.Store, name: str, count: int) -> None:
+def store_barrier(store: dist.Store, name: str, count: int) -> None:
     """Wait for `count` ranks to come here; fail at once if the store is closed, as a launcher with spares does."""
     if store.add(f"{name} arrived", 1) == count:
         store.set(name, "")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pangu.common.errors import LocalError, LostError, UserError, is_out_of_memory, shown
 from pangu.topology import experts
-from pangu.topology.backends import abort_groups, connect_groups, create_group, group_options, meet
+from pangu.topology.backends import abort_groups, connect_groups, create_group, group_options, store_barrier
 from pangu.topology.launch import VISIBLE, end_with_launcher, number_on_node
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
@@ -76,7 +76,7 @@ class Mesh:
                         "nodes with the same command"
                     )
                 require_own_device(store, rank, device)
-                meet(store, "world", world)
+                store_barrier(store, "world", world)
                 create = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=world)
                 create_group(create, backend, world, timeout_s)
             except RuntimeError as error:
@@ -136,7 +136,7 @@ class Mesh:
         # only members take part: by default every process of the run would have to call this for every group
         create = partial(dist.new_group, list(ranks), backend=backend, use_local_synchronization=True)
         if backend == "gloo" and self.store is not None:  # every process creates equally many
-            meet(self.store, f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}", len(ranks))
+            store_barrier(self.store, f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}", len(ranks))
         group: dist.ProcessGroup
         group = create_group(partial(create, pg_options=options), backend, len(ranks), self.timeout_s)
         return group

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pangu
-from pangu.collectives.agreement import agree, agree_on_first, meet_all
+from pangu.collectives.agreement import agree, agree_on_first, answer_all
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LocalError, UserError, writing
 from pangu.config.schema import RunConfig
@@ -158,7 +158,7 @@ def _appears(path: Path) -> bool:
 
 def require_same_text(mesh: Mesh, position: Mapping[str, Any]) -> None:
     """Raise UserError on all ranks unless all stream the same text; `position`: of the stream at its start."""
-    different = meet_all(mesh, position, lambda of_ranks: [i for i, one in enumerate(of_ranks) if one != of_ranks[0]])
+    different = answer_all(mesh, position, lambda of_ranks: [i for i, one in enumerate(of_ranks) if one != of_ranks[0]])
     if different:
         raise UserError(
             f"data.train: rank {', '.join(map(str, different[:8]))} has other names or sizes of files than rank 0, or"

@@ -174,7 +174,7 @@ def _do_long_work(
     """Carry out work like `agree_on_long_work`, and return the first process's result there, None elsewhere."""
     if watchdog is None:  # nobody waits, and Ctrl-C reaches the work in this thread
         return action(lambda: None) if runs_here else None
-    results = agree_on_long_work(mesh, doing, action, runs_here=runs_here, watch=watchdog.look_at, leave=leave)
+    results = agree_on_long_work(mesh, doing, action, runs_here=runs_here, watch=watchdog.set_activity, leave=leave)
     return results[0] if results else None
 
 
@@ -304,7 +304,7 @@ def _sources(
     for action, runs_here in ((make, mesh.is_first), (make, is_first_on_node), (open_all, True)):
         _do_long_work(mesh, watchdog, doing, action, runs_here, end_workers)
     if watchdog is not None:
-        watchdog.look_at()
+        watchdog.set_activity()
     (sources,) = opened
     if (position := sources.train.position) is not None:
         require_same_text(mesh, position)

@@ -81,7 +81,7 @@ class Watchdog:
         """Watch the position of a trainer from now on."""
         self._place = partial(place_of, trainer)
 
-    def look_at(self, words: str = STARTING.words, progress: int = 0) -> None:
+    def set_activity(self, words: str = STARTING.words, progress: int = 0) -> None:
         """Set the activity before the first step, and the amount of its progress."""
         self._place = lambda: Place(STARTING.step, words, progress)
 
@@ -117,12 +117,12 @@ class Watchdog:
                     self._ended.set()
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
-                    self._speak(place)
+                    self._report(place)
             except RuntimeError:  # the store is gone, and with it the run, or its epoch (`topology.keeper`)
                 abort_groups()
                 return
 
-    def _speak(self, place: Place) -> None:
+    def _report(self, place: Place) -> None:
         """Write the stacks; one process, the one that has waited longest, reports for all.
 
         The first rank may be the one that is stopped, and the backend ends the longest waiting one first.

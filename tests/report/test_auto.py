@@ -284,7 +284,7 @@ def forecast_on(rank: int, world: int) -> tuple[int, Any]:
         made.append(rank)
         return f"rank {rank}'s"
 
-    watchdog: Any = SimpleNamespace(look_at=lambda *_: None)
+    watchdog: Any = SimpleNamespace(set_activity=lambda *_: None)
     given = running._do_long_work(mesh, watchdog, "measuring the layers", forecast, mesh.is_first)
     return len(made), given
 
