@@ -222,14 +222,13 @@ def _model(values: _Values) -> ModelConfig:
     plain = replace(DECODER, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, **sizes)
     plain = replace(plain, head_dim=values.count("head_dim", hidden // heads))
     if values["experts"]:
-        chosen = {"experts": values.count("experts"), "experts_per_token": values.count("top_k")}
-        chosen["expert_ffn"] = values.count("expert_ffn", plain.ffn_size)
-        plain = replace(plain, **chosen, shared_experts=values.count("shared_experts", 0))
-        plain = replace(plain, dense_layers=values.count("dense_layers", 0), mtp_layers=values.count("mtp_layers", 0))
+        numbers = {name: values.count(name, 0) for name in ("shared_experts", "dense_layers", "mtp_layers")}
+        numbers |= {"experts": values.count("experts"), "experts_per_token": values.count("top_k")}
+        _refuse(max(numbers.values()) > 1000, "there are too many experts or layers")
+        plain = replace(plain, **numbers, expert_ffn=values.count("expert_ffn", plain.ffn_size))
     if values["latent"]:
-        parts = values["latent"].split()
-        _refuse(len(parts) != 5 or not all(part.isdecimal() and int(part) for part in parts), "latent is no five sizes")
-        queries, keys, nope, rope, value = map(int, parts)
+        _refuse(not re.fullmatch(r"([1-9]\d{0,5} ){4}[1-9]\d{0,5}", values["latent"]), "latent is no five sizes")
+        queries, keys, nope, rope, value = map(int, values["latent"].split())
         latent = LatentConfig(
             q_rank=queries, kv_rank=keys, nope_head_dim=nope, rope_head_dim=rope, value_head_dim=value
         )

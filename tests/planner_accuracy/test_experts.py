@@ -167,7 +167,12 @@ def test_latent_attention_and_shorter_last_chunks_are_read(tmp_path: Path) -> No
     one = row(tmp_path, **sizes, gpus="8", tp="1", pp="4", vpp="1").setups[0]
     assert one.model.latent == DEEPSEEK.latent
     assert one.plan.layers == (4, 4, 4, 1)
-    for wrong in ({"latent": "1536 512"}, {"latent": "1536 512 0 64 128"}, {"latent": "1 2 3 4 x"}, {"layers": "4"}):
+    for wrong in (
+        {"latent": "1536 512"},
+        {"latent": "1536 512 0 64 128"},
+        {"latent": f"1 2 3 4 {9**400}"},
+        {"layers": "4"},
+    ):
         with pytest.raises(AssertionError):
             row(tmp_path, **{**sizes, **wrong}, gpus="8", tp="1", pp="4", vpp="1")
 
@@ -183,8 +188,19 @@ def test_the_notes_of_a_row_tell_of_the_exchange_and_of_graphs(tmp_path: Path) -
     assert launches[1] < launches[0] / 10
 
 
-@pytest.mark.parametrize("wrong", [{"ep": "3"}, {"ep": "16"}, {"etp": "2"}, {"top_k": "9"}, {"expert_ffn": "0"}])
-def test_experts_that_make_no_sense_are_refused(wrong: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"ep": "3"}, "ep and etp do not divide"),
+        ({"ep": "16"}, "ep and etp do not divide"),
+        ({"etp": "2"}, "ep and etp do not divide"),
+        ({"top_k": "9"}, "too few or narrow experts"),
+        ({"expert_ffn": "0"}, "expert_ffn is not above 0"),
+        ({"mtp_layers": "100000000"}, "too many experts or layers"),
+        ({"experts": "8000000000", "top_k": "8000000000"}, "too many experts or layers"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(wrong: dict[str, str], reason: str, tmp_path: Path) -> None:
     sizes = {"experts": "8", "top_k": "2", "tp": "1", "pp": "1", "ep": "8", "gpus": "64", **wrong}
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=reason):
         row(tmp_path, **sizes)
