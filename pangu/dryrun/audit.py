@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -55,9 +55,9 @@ class _Started(NamedTuple):
 
 
 @cache
-def is_in_runs(code: CodeType) -> bool:
-    """Return whether a function is called in real runs, not only where operators are counted."""
-    return not code.co_filename.startswith(_NOT_IN_RUNS)
+def is_in_runs(file: str) -> bool:
+    """Return whether a file's functions are called in real runs, not only where operators are counted."""
+    return not file.startswith(_NOT_IN_RUNS)
 
 
 class Audit(TorchDispatchMode):
@@ -160,7 +160,7 @@ class Audit(TorchDispatchMode):
             self._counts_calls = False
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and is_in_runs(frame.f_code):
+        if event == "call" and is_in_runs(frame.f_code.co_filename):
             self._counter()["python_calls",] += 1
 
     def enter(self, action: Any) -> None:
@@ -181,6 +181,8 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count it."""
+        if function is _DEVICE:
+            return args[0].fake_device
         sys.setprofile(None)
         try:
             return self._dispatch(function, args, kwargs or {})
@@ -189,8 +191,6 @@ class Audit(TorchDispatchMode):
                 sys.setprofile(self._called)
 
     def _dispatch(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if function is _DEVICE:
-            return args[0].device
         self._count("operators")
         if function.namespace == "c10d":
             return self._collective(function, args, kwargs)
@@ -381,15 +381,6 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
                     collectives.append(Collective(of[1], of[0], nbytes / some, some, share, of[2]))
         elif len(of) < 2:
             plain[what] += amount
-    return Work(
-        tuple(matmuls),
-        plain["memory_bound_bytes"],
-        plain["launches"],
-        tuple(collectives),
-        plain["copy_bytes"],
-        plain["host_syncs"] + plain["blocking_copies"],
-        plain["operators"],
-        plain["python_calls"],
-        plain["sums"],
-        plain["sum_bytes"],
-    )
+    kernels, waits = (plain["memory_bound_bytes"], plain["launches"]), plain["host_syncs"] + plain["blocking_copies"]
+    on_host = (plain[name] for name in ("operators", "python_calls", "sums", "sum_bytes"))
+    return Work(tuple(matmuls), *kernels, tuple(collectives), plain["copy_bytes"], waits, *on_host)

@@ -114,6 +114,7 @@ def pretend_devices(count: int) -> Any:
     torch.utils._triton.has_triton = lambda: False  # type: ignore[assignment]  # it would look for the driver
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]  # it would allocate
     torch.cuda.is_current_stream_capturing = lambda: False  # before torch 2.13 optimizers ask in each step
+    torch._library.simple_registry.find_torch_dispatch_rule = lambda *_: None  # there are none
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_available = lambda: count > 0
     torch.cuda.device_count = lambda: count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd import Function
 
 from pangu.config.parallelism import peak_expert_load
 from pangu.config.schema import RunConfig
-from pangu.dryrun.operators import tensors_in
+from pangu.dryrun.operators import operator_of, tensors_in
 from pangu.layers import attention_blocks, gpu_kernels
 from pangu.layers.kernels import QKV
 from pangu.zero import flat_parameter
@@ -29,6 +30,7 @@ _MORE_THAN_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_s
 """Tags of operators whose outputs depend on values, or that change an input's shape."""
 _INTO_SUM = (torch.ops.aten.addmm.dtype_out, torch.ops.aten._scaled_mm.out)
 """Operators without kernels for fake tensors (the former in torch 2.11) that return their `out`."""
+_empty = partial(torch.empty_strided, device="meta")
 
 
 class FakeTensors(FakeTensorMode):
@@ -38,12 +40,14 @@ class FakeTensors(FakeTensorMode):
     """True to avoid device initialization, for which torch needs a driver."""
     _learned: ClassVar[dict[tuple[Any, ...], Any]] = {}
     """Mapping from operation and arguments to its outputs, and whether there may be several: the index of the input
-    that it returns, the device of views, or each one's shape, strides, dtype and device, or value. Process-wide."""
+    that it returns, or each one's shape, strides, dtype and device, or value. Process-wide."""
 
     def __init__(self) -> None:
         """Create the mode with torch's cache turned off."""
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's cache
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        """Attributes of the fake tensors of each device."""
 
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,32 +56,37 @@ class FakeTensors(FakeTensorMode):
         kwargs = kwargs or {}
         if func in _INTO_SUM:
             return kwargs["out"]
+        # composite operators such as `to` may copy
+        is_view = operator_of(func).view and not func._can_decompose() and getattr(args[0], "constant", self) is None
+        if is_view or func.namespace == "c10d":
+            with in_kernel_invocation_manager(self):
+                result = func(*args, **kwargs)
+            if not is_view:
+                return result
+            device = args[0].fake_device
+            return [self._fake(one, device) for one in result] if type(result) is list else self._fake(result, device)
         description: list[Any] = [func, *kwargs]
         if not (self._describe(args, description) and self._describe(kwargs.values(), description)):
             return super().dispatch(func, types, args, kwargs)
         key = tuple(description)
-        known = self._learned.get(key)
-        if known is None:
+        if (known := self._learned.get(key)) is None:
             result = super().dispatch(func, types, args, kwargs)
-            known = _learn(func, list(tensors_in((*args, *kwargs.values()))), result)
-            if known is not None:
+            if known := _learn(func, list(tensors_in((*args, *kwargs.values()))), result):
                 self._learned[key] = known
             return result
         outputs, several = known
         if type(outputs) is int:
             return [*tensors_in((*args, *kwargs.values()))][outputs]
-        if type(outputs) is torch.device:
-            with in_kernel_invocation_manager(self):
-                result = func(*args, **kwargs)
-            return [FakeTensor(self, one, outputs) for one in result] if several else FakeTensor(self, result, outputs)
-        made = [self._made(one) for one in outputs]
+        made = [self._fake(_empty(*one[:2], dtype=one[2]), one[3]) if type(one) is tuple else one for one in outputs]
         return made if several else made[0]
 
-    def _made(self, known: Any) -> Any:
-        if type(known) is not tuple:
-            return known
-        shape, stride, dtype, device = known
-        return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+    def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a fake tensor with the memory of one on the meta device; its constructor takes far longer."""
+        if device not in self._attributes:
+            self._attributes[device] = vars(FakeTensor(self, tensor, device))
+        fake = Tensor._make_subclass(FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=device)
+        vars(fake).update(self._attributes[device])
+        return fake
 
     def _describe(self, values: Iterable[Any], into: list[Any]) -> bool:
         """Append everything that outputs can depend on; return False if that is not possible."""
@@ -105,11 +114,9 @@ def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> tuple[Any
     several = isinstance(result, (list, tuple))
     outputs = list(result) if several else [result]
     memory = {tensor.untyped_storage()._cdata for tensor in inputs}
-    if outputs and all(type(one) is FakeTensor and one.untyped_storage()._cdata in memory for one in outputs):
-        given = [place for place, one in enumerate(inputs) if any(one is output for output in outputs)]
-        if given:
-            return None if several else (given[0], False)
-        return outputs[0].fake_device, several
+    given = [place for place, one in enumerate(inputs) if one is result]
+    if given:
+        return given[0], False
     if not all(type(one) in _PLAIN or _is_new(one, memory) for one in outputs):
         return None
     return [_description(one) if type(one) is FakeTensor else one for one in outputs], several
@@ -123,7 +130,7 @@ def _is_new(output: Any, memory: set[int]) -> bool:
     if type(output) is not FakeTensor or output.storage_offset() or output.constant is not None or output.requires_grad:
         return False
     storage = output.untyped_storage()
-    full = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta").untyped_storage()
+    full = _empty(output.shape, output.stride(), dtype=output.dtype).untyped_storage()
     return storage._cdata not in memory and storage.nbytes() == full.nbytes()
 
 
@@ -205,6 +212,6 @@ def row_counts(config: RunConfig, counts: Tensor, most: Sequence[int]) -> list[l
 REPLACED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.nn.functional, {"scaled_dot_product_attention": attention}),
     (gpu_kernels, {"_flex": lambda compiled: flex, "can_run": lambda kernel, device: True}),
-    (flat_parameter, {"fill": lambda *_: None}),
+    (flat_parameter.FlatParameter, {"fill": lambda *_: None}),
 )
 """Functions that fake tensors need others for: module, and its functions by name."""

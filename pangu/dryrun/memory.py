@@ -56,7 +56,7 @@ class LiveStorage:
 class Memory:
     """Live storages of one device, and their peak."""
 
-    def __init__(self, freed: Callable[[LiveStorage], None] = lambda entry: None) -> None:
+    def __init__(self, freed: Callable[[LiveStorage], None] | None = None) -> None:
         """Create an empty record; `freed` is called with each storage that is released."""
         self.live: dict[int, LiveStorage] = {}
         """Live storages by address (`_cdata`)."""
@@ -82,7 +82,8 @@ class Memory:
         def end(_: object) -> None:
             del self.live[key]
             self._grow(entry, -entry.size, "")
-            self._freed(entry)
+            if self._freed is not None:
+                self._freed(entry)
 
         entry.reference = weakref.ref(storage, end)
         self.live[key] = entry
@@ -120,12 +121,12 @@ class Memory:
             self.log.append((entry, change))
         self.bytes[entry.kind] += change
         self.total += change
-        self._note_peak(place)
+        if self.total > self.peak:
+            self._note_peak(place)
 
     def _note_peak(self, place: str) -> None:
-        if self.total > self.peak:
-            self.peak, self.peak_place = self.total, place
-            self.peak_bytes = {name: self.bytes[name] for name in KINDS}
+        self.peak, self.peak_place = self.total, place
+        self.peak_bytes = {name: self.bytes[name] for name in KINDS}
 
 
 class RaceDetector:

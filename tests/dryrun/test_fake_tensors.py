@@ -1,0 +1,42 @@
+"""Searches carry out hundreds of dry runs: operations on fake tensors are cheap."""
+
+from __future__ import annotations
+
+import json
+
+from tests.end_to_end.commands import command
+
+MOST = {"x + x": 25, "x.view(16)": 55, "torch.empty(4, device='cuda')": 21}
+"""Most Python functions that are called for an operation like an earlier one; twice as many without our short cuts."""
+SCRIPT = """
+import json
+import sys
+from pangu.dryrun.device import load_device
+
+fake = load_device()
+import torch
+from pangu.dryrun.fake_tensors import FakeTensors
+
+def calls(operation):
+    count = 0
+    def called(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+    for _ in range(2):  # the outputs of the first one are kept
+        operation()
+    sys.setprofile(called)
+    operation()
+    sys.setprofile(None)
+    return count
+
+with FakeTensors():
+    x = torch.empty(4, 4, device="cuda")
+    print(json.dumps([calls(lambda: eval(operation)) for operation in sys.argv[1:]]))
+"""
+
+
+def test_an_operation_on_fake_tensors_calls_few_functions() -> None:
+    done = command("-c", SCRIPT, *MOST)
+    assert done.returncode == 0, done.stderr
+    for found, most in zip(json.loads(done.stdout), MOST.values(), strict=True):
+        assert most / 2 < found <= most
