@@ -81,9 +81,10 @@ class SpanRecorder(ModuleHooks):
             (gradients, "sum_of", self._begin_sum),
             (gradients, "complete", self._end_sum),
             (store, "put", self._postpone),
-            (parameters, "update", self._update),
         ):
             setattr(owner, name, partial(method, getattr(owner, name)))
+        vars(parameters)["update"] = lambda *_: self._mark("update")  # `_measure_update` measures it
+        del parameters._counted[1:]  # the number of tensors whose norms are computed is irrelevant to spans
         self.restart()
 
     def restart(self) -> None:
@@ -155,10 +156,6 @@ class SpanRecorder(ModuleHooks):
             return gradient(whole)
 
         put(parameter, part, region, compute)
-
-    def _update(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._mark("update")
-        update(*args, **kwargs)
 
     def _enter(self, module: str) -> None:
         if not self._started:

@@ -24,6 +24,7 @@ from pangu.layers import expert_exchange
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
+from pangu.optim import build
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.schedule.in_flight import states_in_flight
@@ -173,7 +174,8 @@ def audited(
 ) -> Iterator[tuple[Audit, Trainer]]:
     """Yield the trainer of this process's rank, ready for any step but the first, and an audit of its operations.
 
-    Nothing compiles, and block-sparse models use FlexAttention, the fastest in trials, where it supports them.
+    Nothing compiles, and block-sparse models use FlexAttention, the fastest in trials, where it supports them. Unless
+    it is `thorough`, the optimizer has no moments, which take long to create for hundreds of experts.
     """
     config = replace(config, compile=False, train=replace(config.train, check_step=False))
     sparse, share = config.model.sparse, 1.0
@@ -188,7 +190,8 @@ def audited(
         for owner, name, kind in _OWNERS:
             stack.enter_context(patch.object(owner, name, _owned(audit, getattr(owner, name), kind)))
         stack.enter_context(patch.object(expert_exchange, "host_numbers", partial(row_counts, config)))
-        trainer = Trainer(config, mesh, stages)
+        with patch.object(build, "start_moments", build.start_moments if thorough else lambda *_: None):
+            trainer = Trainer(config, mesh, stages)
         if trainer.scales is not None:
             trainer.scales.known = True
         _label_states(audit, trainer)

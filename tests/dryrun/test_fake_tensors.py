@@ -1,9 +1,16 @@
-"""Searches carry out hundreds of dry runs: operations on fake tensors are cheap."""
+"""Searches carry out hundreds of dry runs: operations on fake tensors are cheap, and measurements update no weights."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
+
+from pangu.dryrun import measure
+from pangu.dryrun.traces import Way, jobs_of
+from pangu.optim import build
+from pangu.zero.sharded import ShardedParameters
+from tests.dryrun.test_cache import REQUEST
 from tests.end_to_end.commands import command
 
 MOST = {"x + x": 25, "x.view(16)": 55, "torch.empty(4, device='cuda')": 21}
@@ -40,3 +47,13 @@ def test_an_operation_on_fake_tensors_calls_few_functions() -> None:
     assert done.returncode == 0, done.stderr
     for found, most in zip(json.loads(done.stdout), MOST.values(), strict=True):
         assert most / 2 < found <= most
+
+
+def test_modules_are_measured_without_an_update_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of tensors of four sizes stands for it: hundreds of experts have thousands of moments."""
+    start, started = build.start_moments, []
+    monkeypatch.setattr(build, "start_moments", lambda *one: (started.append(one), start(*one)))
+    monkeypatch.setattr(ShardedParameters, "update", None)
+    ((ways, options),) = jobs_of([(Way.of(REQUEST), REQUEST)])
+    assert "traces" in measure.answer("this process has no device", json.loads(ways[0].values), 0, options)
+    assert len(started) == 4
