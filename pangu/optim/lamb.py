@@ -17,7 +17,6 @@ from torch import Tensor
 from pangu.common.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.layers.apex import UpdateKernels
-from pangu.layers.recompute import address
 from pangu.optim.moments import (
     MOMENTS,
     add_to_moments,
@@ -64,7 +63,7 @@ class _Flat:
 
     def write_back(self) -> None:
         for source, flat in zip(self._sources, (self.weights, self.first, self.second), strict=True):
-            if address(flat) != address(source):
+            if not flat._is_view():
                 place = source.permute(self._order)
                 place.copy_(flat.view(place.shape))
 
