@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pangu.config.rope import YarnScaling
-from pangu.interop.formats.megatron_experts import layer_pattern, spread
+from pangu.interop.formats.megatron_experts import expert_interval, layer_pattern
 from pangu.interop.translation.launch_script import read_command
 from pangu.models.size import num_parameters
 from tests.configs import config as composed_config
@@ -440,7 +440,8 @@ def test_other_versions_and_models_of_torchtitan_are_refused(tmp_path: Path) -> 
 
 
 def test_layers_with_experts() -> None:
-    assert spread(layer_pattern(2, 6)) is None  # layers 0, 2, 4 have experts: every second, but from the first on
-    assert spread(layer_pattern(1, 6, dense=2)) == (2, 1)
-    assert spread(layer_pattern("([0]*1+[0,1]*3)", 7)) == (1, 2)
+    # layers 0, 2, 4 have experts: every second, but from the first on
+    assert expert_interval(layer_pattern(2, 6)) is None
+    assert expert_interval(layer_pattern(1, 6, dense=2)) == (2, 1)
+    assert expert_interval(layer_pattern("([0]*1+[0,1]*3)", 7)) == (1, 2)
     assert layer_pattern("[1]*9", 7) == []

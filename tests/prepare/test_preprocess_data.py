@@ -48,7 +48,7 @@ def tool(*arguments: object, name: str = "preprocess_data") -> subprocess.Comple
 def call_quietly(name: str, words: list[str], path: list[str]) -> None:
     """Run one of the tools on a process of its own, in many small chunks."""
     sys.path[:] = path
-    inputs._CHUNK = SMALL_CHUNK
+    inputs.CHUNK = tables.CHUNK = SMALL_CHUNK
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     sys.exit(call(name, words))
 
