@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,13 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 
 
+def wait_arguments(group: dist.ProcessGroup) -> tuple[timedelta, ...]:
+    """Return the arguments of `Work.wait` for a message: gloo limits it by the timeout of connecting by default."""
+    # a timeout would make NCCL block the host
+    is_gloo = dist.get_backend(group) == "gloo"
+    return (group._get_backend(torch.device("cpu")).options._timeout,) if is_gloo else ()
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Messages in flight; their tensors must stay alive and unchanged until the transfer is done."""
@@ -22,6 +31,8 @@ class Transfer:
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work | Future[bool], ...]
     """Handles. gloo completes a send only for a caller that waits: a thread waits, and sets a future."""
+    arguments: tuple[timedelta, ...] = ()
+    """See `wait_arguments`."""
 
     @property
     def is_done(self) -> bool:
@@ -34,7 +45,7 @@ class Transfer:
             if isinstance(work, Future):
                 work.result()
             else:
-                work.wait()
+                work.wait(*self.arguments)
         return self.tensors
 
 
@@ -57,7 +68,7 @@ def exchange_bytes(
     works = [dist.irecv(tensor, group=group.process_group, group_src=place) for tensor, place in received]
     works += [dist.isend(tensor, group=group.process_group, group_dst=place) for tensor, place in sent]
     for work in filter(None, works):
-        work.wait()
+        work.wait(*wait_arguments(group.process_group))
 
 
 class Channels:
@@ -73,13 +84,14 @@ class Channels:
         self._stage, self._device = mesh.at.pipeline, mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
+        self._arguments: tuple[timedelta, ...] = ()
         # a group's name counts the groups of its process: every stage creates one per round, if need be of itself alone
         for stages in _rounds(channels):
             channel = stages.get(self._stage)
             members = [mesh.rank] if channel is None else sorted(ranks[stage] for stage in channel[1:])
             group = mesh.new_group(members, "messages")
             if channel is not None:
-                self._groups[channel] = group
+                self._groups[channel], self._arguments = group, wait_arguments(group)
         # NCCL connects a pair at its first message, which both sides then wait for: do that now, in an order that all
         # stages share
         for kind, source, target in channels:
@@ -94,7 +106,7 @@ class Channels:
         dense = tuple(tensor.contiguous() for tensor in tensors)
         works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=place)) is not None]
         if dist.get_backend(group) == "gloo":
-            return Transfer(dense, tuple(in_thread("send", work.wait) for work in works))
+            return Transfer(dense, tuple(in_thread("send", partial(work.wait, *self._arguments)) for work in works))
         return Transfer(dense, tuple(works))
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
@@ -102,4 +114,4 @@ class Channels:
         group, place = self._groups[kind, peer, self._stage], int(peer > self._stage)
         empty = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
         works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=place)) is not None]
-        return Transfer(empty, tuple(works))
+        return Transfer(empty, tuple(works), self._arguments)

@@ -1,15 +1,21 @@
-"""Each channel between stages has a group of its two ranks."""
+"""Each channel between stages has a group of its two ranks, and messages wait as long as collectives."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.collectives.point_to_point import Channels
+from pangu.collectives.point_to_point import Channels, exchange_bytes
 from pangu.schedule.schedule import make_schedule
+from pangu.topology import backends
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.topology.recorder import AxisGroup
+from tests.pace import at_some_pace
+from tests.spawn import Pool
 from tests.threads import Ranks
 
 Channel = tuple[str, int, int]
@@ -47,3 +53,27 @@ def test_a_channel_is_a_group_of_two(ranks: Ranks, schedule: str, layout: Layout
             assert members == sorted(stages[stage] for stage in channel[1:])
             assert names.setdefault(name, (channel, at.data)) == (channel, at.data)
     assert len(names) == len(channels) * layout.data
+
+
+def _waits(rank: int, world: int, pace: float) -> float:
+    backends.CONNECT_SECONDS = 0.4 * pace
+    mesh = Mesh.connect(Layout(pipeline=world), torch.device("cpu"), timeout_s=77.0)
+    channels = Channels(mesh, [("activation", 0, 1), ("gradient", 1, 0)])
+    host, found = AxisGroup(mesh.new_group(range(world), "host"), "host"), torch.zeros(1)
+    if rank == 0:
+        sent = channels.send("activation", [torch.ones(1)], 1)
+        found += channels.receive("gradient", [(1,)], torch.float32, 1).wait()[0]
+        exchange_bytes([], [(found, 1)], host)
+        sent.wait()
+    else:
+        time.sleep(1.5 * pace)
+        found += channels.receive("activation", [(1,)], torch.float32, 0).wait()[0]
+        channels.send("gradient", [2 * torch.ones(1)], 0).wait()
+        time.sleep(1.5 * pace)
+        exchange_bytes([(torch.full([1], 3.0), 0)], [], host)
+    return found.item()
+
+
+@at_some_pace
+def test_messages_may_take_longer_than_connecting(pool: Pool, pace: float) -> None:
+    assert pool.run(2, _waits, pace) == [3.0, 1.0]
