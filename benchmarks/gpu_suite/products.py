@@ -33,7 +33,7 @@ def shapes_of(config: RunConfig, ranks: int) -> Iterator[tuple[str, Matmul]]:
 
 
 def fp8_product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
-    """As `kernels.product`, of e4m3 with one scale for each operand. The right one lies column by column, as the
+    """Return a matmul like `kernels.product` in e4m3 with one scale per operand; the right one is column-major, as the
     hardware wants it."""
     sizes = shape.rows * shape.depth, shape.depth * shape.columns
     starts = itertools.cycle(range(0, max(1, len(pool) - sum(sizes)), 16 * (sum(sizes) // 16)))

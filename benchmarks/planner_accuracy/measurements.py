@@ -119,7 +119,7 @@ class Row(NamedTuple):
     cluster: ClusterConfig
     """Devices and network, before any fitted factor."""
     setups: tuple[Setup, ...]
-    """Model and layout; several where micro-batch or number of chunks are not told: the best of them is meant."""
+    """Model and layout; several where the micro-batch is not told: the best of them is meant."""
     seconds: float | None
     """Step time; None: not told."""
     memory: float | None
@@ -305,33 +305,26 @@ def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool, node: in
     # Where only embedding and head make the layers even, the first and last stage have one fewer (Llama 3).
     needs_ends = system.name == "megatron-core" and layers % stages != 0 and (layers + 2) % stages == 0
     counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
-    virtuals = _virtuals(values, system, plan, layers + 2 * needs_ends)
-    _refuse(stages * min(virtuals) > layers + 2 * needs_ends, "there are more chunks than layers")
+    virtual_stages = _virtual_stages(values, system, plan, layers + 2 * needs_ends)
+    chunks, by_cost = stages * virtual_stages, system is published.NANOTRON
+    _refuse(chunks > layers + 2 * needs_ends, "there are more chunks than layers")
     fewer = int((re.search(r"([1-9]) layers fewer in the last chunk", values["note"]) or "00")[1])
+    counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers + fewer, chunks, counts_ends)
+    counts = *counts[:-1], counts[-1] - fewer
+    _refuse(counts[-1] < 0, "the last chunk has too few layers")
+    schedule = "interleaved" if virtual_stages > 1 else plan.schedule
+    plan = plan._replace(virtual_stages=virtual_stages, schedule=schedule, layers=counts)
     sizes = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
-    setups = []
-    for size, virtual_stages in product(sizes, virtuals):
-        schedule = "interleaved" if virtual_stages > 1 else plan.schedule
-        chunks, by_cost = stages * virtual_stages, system is published.NANOTRON
-        counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers + fewer, chunks, counts_ends)
-        counts = *counts[:-1], counts[-1] - fewer
-        _refuse(counts[-1] < 0, "the last chunk has too few layers")
-        batch = {"micro_size": size, "micro_batches": max(1, round(each / size))}
-        one = plan._replace(virtual_stages=virtual_stages, schedule=schedule, layers=counts, **batch)
-        setups.append(Setup(model, system, one, fp8, node))
-    return tuple(setups)
+    plans = [plan._replace(micro_size=size, micro_batches=max(1, round(each / size))) for size in sizes]
+    return tuple(Setup(model, system, one, fp8, node) for one in plans)
 
 
-def _virtuals(values: _Values, system: System, plan: Plan, layers: int) -> list[int]:
-    """Return the chunks per stage that a row may mean: as told, or with Megatron any that divide the layers. Its papers
-    of 2021 and 2022 say only that they interleave, which means the fewest; since then as many as are fastest."""
-    virtual_stages, stages = values.count("vpp", 0), plan.pipeline
-    if virtual_stages or stages == 1 or plan.schedule != "1f1b":
-        return [virtual_stages or 1]
-    more = [count for count in range(2, layers // stages + 1) if layers % (stages * count) == 0]
-    if system.name == "megatron-core":
-        return [1, *more]
-    return more[:1] if more and "interleaved" in values["note"] and "megatron" in system.name else [1]
+def _virtual_stages(values: _Values, system: System, plan: Plan, layers: int) -> int:
+    """Return the chunks per stage as told, or 1; the fewest that divide the layers if all that a paper says is that
+    Megatron interleaves."""
+    interleaves = "interleaved" in values["note"] and "megatron" in system.name and plan.schedule == "1f1b"
+    counts = range(2, layers // plan.pipeline + 1) if interleaves and plan.pipeline > 1 else ()
+    return values.count("vpp", next((count for count in counts if layers % (plan.pipeline * count) == 0), 1))
 
 
 def cut_evenly(layers: int, chunks: int, counts_ends: bool) -> tuple[int, ...]:

@@ -228,8 +228,8 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
     """Return the work of a transformer layer."""
     model, system, plan, fp8 = setup[:4]
     tokens, h, t, feed = setup.tokens, model.hidden, plan.tensor, feed_forward(setup, layer)
-    attention, whole = (layer_matrices(model.without_experts, ranks, layer)[:-2] for ranks in (t, 1))
-    parameters = sum(depth * columns for depth, columns in whole) / t + feed.parameters + 13 * h / t
+    attention = layer_matrices(model.without_experts, t, layer)[:-2]
+    parameters = sum(depth * columns for depth, columns in attention) + feed.parameters + 13 * h / t
     sends, exchange = _communication(setup, layer), _exchange(setup) if model.has_experts(layer) else ()
     calls = sum(send.calls for send in sends)
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)

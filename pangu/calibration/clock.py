@@ -15,7 +15,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Clock:
-    """Times what a device does."""
+    """Timer of what a device does."""
 
     def __init__(self, device: torch.device, quick: bool, processes: int = 1) -> None:
         """Prepare for a device, of which a host's is shared by `processes`; if `quick`, time everything once."""

@@ -77,6 +77,16 @@ def test_ranks_hold_all_weights_together() -> None:
         assert whole == pytest.approx(num_parameters(QWEN), rel=0.01)
 
 
+def test_every_rank_holds_the_router_the_latent_projections_and_the_merge() -> None:
+    layers = [
+        [layer_work(setup(Layout(ranks, sequence=ranks > 1), model=DEEPSEEK), layer) for layer in (5, 6)]
+        for ranks in (1, 2)
+    ]
+    whole, half = ([one.parameters for one in each] for each in layers)
+    held = 7168 * (1536 + 512 + 64 + 128)
+    assert [2 * part - full for part, full in zip(half, whole, strict=True)] == [held, held + 2 * 7168 * 7168]
+
+
 def test_experts_compute_what_their_tokens_need() -> None:
     def flops(layout: Layout) -> float:
         return sum(
