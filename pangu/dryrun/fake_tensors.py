@@ -85,6 +85,7 @@ class FakeTensors(FakeTensorMode):
         if device not in self._attributes:
             self._attributes[device] = vars(FakeTensor(self, tensor, device))
         fake = Tensor._make_subclass(FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)  # as its constructor does
         vars(fake).update(self._attributes[device])
         return fake
 
@@ -114,8 +115,7 @@ def _learn(function: OpOverload, inputs: list[Tensor], result: Any) -> tuple[Any
     several = isinstance(result, (list, tuple))
     outputs = list(result) if several else [result]
     memory = {tensor.untyped_storage()._cdata for tensor in inputs}
-    given = [place for place, one in enumerate(inputs) if one is result]
-    if given:
+    if given := [place for place, one in enumerate(inputs) if one is result]:
         return given[0], False
     if not all(type(one) in _PLAIN or _is_new(one, memory) for one in outputs):
         return None

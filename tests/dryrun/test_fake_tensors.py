@@ -18,6 +18,7 @@ MOST = {"x + x": 25, "x.view(16)": 55, "torch.empty(4, device='cuda')": 21}
 SCRIPT = """
 import json
 import sys
+import warnings
 from pangu.dryrun.device import load_device
 
 fake = load_device()
@@ -39,6 +40,9 @@ def calls(operation):
 with FakeTensors():
     x = torch.empty(4, 4, device="cuda")
     print(json.dumps([calls(lambda: eval(operation)) for operation in sys.argv[1:]]))
+    with warnings.catch_warnings(record=True) as warned:
+        (x + x).data_ptr()
+    assert warned, "nothing tells that all fake tensors have address 0"
 """
 
 
