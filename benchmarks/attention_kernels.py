@@ -29,7 +29,7 @@ from pangu.layers.triton_attention import INSTRUCTIONS, tiles_of
 KERNELS = ("attend", "query_gradients", "key_gradients")
 CAPABILITIES = (80, 90, 100, 120)
 HEAD_SIZES = (64, 80, 128, 256)
-"""Of the presets of 350M, 2.6B, and 13B and 200B; the largest one."""
+"""Head sizes of the presets of 350M, 2.6B, and 13B and 200B; the largest one."""
 
 
 def instruction_of(capability: int) -> str:

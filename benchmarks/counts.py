@@ -38,7 +38,7 @@ LAYERS = (2, 3)
 MICRO = 2
 """Micro-batches: the gradients of the second are added to the first's."""
 STEPS = 3
-"""Of which the last one is counted: the first ones create what it finds."""
+"""Number of steps, of which the last one is counted: the first ones create the buffers that it uses."""
 
 
 def values_of(preset: str, *words: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def _inspect_conversations(options: argparse.Namespace, folders: list[str]) -> None:
-    """Of the folder that a fine-tuning run has prepared."""
+    """Print what a folder of conversations holds that a fine-tuning run has prepared."""
     if folders != options.prefix or len(folders) > 1 or options.verify:
         raise UserError(f"{folders[0]}: is a folder of conversations; name it alone, without --verify")
     folder = Path(folders[0])

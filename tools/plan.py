@@ -117,7 +117,7 @@ def planned(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The same, with the planner's choice in the place of `parallel=auto`. Raises UserError."""
+    """Return `planned(overrides)` with the planner's choice for `parallel=auto`. Raises UserError."""
     values = planned(overrides)
     if not asks_for_layout(values):
         return values

@@ -39,20 +39,20 @@ from benchmarks.gpu_suite.setting import ROOT, Setting, to_json, write_presets
 from pangu.common.files import write_atomically
 
 LIMIT_S = 530
-"""Of a round; what parts leave of their own limits is there for later ones."""
+"""Seconds of a round; parts that end early leave their time to later ones."""
 LEAST_S = 10
 """A part is not begun with less."""
 PAUSE_S = 0.05
 """Between two looks at the parts that run."""
 ARCHIVE = "suite.tar.gz"
 CORES = 3
-"""Of the host, that a part keeps busy which compiles, or whose ranks wait for one another."""
+"""Cores of the host that a part keeps busy which compiles, or whose ranks wait for one another."""
 
 
 @dataclass(frozen=True)
 class Part:
     name: str
-    """Of the module with its `measure(setting)`, and of its file."""
+    """Name of the module with its `measure(setting)`, and of its file."""
     limit_s: int
     alone: bool = True
     """It measures times, which other parts would disturb."""

@@ -33,7 +33,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 DOCUMENTS = 2
-"""Of equal length, in a sequence, as in the trainer's own trials."""
+"""Number of documents of equal length in a sequence, as in the trainer's own trials."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward over what the mask leaves: a recompute in backward counts, as in papers of flash
-        attention (Dao 2023, section 4.1)."""
+        """FLOPs of both passes over what the mask leaves; recomputed scores count, as in papers of flash attention
+        (Dao 2023, section 4.1)."""
         return 3.5 * 4 * self.rows * self.heads * self.sequence * self.longest * self.size / 2
 
     @property
@@ -59,7 +59,7 @@ class Case:
         return self.sequence // (DOCUMENTS if self.documents else 1)
 
     def bounds(self, device: torch.device) -> Tensor:
-        """Of documents, as `AttentionMask` has them."""
+        """Return the bounds of documents, as `AttentionMask` has them."""
         return torch.arange(0, self.rows * self.sequence + 1, self.longest, device=device, dtype=torch.int32)
 
     def mask(self, device: torch.device) -> AttentionMask:

@@ -40,7 +40,7 @@ SENT += ("all_to_all_single", "all_gather", "all_gather_object", "broadcast", "i
 CHANGES = {"model.layers": 4, "model.attention": "sdpa", "precision.compute": "fp32"}
 """So that there is one way to compute a step."""
 TOLERANCE = 1e-4
-"""Of a loss after two updates in fp32: a device's kernels may add up in another order each time."""
+"""Error of a loss after two updates in fp32: a device's kernels may add up in another order each time."""
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from pangu.report.forecast import Forecast
 
 SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")
 SLICE = "pangu_13b"
-"""Of which as many layers are taken as fit."""
+"""Model of which as many layers are taken as fit."""
 FITTING = f"layers of {SLICE} that fit"
 ROOM = 0.92
-"""Of a device's memory, that tensors may take: the rest is its context, workspaces, and holes between tensors."""
+"""Share of a device's memory that tensors may take: the rest is its context, workspaces, and holes between tensors."""
 TRIED = (2, 3)
 """Layers of the slice from which those that fit are counted."""
 

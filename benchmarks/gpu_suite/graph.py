@@ -25,7 +25,7 @@ CASES = (("pangu_350m", 1), ("pangu_350m", 8), ("pangu_2_6b", 1), ("pangu_2_6b",
 """Preset and sequences of a micro-batch."""
 WARM_UP = 3
 TOLERANCE = 1e-2
-"""Of a captured gradient against the eager one, relative, in bf16."""
+"""Relative error of a captured gradient against the eager one, in bf16."""
 Once = Callable[[], Any]
 
 

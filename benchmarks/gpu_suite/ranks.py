@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 TOLERANCE = 1e-4
-"""Of losses after two updates, in fp32; of the first norm, relative."""
+"""Error of losses after two updates in fp32, and relative error of the first norm."""
 
 
 def train(values: Mapping[str, Any], device: torch.device, world: int) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def short(value: Any) -> str:
 
 
 def commit() -> str:
-    """Of the code that runs, and whether files differ from it; `unknown` outside of a checkout."""
+    """Return the commit of the code, and whether files differ from it; `unknown` outside of a checkout."""
     with suppress(OSError, subprocess.SubprocessError):
         words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

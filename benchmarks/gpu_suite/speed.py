@@ -36,7 +36,7 @@ ROUNDS: Rounds = (
     (("pangu", "plain", "transformers", "fsdp2"), SIZES[:1]),
 )
 BUDGET_S = 1.5
-"""Of timed steps."""
+"""Seconds of timed steps."""
 Step = Callable[[], float]
 
 

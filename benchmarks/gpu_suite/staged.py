@@ -75,7 +75,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._begin(begin, [output], [source])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Staged:
-        """By an all-reduce, of which each rank keeps its part."""
+        """Start an all-reduce of which each rank keeps its part."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
         whole = source.detach().to("cpu", copy=True).view(-1)

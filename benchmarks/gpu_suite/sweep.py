@@ -16,7 +16,7 @@ LAMB = {
     **{"name": "lamb", "lr": 2e-3, "betas": [0.9, 0.999], "eps": 1e-6, "eps_inside_root": False, "weight_decay": 0.01},
     **{"exclude_vectors": True, "max_ratio": None, "moments": "fp32", "clip": 1.0},
 }
-"""As configs/optimizer/lamb.yaml."""
+"""Options of configs/optimizer/lamb.yaml."""
 SCALE = {"initial": 65536.0, "growth_interval": 1000, "minimum": 1.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "micro-batches of 1": ("pangu_350m", {"batch.micro_size": 1}),

@@ -36,7 +36,7 @@ DISAGREEMENT = 0.1
 UNUSUAL = math.log(2)
 """Logarithm of how far a row may be off without being left out of a fit."""
 FARTHER = 4.0
-"""The same as a multiple of the median error, where there are more than `MODELS_AT_MOST` rows."""
+"""Limit of `UNUSUAL` as a multiple of the median error, where there are more than `MODELS_AT_MOST` rows."""
 LEAST_STALL = 0.1
 """Seconds of a message that are no latency of a network."""
 LEAST_SWEEP = 3
@@ -54,7 +54,7 @@ class Fitted:
     program: str = ""
     """Name of the system, where the source is `*`."""
     rows: int = 0
-    """How many rows there were."""
+    """Number of rows."""
     times: Factors = field(default_factory=dict)
     """Factors of the cluster's figures that times depend on."""
     memory: Factors = field(default_factory=dict)

@@ -24,7 +24,7 @@ TIMES = {".".join(filter(None, (part, name))): width for part, names in _TIMES.i
 """Figures that times depend on, with the logarithm of the factor by which a cluster's file may be wrong."""
 _MEMORY = {"context_gib": 1.0, "workspace_gib": 1.5, "communicator_gib": 0.5, "fragmentation": 1.0}
 MEMORY = {f"memory.{name}": width for name, width in _MEMORY.items()}
-"""The same for memory."""
+"""Figures that memory depends on, likewise."""
 MOST = {"matmul.efficiency": 0.92, "memory.efficiency": 0.95, "matmul.attention": 0.9}
 """Figures that no kernel exceeds."""
 NOISE = 0.03

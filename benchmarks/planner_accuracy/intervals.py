@@ -30,7 +30,7 @@ class Residual(NamedTuple):
     error: float
     """Logarithm of measured over predicted time."""
     tie: float | None
-    """How much the error differs from that of the layout that would be picked in its sweep; None: far from it."""
+    """Difference of the error from that of the layout that would be picked in its sweep; None: far from it."""
 
 
 def residuals_of(rows: Iterable[Row]) -> Iterator[Residual]:

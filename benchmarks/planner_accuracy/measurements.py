@@ -128,7 +128,7 @@ class Row(NamedTuple):
 
     @property
     def scope(self) -> Scope:
-        """Its scope."""
+        """Source, device and format."""
         return self.source, self.device, self.format
 
     @property

@@ -118,7 +118,7 @@ LLAMA_3 = MEGATRON_CORE._replace(hidden_tensor=0.0, hidden_backward=0.0, hidden_
 NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
 """Megatron-Core as NeMo's recipes set it up: `grad_reduce_in_fp32=False`, `defer_embedding_wgrad_compute=True`."""
 BRIDGE = NEMO._replace(fused_loss=True)
-"""The same as Megatron-Bridge's recipes: with `cross_entropy_fusion_impl="te"`."""
+"""Megatron-Core as Megatron-Bridge's recipes set it up: with `cross_entropy_fusion_impl="te"`."""
 NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, spare_bytes=2, contended_us=250.0)
 """nanotron of 2024 with `tp_linear_async_communication`; gradients in 16 bits stay until a backward pass ends.
 Fitted: wherever a pipeline spans nodes, a layer takes the host 2.3 ms more for each further tensor rank of any size."""
