@@ -66,7 +66,7 @@ class Mesh:
         if not dist.is_initialized():
             _require_address(os.environ)
             backend = dist.get_default_backend_for_device(device)
-            store = None
+            store, have_met = None, False
             try:
                 store, rank, world = _open_store(timeout_s, attempt)
                 # compare layouts before creating groups: two different ones would deadlock in that
@@ -77,12 +77,14 @@ class Mesh:
                     )
                 require_own_device(store, rank, device)
                 store_barrier(store, "world", world)
+                have_met = True
                 create = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=world)
                 create_group(create, backend, world, timeout_s)
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
-                raise _lost(layout.world, timeout_s, _missing_ranks(store, layout.world), error) from error
+                missing = _missing_ranks(store, layout.world)
+                raise _lost(layout.world, timeout_s, missing, error, have_met) from error
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:
             raise UserError(f"{layout} needs {layout.world} processes, got {dist.get_world_size()}")
@@ -198,14 +200,18 @@ def _open_store(timeout_s: float, attempt: int) -> tuple[dist.Store, int, int]:
     return store, rank, world
 
 
-def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> LocalError:
+def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError, have_met: bool = False) -> LocalError:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in str(error):
         return LocalError(f"{place} (MASTER_ADDR, MASTER_PORT): is in use; set another MASTER_PORT for all ranks")
+    name, reason = f"rank {os.environ.get('RANK')} on {socket.gethostname()}", str(error).splitlines()[0]
+    if have_met:
+        fix = "check the firewall between their nodes and GLOO_SOCKET_IFNAME, unless one of them ended"
+        return LostError(f"{name}: all {world} processes of this run met, but could not connect; {fix} ({reason})")
     return LostError(
-        f"rank {os.environ.get('RANK')} on {socket.gethostname()}: not all {world} processes of this run connected "
-        f"to {place} within {timeout_s:g} s (parallel.timeout_s){missing}; read the output of the missing ones, then "
-        f"check that address and the firewall ({str(error).splitlines()[0]})"
+        f"{name}: not all {world} processes of this run connected to {place} within {timeout_s:g} s "
+        f"(parallel.timeout_s){missing}; read the output of the missing ones, then check that address and the "
+        f"firewall ({reason})"
     )
 
 

@@ -52,6 +52,18 @@ def test_a_port_in_use_without_a_launcher_is_no_lost_peer(monkeypatch: pytest.Mo
     assert not isinstance(raised.value, LostError)
 
 
+def test_processes_that_met_but_cannot_connect_are_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a firewall lets only MASTER_PORT through: gloo gives up long before parallel.timeout_s."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    server.add("attempt-0-1/world arrived", 1)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(backends, "CONNECT_SECONDS", 0.1)
+    with pytest.raises(LostError, match=r"rank 1 on \S+: all 2 processes of this run met, but could not connect;"):
+        Mesh.connect(Layout(data=2), torch.device("cpu"), timeout_s=77.0)
+
+
 @at_some_pace
 def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
     """As where a process hangs while it loads libraries."""
