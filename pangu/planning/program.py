@@ -153,6 +153,7 @@ class Program:
         """
         self.config, self._traces, self._sketch_size = config, Traces(), sketch_size
         self._known: dict[Any, Trace] = {}
+        self._module_plans: dict[Plan, Plan] = {}
         self._cuts: dict[Any, tuple[StagePart, ...]] = {}
         self._kinds: dict[Any, tuple[Chunk, ...]] = {}
         self._stages: dict[Any, StageProgram] = {}
@@ -236,6 +237,8 @@ class Program:
 
     def module_plan(self, plan: Plan) -> Plan:
         """Return a plan reduced to the fields that affect the work of a module."""
+        if plan in self._module_plans:
+            return self._module_plans[plan]
         work = _ONE_CHUNK | {"schedule": SIMPLEST}
         if isinstance(plan.recompute, int):
             work["recompute"] = 1
@@ -243,7 +246,8 @@ class Program:
             begins = self.config.precision.matmul == "fp8" and shards_sums(plan.layout) and reduces_each(plan.schedule)
             work |= _ONE_REPLICA | {"offload": ("activations",) if "activations" in plan.offload else ()}
             work["zero"] = plan.zero if begins else _SINGLE.zero
-        return plan._replace(**work)
+        self._module_plans[plan] = plan._replace(**work)
+        return self._module_plans[plan]
 
     def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
         chunks = tuple(map(shortened, self.kinds(plan, part)))

@@ -32,15 +32,17 @@ def peak_in_flight(name: str, stages: int, virtual_stages: int, micro_batches: i
 
 
 def _peak(order: Order) -> PeakInFlight:
-    held, weights, most = dict.fromkeys(sorted({chunk for _, chunk, _ in order}), 0), 0, PeakInFlight(0, 0, ())
+    held = dict.fromkeys(sorted({chunk for _, chunk, _ in order}), 0)
+    forwards, weights, most, most_weights, chunks = 0, 0, 0, 0, tuple[int, ...]()
     for kind, chunk, _ in order:
-        held[chunk] += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        change = (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        held[chunk] += change
+        forwards += change
         weights += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
-        if (forwards := sum(held.values())) > most.forwards:
-            most = most._replace(forwards=forwards, chunks=tuple(held.values()))
-        if weights > most.weights:
-            most = most._replace(weights=weights)
-    return most
+        if forwards > most:
+            most, chunks = forwards, tuple(held.values())
+        most_weights = max(most_weights, weights)
+    return PeakInFlight(most, most_weights, chunks)
 
 
 def states_in_flight(order: Order, schedule: str, skipped: int = 0) -> list[tuple[int, ...]]:
