@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.topology.experts import GROUPS as EXPERT_GROUPS
-from pangu.topology.launch import ALLOCATOR, CONNECTIONS, GROWING
+from pangu.topology.launch import ALLOCATOR, CONNECTIONS, GROWING, MEMBER
 
 # Not measured yet: only several accelerators can show what stream priorities and CTA limits are worth. NCCL_MAX_CTAS,
 # if the user sets it, replaces the limits.
@@ -33,7 +33,7 @@ WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies",
 SHOWN = ("CUDA_DEVICE_MAX_", "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
 """Prefixes of the environment variables that are logged at startup."""
 CONNECT_SECONDS = 8.0
-"""Timeout of connecting ranks that have all arrived; gloo waits five times as long for one that connects to it."""
+"""Timeout of connecting members that have all arrived; gloo waits five times as long for one that connects to it."""
 RECORDED_COLLECTIVES = 2000
 """Capacity of each process's flight recorder: the collectives of a few steps, a few hundred KiB."""
 
@@ -73,13 +73,15 @@ _tracked = set[tuple[int, int]]()
 def create_group(create: Callable[..., Any], backend: str, ranks: int, timeout_s: float) -> Any:
     """Return what `create` makes: a group of `ranks` ranks that have all arrived, whose collectives have a timeout.
 
-    A rank waits for the connection of one that is lost meanwhile as gloo's timeout says, so that is short at first.
+    A rank waits for the connection of one that is lost meanwhile as gloo's timeout says. Where a lost rank can be
+    replaced, that is short at first; elsewhere it would only end runs whose ranks are slow.
     """
     timeout = timedelta(seconds=timeout_s)
+    connecting = timedelta(seconds=CONNECT_SECONDS + ranks / 50) if MEMBER in os.environ else timeout
     if backend != "gloo":
         return create(timeout=timeout)
     before = _sockets().keys()
-    group = create(timeout=min(timeout, timedelta(seconds=CONNECT_SECONDS + ranks / 50)))
+    group = create(timeout=min(timeout, connecting))
     _tracked.update(_sockets().keys() - before)
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     return group

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from pangu.collectives.point_to_point import Channels, exchange_bytes
 from pangu.schedule.schedule import make_schedule
 from pangu.topology import backends
+from pangu.topology.launch import MEMBER
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
@@ -55,6 +58,7 @@ def test_a_channel_is_a_group_of_two(ranks: Ranks, schedule: str, layout: Layout
     assert len(names) == len(channels) * layout.data
 
 
+@patch.dict(os.environ, {MEMBER: "0@127.0.0.1:1"})
 def _waits(rank: int, world: int, pace: float) -> float:
     backends.CONNECT_SECONDS = 0.4 * pace
     mesh = Mesh.connect(Layout(pipeline=world), torch.device("cpu"), timeout_s=77.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pangu.collectives.reduce import all_reduce
 from pangu.common.errors import LocalError, LostError
 from pangu.topology import backends
 from pangu.topology.backends import describe_environment, record_collectives
-from pangu.topology.launch import CONNECTIONS, GROWING
+from pangu.topology.launch import CONNECTIONS, GROWING, MEMBER
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh, is_silence, require_own_device
 from pangu.topology.recorder import AxisGroup
@@ -53,11 +54,11 @@ def test_a_port_in_use_without_a_launcher_is_no_lost_peer(monkeypatch: pytest.Mo
 
 
 def test_processes_that_met_but_cannot_connect_are_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a firewall lets only MASTER_PORT through: gloo gives up long before parallel.timeout_s."""
+    """As where a firewall lets only MASTER_PORT through. Members of a run with spares give up before the timeout."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     server.add("attempt-0-1/world arrived", 1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "2"}
-    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True", MEMBER: "1@127.0.0.1:1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(backends, "CONNECT_SECONDS", 0.1)
     with pytest.raises(LostError, match=r"rank 1 on \S+: all 2 processes of this run met, but could not connect;"):
@@ -265,6 +266,7 @@ def test_a_rank_waits_only_shortly_to_be_connected_by_one_that_is_lost(monkeypat
     """Of two ranks, the one with the larger address connects: the lost one has told the address with the last port."""
     store = dist.HashStore()
     monkeypatch.setattr(backends, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setenv(MEMBER, "0@127.0.0.1:1")
 
     def tell_address() -> None:
         told = store.get("0/0")
@@ -280,6 +282,7 @@ def test_a_rank_waits_only_shortly_to_be_connected_by_one_that_is_lost(monkeypat
     assert time.monotonic() - began < 30, "gloo waits five times as long as it is told"
 
 
+@patch.dict(os.environ, {MEMBER: "0@127.0.0.1:1"})
 def _comes_late(rank: int, world: int, pace: float) -> float:
     backends.CONNECT_SECONDS = 0.4 * pace
     mesh = Mesh.connect(Layout(data=world), torch.device("cpu"), timeout_s=77.0)
