@@ -53,7 +53,8 @@ class HostCounts(TorchDispatchMode):
             sys.setprofile(self._called)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        self.calls += event == "call" and frame.f_code.co_filename != __file__ and is_in_runs(frame.f_code)
+        file = frame.f_code.co_filename
+        self.calls += event == "call" and file != __file__ and is_in_runs(file)
 
 
 def host_counts(step: Callable[[], object]) -> dict[str, int]:
