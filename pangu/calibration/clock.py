@@ -1,4 +1,4 @@
-"""Median times of what a device does."""
+"""Median times of actions on a device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Clock:
-    """Timer of what a device does."""
+    """Timer of actions on a device."""
 
     def __init__(self, device: torch.device, quick: bool, processes: int = 1) -> None:
-        """Prepare for a device, of which a host's is shared by `processes`; if `quick`, time everything once."""
+        """Create the timer; `processes` share the cores of a host, and a `quick` one times everything once."""
         self.device = device
         self.on_host = device.type == "cpu"
         self.crowding = max(1.0, processes * torch.get_num_threads() / available_cores()) if self.on_host else 1.0
@@ -57,13 +57,13 @@ class Clock:
         return sample
 
     def working(self, action: Callable[[], object], often: int) -> Callable[[], float]:
-        """Return a sample of the processor's time of what all processes do as `often`, as processes share the cores."""
+        """Return a sample of the processor time of what all processes, which share cores, do as `often`."""
         return lambda: self._timed(action, often, time.process_time) * self.crowding
 
     def meeting(
         self, action: Callable[[], object], often: int, before: Callable[[], object] | None = None
     ) -> Callable[[], float]:
-        """Return a sample of the time of what all processes do as `often`, or of what it takes after another action."""
+        """Return a sample of an action's time, where all processes carry it out `often`, each time after `before`."""
 
         def both() -> None:
             if before is not None:

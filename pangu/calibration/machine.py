@@ -21,7 +21,7 @@ from pangu.topology.launch import Launch
 def measure_machine(
     clock: Clock, base: ClusterConfig, launch: Launch, quick: bool, configs: Path
 ) -> tuple[ClusterConfig, list[str]]:
-    """Return the figures of this machine, and the names of those that are not measured but those of `base`.
+    """Return the figures of this machine, and the names of those that come from `base` unmeasured.
 
     All processes call this together. quick: measure few shapes, once each. configs: folder of the configurations.
     """

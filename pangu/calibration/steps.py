@@ -1,4 +1,4 @@
-"""Times of steps of the trainer on a host, which say what its operators and a step cost besides."""
+"""Times of training steps on a host, to which the costs of operators and of a step are fitted."""
 
 from __future__ import annotations
 

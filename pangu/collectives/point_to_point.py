@@ -18,7 +18,7 @@ from pangu.topology.recorder import AxisGroup
 
 
 def wait_arguments(group: dist.ProcessGroup) -> tuple[timedelta, ...]:
-    """Return the arguments of `Work.wait` for a message: gloo limits it by the timeout of connecting by default."""
+    """Return the arguments of `Work.wait` for a message; by default, gloo waits as long as for a connection."""
     # a timeout would make NCCL block the host
     is_gloo = dist.get_backend(group) == "gloo"
     return (group._get_backend(torch.device("cpu")).options._timeout,) if is_gloo else ()
@@ -31,8 +31,8 @@ class Transfer:
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work | Future[bool], ...]
     """Handles. gloo completes a send only for a caller that waits: a thread waits, and sets a future."""
-    arguments: tuple[timedelta, ...] = ()
-    """See `wait_arguments`."""
+    wait_arguments: tuple[timedelta, ...] = ()
+    """Arguments of `Work.wait` for each message."""
 
     @property
     def is_done(self) -> bool:
@@ -45,7 +45,7 @@ class Transfer:
             if isinstance(work, Future):
                 work.result()
             else:
-                work.wait(*self.arguments)
+                work.wait(*self.wait_arguments)
         return self.tensors
 
 

@@ -381,6 +381,7 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
                     collectives.append(Collective(of[1], of[0], nbytes / some, some, share, of[2]))
         elif len(of) < 2:
             plain[what] += amount
-    kernels, waits = (plain["memory_bound_bytes"], plain["launches"]), plain["host_syncs"] + plain["blocking_copies"]
+    moved, launches, copied = (plain[name] for name in ("memory_bound_bytes", "launches", "copy_bytes"))
+    waits = plain["host_syncs"] + plain["blocking_copies"]
     on_host = (plain[name] for name in ("operators", "python_calls", "sums", "sum_bytes"))
-    return Work(tuple(matmuls), *kernels, tuple(collectives), plain["copy_bytes"], waits, *on_host)
+    return Work(tuple(matmuls), moved, launches, tuple(collectives), copied, waits, *on_host)

@@ -160,7 +160,7 @@ def head_parts(size: int) -> tuple[int, int]:
 
 
 INSTRUCTIONS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
-"""See `matmul_instruction`, by major compute capability; "mma" for all others."""
+"""Major compute capability -> instruction of the tensor cores; "mma" for all others."""
 
 
 class Tiles(NamedTuple):
@@ -174,7 +174,7 @@ class Tiles(NamedTuple):
 
 @cache
 def matmul_instruction(device: torch.device) -> str:
-    """Return what tensor cores are called by: "mma" reads registers, "wgmma" shared memory, "tcgen05" keeps sums."""
+    """Return the instruction of a device's tensor cores: "mma" of registers, "wgmma" or "tcgen05" of shared memory."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return INSTRUCTIONS.get(major, "mma")
 

@@ -73,8 +73,8 @@ _tracked = set[tuple[int, int]]()
 def create_group(create: Callable[..., Any], backend: str, ranks: int, timeout_s: float) -> Any:
     """Return what `create` makes: a group of `ranks` ranks that have all arrived, whose collectives have a timeout.
 
-    A rank waits for the connection of one that is lost meanwhile as gloo's timeout says. Where a lost rank can be
-    replaced, that is short at first; elsewhere it would only end runs whose ranks are slow.
+    The timeout of gloo also limits how long a rank waits to be connected by one that is lost meanwhile. Where lost
+    ranks are replaced, it is short while the group connects; elsewhere that would only end runs with slow ranks.
     """
     timeout = timedelta(seconds=timeout_s)
     connecting = timedelta(seconds=CONNECT_SECONDS + ranks / 50) if MEMBER in os.environ else timeout
