@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -116,9 +117,10 @@ def _one_core() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _usual_products() -> None:
-    """A run of this process chooses how fp32 products are made, for all that follows."""
+def _defaults() -> None:
+    """Restore the process-wide choices of runs: the precision of fp32 matmuls, and the level of the log."""
     torch.set_float32_matmul_precision("highest")
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture
