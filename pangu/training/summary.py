@@ -125,10 +125,11 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     if isinstance(config.data, StdlibData) and config.optimizer.name == "adam":
         lamb = ("optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}")
         commands.append((shlex.join([*start, *_changed(sys.argv[1:], *lamb)]), "the same with LAMB"))
-    prompts = config.sample.prompts or ["Hello"] * (getattr(config.data, "tokenizer", None) is not None)
-    if prompts and config.checkpoint.every:
+    has_tokenizer = isinstance(config.data, StdlibData) or getattr(config.data, "tokenizer", None) is not None
+    if has_tokenizer and config.checkpoint.every:
         what = "answers" if isinstance(config.data, InstructionsData) else "continues a text"
-        commands.append((shlex.join([*_program("generate"), output, "--prompt", prompts[0]]), what))
+        prompt = [*config.sample.prompts, "Hello"][0]
+        commands.append((shlex.join([*_program("generate"), output, "--prompt", prompt]), what))
     if config.checkpoint.init_from and config.checkpoint.every:  # the core does not know which models a format has
         commands.append((shlex.join([*_program("convert"), "--help"]), "exports for Hugging Face and other programs"))
     if config.cluster is not None and config.profile and not config.batch.stages:

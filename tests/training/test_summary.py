@@ -46,6 +46,13 @@ def test_a_fine_tuned_model_can_be_asked_and_only_what_works_is_offered(monkeypa
     assert "convert_checkpoint.py" not in summary_lines(config(*given), {**SUMMARY, "samples": []})
 
 
+def test_a_run_without_a_tokenizer_offers_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain.py"])
+    given = ["+config=quickstart", "sample.tokens=0", "train.output=runs/a"]
+    assert "generate.py" in summary_lines(config(*given), {**SUMMARY, "samples": []})
+    assert "generate.py" not in summary_lines(config(*given, "data=synthetic"), {**SUMMARY, "samples": []})
+
+
 def test_sampled_text_is_text() -> None:
     said = summary_lines(config("train.output=a"), {**SUMMARY, "samples": ["def f():\n    return '今天'"]})
     assert "\nsampled:\n    def f():\n        return '今天'\n" in said
