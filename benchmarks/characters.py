@@ -45,7 +45,7 @@ RATE, LEAST_RATE, BETAS, DECAY = 1e-3, 1e-4, (0.9, 0.99), 0.1
 def write_text(folder: Path) -> int:
     """Write the two parts of the text as token files, one id for each character. Return the size of the vocabulary."""
     sources = read_library(Path(sysconfig.get_paths()["stdlib"]), ProgressBar(show=False))
-    text = "\n".join(source.documents[0] for source in sources).encode("ascii", "ignore")[:CHARACTERS]
+    text = "\n".join(documents[0] for documents in sources.values()).encode("ascii", "ignore")[:CHARACTERS]
     letters, ids = np.unique(np.frombuffer(text, np.uint8), return_inverse=True)
     border = len(text) * 9 // 10
     for name, part in (("train", ids[:border]), ("held_out", ids[border:])):

@@ -71,7 +71,7 @@ def of_pangu(fake: FakeDevice, preset: str, *words: str) -> dict[str, float]:
             sums.append(sum(audit.by_action.values(), Counter()))
     waits = update + sums[-1]
     return {
-        **of_layer(*sums, ROWS[preset] * config.model.sequence),
+        **of_layer(*sums, tokens=ROWS[preset] * config.model.sequence),
         **{kind: sum(waits[key] for key in waits if key[0] == kind) for kind in ("host_syncs", "blocking_copies")},
     }
 
@@ -105,7 +105,7 @@ def of_peer(fake: FakeDevice, preset: str, make: Callable[[Mapping[str, int]], n
                     for _ in range(MICRO):
                         step(model, ROWS[preset], shape["sequence"])
         sums.append(audit.counts)
-    return of_layer(*sums, ROWS[preset] * numbers["sequence"])
+    return of_layer(*sums, tokens=ROWS[preset] * numbers["sequence"])
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def watched(fake: FakeDevice) -> Iterator[Audit]:
     from pangu.dryrun.audit import Audit
     from pangu.dryrun.run import on_fake_tensors
 
-    torch.cuda.is_bf16_supported = lambda *_: True  # type: ignore[assignment]
+    torch.cuda.is_bf16_supported = lambda *_: True
     torch.cuda.current_device = lambda: 0
     with on_fake_tensors(0, 2), Audit(torch.device("cuda", 0), {}, fake) as audit:
         yield audit

@@ -83,7 +83,7 @@ def take_part(folder: Path) -> None:
         make_step(loop, *arguments)
         times.append((time.process_time(), time.perf_counter()))
 
-    Loop._train_step = timed  # type: ignore[method-assign]
+    Loop._train_step = timed
     os.environ["PANGU_MEMORY"] = str(folder / "memory" / os.environ["RANK"])
     pretrain()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(times))

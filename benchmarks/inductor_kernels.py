@@ -103,7 +103,7 @@ def main() -> None:
         raise SystemExit(device)
     import torch.utils._triton as triton_utils
 
-    triton_utils.has_triton = lambda: True  # type: ignore[assignment]  # before Inductor is imported
+    triton_utils.has_triton = lambda: True  # before Inductor is imported
     for name, words in LAYERS.items():
         print(json.dumps({"layer": name, **counts(words)}), flush=True)
 

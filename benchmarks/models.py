@@ -70,7 +70,7 @@ def is_cut(x: Tensor) -> bool:
 
 def whole(x: Tensor) -> Tensor:
     """A tensor, or what a DTensor is a part of."""
-    return x.full_tensor() if is_cut(x) else x  # type: ignore[attr-defined, no-any-return]
+    return x.full_tensor() if is_cut(x) else x  # type: ignore[attr-defined]
 
 
 def clip(groups: Sequence[Sequence[Tensor]]) -> None:

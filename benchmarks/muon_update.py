@@ -49,7 +49,7 @@ def make(peer: str, layers: int, hidden: int) -> Callable[[], Any]:
     if peer == "emerging_optimizers":
         from emerging_optimizers.orthogonalized_optimizers import Muon as Megatrons
 
-        return Megatrons(tensors, extra_scale_factor=0.2, **OPTIONS).step  # type: ignore[no-any-return]
+        return Megatrons(tensors, extra_scale_factor=0.2, **OPTIONS).step
     return Muon(tensors, dtype=None if peer.endswith("fp32") else torch.bfloat16, **OPTIONS).step
 
 

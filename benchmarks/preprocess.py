@@ -105,11 +105,11 @@ def streamed(workers: int) -> Callable[[str, str, str, str], None]:
     """`data=stream`: the same text as the samples of an epoch, shuffled and packed."""
 
     def run(kind: str, model: str, text: str, _: str) -> None:
-        tokenizer = TokenizerConfig(kind, model)  # type: ignore[arg-type]
+        tokenizer = TokenizerConfig(kind, model)
         packing = PackingConfig(None, None, reset_mask=False, reset_positions=False)
         sizes = {"holdout": 0.0, "shuffle": 2_000_000, "max_bad": 0, "workers": workers}
         texts = {"train": (text,), "validation": (), "weights": None, "text_key": "text"}
-        data = StreamData("stream", tokenizer=tokenizer, packing=packing, **texts, **sizes)  # type: ignore[arg-type]
+        data = StreamData("stream", tokenizer=tokenizer, packing=packing, **texts, **sizes)
         encoder = partial(encode, tokenizer=tokenizer, vocab=load_tokenizer(tokenizer).vocab_size, eod=9)
         source = PackedSource(StreamRecipe((text,), data, False, encoder, 1024, 1, data.shuffle, (0,)))
         source.begin(None)
@@ -124,7 +124,7 @@ def datasets_map(kind: str, model: str, text: str, output: str) -> None:
     """`datasets.map` over batches, in one process, with the same tokenizer."""
     import datasets
 
-    tokenizer = load_tokenizer(TokenizerConfig(kind, model))  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(TokenizerConfig(kind, model))
     rows = datasets.load_dataset("json", data_files=text, split="train", cache_dir=output)
     rows.map(lambda batch: {"ids": [tokenizer.encode(text) for text in batch["text"]]}, batched=True)
 
@@ -135,7 +135,7 @@ def megatron(kind: str, model: str, text: str, output: str) -> None:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    tokenizer = load_tokenizer(TokenizerConfig(kind, model))  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(TokenizerConfig(kind, model))
     builder = IndexedDatasetBuilder(f"{output}.bin", dtype=np.uint16)
     with open(text, encoding="utf-8") as file:  # noqa: PTH123
         for line in file:

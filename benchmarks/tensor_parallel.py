@@ -142,7 +142,7 @@ def megatron_config(
 
 def megatron(precision: str, vocab: int, micro: int, sequence: bool) -> Step:
     """megatron-core's layers and loss; in bf16 as its trainer does it: bf16 weights, fp32 masters and gradient sums."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "cpu"
     model = MegatronGPT(vocab, megatron_config(precision, PROCESSES, sequence), SHAPE["sequence"])
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().float().clone()) for weight in weights]

@@ -23,4 +23,5 @@ from pangu.prepare.indexed_writer import IndexedWriter as IndexedWriter
 from pangu.topology.layout import Layout as Layout
 from pangu.topology.mesh import Mesh as Mesh
 
+__all__: list[str]
 __version__: str

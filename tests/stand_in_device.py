@@ -70,7 +70,7 @@ class NpuTensor(Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"npu({self.raw!r})"
 
     __str__ = __repr__
@@ -162,7 +162,7 @@ class Event:
         return (end.time_s - self.time_s) * 1000
 
 
-class Module(backend_registration._DummyBackendModule if missing() is None else object):  # type: ignore[misc]
+class Module(backend_registration._DummyBackendModule if missing() is None else object):
     """What torch.npu is used for."""
 
     def get_device_name(self, device: Any = None) -> str:
@@ -194,10 +194,10 @@ class HcclGroup(StagedGroup):
         return super().allreduce(_of_the_device(tensors, reduced=True), opts)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
-        return super().reduce_scatter_single(*_of_the_device([output, source], reduced=True), opts)
+        return super().reduce_scatter_single(*_of_the_device([output, source], reduced=True), opts=opts)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
-        return super().all_gather_single(*_of_the_device([output, source]), opts)
+        return super().all_gather_single(*_of_the_device([output, source]), opts=opts)
 
     def all_to_all_single(self, output: Tensor, source: Tensor, *sizes: Any) -> Any:
         return super().all_to_all_single(*_of_the_device([output, source]), *sizes)
@@ -254,7 +254,7 @@ def _replace_in_torch() -> None:
     tensor, generator = torch.tensor, torch.Generator
     torch.tensor = lambda data, *, device=None, **options: tensor(data, **options).to(device or "cpu")
 
-    class OnHost(generator):  # type: ignore[misc, valid-type]
+    class OnHost(generator):  # type: ignore[valid-type]
         def __new__(cls, device: Any = "cpu") -> torch.Generator:
             return generator("cpu")
 

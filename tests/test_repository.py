@@ -75,4 +75,4 @@ def test_hooks_run_the_tools_of_the_environment() -> None:
 
 def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert re.match(r"\d+\.\d+\.\d+", pangu.__version__)[0] == citation["version"]  # type: ignore[index]
+    assert re.match(r"\d+\.\d+\.\d+", pangu.__version__)[0] == citation["version"]

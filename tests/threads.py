@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 from tests.spawn import WorkerError
@@ -112,7 +112,7 @@ class ThreadGroup(dist.ProcessGroup):
     """A process group of ranks that are threads. Only what the package uses of a group is there."""
 
     def __init__(self, rank: int, size: int, world: _World) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._at, self._size, self._world = rank, size, world
         self._count = 0
 

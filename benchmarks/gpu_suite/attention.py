@@ -75,7 +75,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def torchs(backend: SDPBackend, case: Case, device: torch.device) -> Attention:
     """scaled_dot_product_attention, by one kernel."""
-    mask = case.mask(device).dense(case.sequence, device) if case.documents else None
+    places = range(case.sequence)
+    mask = case.mask(device).dense(places, places, device) if case.documents else None
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=mask is None, dropout_p=case.dropout)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def counted() -> Iterator[Counter[str]]:
 
         return call
 
-    functions = {name: counting(name, getattr(dist, name)) for name in SENT if hasattr(dist, name)}
+    functions: dict[str, Any] = {name: counting(name, getattr(dist, name)) for name in SENT if hasattr(dist, name)}
     with patch.multiple(dist, **functions):
         yield calls
 

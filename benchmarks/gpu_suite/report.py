@@ -119,7 +119,7 @@ def calibrated(documents: Mapping[str, Any], base: ClusterConfig) -> tuple[Clust
     shapes = [(*row["shape"], row["of_bf16_peak"]) for name, row in products.items() if "fp8" not in name]
     timed = tuple(tuple(map(float, shape)) for shape in shapes if shape[-1])
     if timed:
-        matmul = replace(matmul, measured=timed)  # type: ignore[arg-type]
+        matmul = replace(matmul, measured=timed)
         keys.append("matmul.measured")
     causal = [
         row["tflops"] for name, row in rows_of(documents, "attention").items() if "causal" in name and "tflops" in row

@@ -54,7 +54,7 @@ def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
         if len(errors) >= LEAST_SOURCES or name == "all":
             # a plan says one time, which its interval contains
             ends = min(0.0, _limit(errors, -1)), max(0.0, _limit(errors, 1)), _tie(group) or everyone or 0.0
-            table[name] = Interval(*map(math.exp, ends), len(errors), len(group))
+            table[name] = Interval(*map(math.exp, ends), sources=len(errors), rows=len(group))
     return table
 
 

@@ -103,7 +103,7 @@ def train(rank: int, world: int, layout: Layout, schedule: str, folder: Any) -> 
         parts = [part.unflatten(1, (2, 2)).flatten(0, 1) for part in batch(step)]  # [micro-batches x 2, 2, tokens]
         parts = [part.chunk(layout.data)[mesh.replica] for part in parts]
         with replaced_here(WeightGradientStore, put=counted):
-            loss = pipeline.forward_backward(*parts, loss_of)
+            loss = pipeline.forward_backward(*parts, loss=loss_of)
         done = pipeline.sharded.step(sgd, clip=0.5, loss=loss)
         figures.append((float(done.loss), float(done.grad_norm)))
     outputs = pipeline.forward([part[0] for part in parts[:1]])

@@ -233,7 +233,7 @@ def most_whole(rank: int, world: int, layout: Layout) -> tuple[int, int]:
         begin(*arguments)
         peak = max(peak, len(unsharder.unsharded | unsharder.in_flight.keys()))
 
-    unsharder.begin = counted  # type: ignore[method-assign]
+    unsharder.begin = counted
     for _ in range(2):
         model(torch.randn(3, 8)).sum().backward()
         sharded.step(sharded.adamw(lr=0.1))
@@ -319,7 +319,7 @@ class Outside(Foreign):
 class Hidden(nn.Linear):
     """Returns what nobody can look into."""
 
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Any:
         return SimpleNamespace(value=super().forward(x))
 
 
@@ -419,7 +419,7 @@ def rates(rank: int) -> None:
 
 
 def adam_formats(rank: int) -> None:
-    one(rank).adamw(lr=0.1, moments="fp8")  # type: ignore[arg-type]
+    one(rank).adamw(lr=0.1, moments="fp8")
 
 
 def head_after(rank: int) -> None:
@@ -464,7 +464,7 @@ class Breaking(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise ZeroDivisionError
 
 
@@ -481,7 +481,7 @@ def failed_backward(rank: int) -> None:
 
 
 def no_mesh(rank: int) -> None:
-    pangu.shard(nn.Linear(2, 2), torch.distributed.group.WORLD)  # type: ignore[arg-type]
+    pangu.shard(nn.Linear(2, 2), torch.distributed.group.WORLD)
 
 
 def other_world(rank: int) -> None:
@@ -506,7 +506,7 @@ def message(rank: int) -> None:
 
 
 def no_list(rank: int) -> None:
-    pangu.shard(nn.Linear(2, 2), mesh(), offload="optimizer")  # type: ignore[arg-type]
+    pangu.shard(nn.Linear(2, 2), mesh(), offload="optimizer")
 
 
 def over_files(rank: int) -> None:

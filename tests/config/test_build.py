@@ -45,7 +45,7 @@ def test_quickstart() -> None:
     assert isinstance(config.data, StdlibData)
     assert config.optimizer.betas == (0.9, 0.95)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.train.steps = 3  # type: ignore[misc]
+        config.train.steps = 3
 
 
 def test_run_folders_older_than_a_key_are_read() -> None:

@@ -42,7 +42,7 @@ def test_files_of_hugging_face(folder: Path, kind: str, name: str) -> None:
     """Whole texts, whatever the file says of their length, and no special id for what a text spells."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GPT2TokenizerFast(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
-    tokenizer = load_tokenizer(TokenizerConfig(kind, str(folder / name)))  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(TokenizerConfig(kind, str(folder / name)))
     plain = TEXT.replace("<|endoftext|>", "")
     assert tokenizer.encode(plain) == theirs.encode(plain)
     ids = tokenizer.encode(TEXT)
@@ -57,7 +57,7 @@ def test_files_of_tiktoken(folder: Path, kind: str) -> None:
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken_ext import openai_public
 
-    tokenizer = load_tokenizer(TokenizerConfig(kind, str(folder / "some.tiktoken")))  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(TokenizerConfig(kind, str(folder / "some.tiktoken")))
     ranks = {piece: number for number, piece in enumerate(PIECES)}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
@@ -110,7 +110,7 @@ def test_damaged_files_of_hugging_face(tmp_path: Path) -> None:
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, library: str) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=f"needs {library}: pip install {library}"):
-        load_tokenizer(TokenizerConfig(kind, str(tmp_path)))  # type: ignore[arg-type]
+        load_tokenizer(TokenizerConfig(kind, str(tmp_path)))
 
 
 def test_a_file_of_another_programs_encoding_is_refused(tmp_path: Path) -> None:

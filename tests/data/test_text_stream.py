@@ -282,7 +282,7 @@ def test_documents_are_held_out_by_their_hash(tmp_path: Path) -> None:
     tokens = sum(len(text) + 1 for text in WORDS if text not in outside)
     trained = texts_of([sources.train[index].tolist() for index in range(tokens // SEQUENCE + 1)])
     assert set(trained[:-1]) == set(WORDS) - set(outside)
-    assert opened(data, num_validation=3).validation.num_samples == 3  # type: ignore[union-attr]
+    assert opened(data, num_validation=3).validation.num_samples == 3
     assert opened(data).validation is None
 
 

@@ -124,7 +124,7 @@ def test_hugging_face_without_transformers(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["sentencepiece", "pangu", "huggingface"])
 def test_missing_files(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UserError, match=r"data.tokenizer.path = .*absent: (does not exist|no such folder)"):
-        load_tokenizer(TokenizerConfig(kind, str(tmp_path / "absent")))  # type: ignore[arg-type]
+        load_tokenizer(TokenizerConfig(kind, str(tmp_path / "absent")))
 
 
 def test_other_files(tmp_path: Path) -> None:

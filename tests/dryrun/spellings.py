@@ -6,6 +6,7 @@ FAKE = load_device()  # before torch is imported
 
 import json  # noqa: E402
 from contextlib import suppress  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException  # noqa: E402
@@ -40,7 +41,7 @@ def counted(code: str) -> int:
     assert not isinstance(FAKE, str), FAKE
     d = torch.device("cuda", 0)
     with on_fake_tensors(0, 1), Audit(d, {}, FAKE) as audit:
-        names = {
+        names: dict[str, Any] = {
             **{"torch": torch, "F": torch.nn.functional, "d": d, "event": torch.Event(d)},
             **{"x": torch.zeros(3, device=d), "n": torch.zeros(3, device=d, dtype=torch.int64)},
             **{"m": torch.zeros(3, 3, device=d), "index": torch.tensor([0, 1])},

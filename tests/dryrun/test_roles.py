@@ -73,7 +73,7 @@ def test_what_is_done_is_told_before_the_rest_and_a_listener_may_leave(answer: C
     answer(jobs.answer_or_sleep)
     began, reports = time.monotonic(), run_jobs([({}, 0, {}), ({"long": 1}, 1, {})])
     assert next(reports)["peak"] == 7
-    reports.close()
+    reports.close()  # type: ignore[attr-defined]  # a generator
     assert time.monotonic() - began < jobs.LONG
 
 

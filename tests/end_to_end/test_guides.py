@@ -59,7 +59,7 @@ def by_output(page: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("page", [FIRST, chinese(FIRST)], ids=lambda page: page.name)
 def test_every_field_of_a_line_of_progress_is_explained(page: Path) -> None:
     numbers = {field.name: 1 for field in fields(StepRecord)}
-    record = StepRecord(**numbers | {"validation_sources": {}, "evaluation": {}})  # type: ignore[arg-type]
+    record = StepRecord(**numbers | {"validation_sources": {}, "evaluation": {}})
     parts = str(progress_line(record, 10, 1.0)).split(" | ")
     rows = set(re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
     explained = {max((row for row in rows if row in part), key=len) for part in parts}

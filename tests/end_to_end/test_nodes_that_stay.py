@@ -180,7 +180,7 @@ def test_a_run_grows_back_when_a_node_returns(tmp_path_factory: pytest.TempPathF
         nodes[1].signal(signal.SIGKILL)
         shutil.rmtree(nodes[1].memory)
         wait_until(lambda: has_begun(folder, 6))
-        port = next(word for word in nodes[0].launcher.args if word.startswith("--master-port="))  # type: ignore
+        port = next(word for word in nodes[0].launcher.args if word.startswith("--master-port="))
         nodes.append(Node(folder, 1, 0, "127.0.0.1", int(port.partition("=")[2])))
         wait_until(lambda: "ranks are missing" in (folder / "said-0").read_text())
         time.sleep(2 * BEAT_SECONDS)  # they notice it while they train, not while the test holds them

@@ -128,7 +128,7 @@ REFUSED = {
 def _refusals(folder: str) -> None:
     """What each of `REFUSED` says on a device without bf16."""
     stand_in_device.install()
-    stand_in_device.Module.is_bf16_supported = lambda self: False  # type: ignore[method-assign]
+    stand_in_device.Module.is_bf16_supported = lambda self: False
     said = {}
     for words in REFUSED:
         output = ("train.steps=1", f"train.output={folder}/run")

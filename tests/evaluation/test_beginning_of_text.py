@@ -86,7 +86,7 @@ def test_perplexity_is_that_of_transformers(folder: Path, theirs: tuple[Any, Any
     with torch.no_grad():
         expected = other(ids, labels=ids).loss.item()
     for recipe in ("own", "huggingface"):
-        setup = Setup(recipe=recipe)  # type: ignore[arg-type]
+        setup = Setup(recipe=recipe)
         task = find_task("wikitext")
         prompts = Prompts(task, setup, model.tokenizer, model.first, model.config.sequence, (), model.bos)
         (span,) = prompts.spans(Item("1", {}, ("hello there",)))
@@ -107,7 +107,7 @@ def test_log_likelihoods_are_those_of_lm_eval(folder: Path) -> None:
     models = [PanguLM(loaded(folder)), HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)]
 
     def answers(model: Any, kind: str, *arguments: Any) -> Any:
-        requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]  # type: ignore[arg-type]
+        requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
         return getattr(model, kind)(requests, disable_tqdm=True)
 
     pairs = [("hello", " there"), ("", "there"), ("a b c", " d"), ("one two", " three")]

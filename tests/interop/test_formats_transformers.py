@@ -568,7 +568,7 @@ def test_a_tokenizer_with_code_of_its_own_comes_as_its_sentencepiece_model(tmp_p
     run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
     data = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).data
     kept = TokenizerConfig("sentencepiece", str(run / "tokenizer.model"))
-    assert data.tokenizer == kept  # type: ignore[union-attr]
+    assert data.tokenizer == kept
     assert load_tokenizer(kept).encode("def f(x)")
     assert (run / "tokenizer.model").read_bytes() == (tmp_path / "small.model").read_bytes()
 
@@ -611,10 +611,10 @@ def test_pangu_in_a_fresh_process(tmp_path: Path) -> None:
     assert torch.equal(found["batch"][0], found["cached"][0])
     assert torch.equal(found["batch"][1, 7:], found["alone"][0, 4:])
     for kind, folder, (told, decoded, eos) in zip(kinds, folders, found["tokenizers"], strict=True):
-        tokenizer = load_tokenizer(TokenizerConfig(kind, path))  # type: ignore[arg-type]
+        tokenizer = load_tokenizer(TokenizerConfig(kind, path))
         assert told == [tokenizer.encode(text) for text in ("def f(x):\n    return x", "今天 是一个好天气", "")]
         assert decoded == [tokenizer.decode(ids) for ids in told]
         assert eos == 9
         back = convert("huggingface", "pangu", folder, tmp_path / f"back_{kind}")
         data = build(RunConfig, yaml.safe_load((back / "config.yaml").read_text())).data
-        assert data.tokenizer == TokenizerConfig(kind, str(back / "tokenizer.model"))  # type: ignore[union-attr,arg-type]
+        assert data.tokenizer == TokenizerConfig(kind, str(back / "tokenizer.model"))

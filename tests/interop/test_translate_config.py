@@ -728,8 +728,8 @@ def test_the_pages_show_the_mapping(language: str) -> None:
     name = "moving-over.md" if language == "en" else "moving-over.zh.md"
     page = (repository() / "docs" / name).read_text(encoding="utf-8")
     done = called("tools/translate_config", "--tables", language)
-    assert page.partition("\n## ")[1:] == ("\n## ", tables(language).removeprefix("## "))  # type: ignore[arg-type]
-    assert done.stdout == tables(language) + "\n"  # type: ignore[arg-type]
+    assert page.partition("\n## ")[1:] == ("\n## ", tables(language).removeprefix("## "))
+    assert done.stdout == tables(language) + "\n"
 
 
 GROUPS = {path.name for path in (repository() / "configs").iterdir() if path.is_dir()}

@@ -195,7 +195,7 @@ def flash(
 
 
 def flash_forward(qkv: Any, lengths: Lengths, share: float, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    return (*flash(*qkv, lengths, options), torch.zeros(2), torch.zeros(1))
+    return (*flash(*qkv, lengths=lengths, options=options), torch.zeros(2), torch.zeros(1))
 
 
 def flash_backward(
@@ -205,7 +205,7 @@ def flash_backward(
     grad, query, key, value, output, log_sum = tensors
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     with torch.enable_grad():
-        part, part_sum = flash(*leaves, lengths, options)
+        part, part_sum = flash(*leaves, lengths=lengths, options=options)
         heads_last = log_sum.transpose(-2, -1)[..., None]
         own = part_sum.transpose(-2, -1)[..., None]
         seen = own.isfinite()

@@ -208,7 +208,7 @@ class FlashOperator:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *options: Any, **window: int) -> tuple[Tensor, ...]:
         state = torch.tensor([torch.initial_seed() % 2**62, 0])
         *options_of_both, _debug = options
-        output = self.attend((query, key, value), *options_of_both, state, **window)
+        output = self.attend((query, key, value), *options_of_both, state=state, **window)
         return output, output.new_zeros(1), state, output.new_zeros(1), output.new_zeros(0)
 
     def backward(
@@ -222,10 +222,10 @@ class FlashOperator:
         *options: Any,
         **window: int,
     ) -> tuple[Tensor, ...]:
-        *options_of_both, _unused = options
+        *options_of_both, state, _unused = options
 
         def output(*parts: Tensor) -> Tensor:
-            return self.attend(parts, *options_of_both, **window)
+            return self.attend(parts, *options_of_both, state=state, **window)
 
         gradients: tuple[Tensor, ...] = torch.func.vjp(output, query, key, value)[1](grad)
         return gradients

@@ -54,7 +54,7 @@ def test_statistics_and_gradients_of_shares_make_up_the_whole(dtype: torch.dtype
         gradient(x, log_sum, labels, grad, start, width)
         assert not x[:, width:].any()
         rounding = max(off, torch.finfo(dtype).eps)
-        gradients, expected_gradients = x[:, :width].double(), exact.grad[:, start : start + width]  # type: ignore[index]
+        gradients, expected_gradients = x[:, :width].double(), exact.grad[:, start : start + width]
         torch.testing.assert_close(gradients, expected_gradients, rtol=rounding, atol=off)
 
 
@@ -73,7 +73,7 @@ def test_a_loss_in_chunks_is_that_of_all_tokens(chunk: int, scale: float | None)
         head = loss.Head(Builder(PlacementTable()), VOCAB, size)
         inputs = [tensor.clone().requires_grad_() for tensor in (hidden, table)]
         with Shapes() as shapes:
-            total = head.loss(*inputs, labels, weights, factor)
+            total = head.loss(*inputs, labels=labels, weights=weights, scale=factor)
             gradients = torch.autograd.grad(total, inputs, factor)
         results.append([total.detach(), *gradients])
         products = [shape for name, shape in shapes.made if name == "mm"]
@@ -81,7 +81,7 @@ def test_a_loss_in_chunks_is_that_of_all_tokens(chunk: int, scale: float | None)
         assert len(products) == 3 * num_chunks
         assert max(rows for rows, width in products if width == VOCAB) == (size or TOKENS)
         with torch.no_grad():
-            assert torch.equal(head.loss(*inputs, labels, weights), total)
+            assert torch.equal(head.loss(*inputs, labels=labels, weights=weights), total)
     for whole_one, in_chunks in zip(*results, strict=True):
         torch.testing.assert_close(in_chunks, whole_one, rtol=1e-13, atol=1e-13)
 

@@ -29,7 +29,7 @@ def test_a_line_holds_the_promised_fields(record: Make) -> None:
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_come_back_bit_for_bit(loss: float) -> None:
     fields = RECORD.as_dict() | {"loss": loss}
-    read = from_json(to_json(StepRecord(**fields)))  # type: ignore[arg-type]
+    read = from_json(to_json(StepRecord(**fields)))
     assert read is not None
     assert math.copysign(1, read["loss"]) == math.copysign(1, loss)
     assert read == fields

@@ -75,4 +75,4 @@ def logical_gradients(model: LanguageModel, table: PlacementTable) -> dict[str, 
 
 def variant(**changes: object) -> ModelConfig:
     """`TINY` with some fields changed."""
-    return replace(TINY, **changes)  # type: ignore[arg-type]
+    return replace(TINY, **changes)

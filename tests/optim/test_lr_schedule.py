@@ -16,7 +16,7 @@ from pangu.optim.lr_schedule import learning_rate, weight_decay
 def schedule(
     shape: str, warmup: int = 10, decay: int | None = None, start: str = "warmup", low: float = 0.1, end: str = "linear"
 ):
-    return LrScheduleConfig(shape, warmup, decay, start, low, end)  # type: ignore[arg-type]
+    return LrScheduleConfig(shape, warmup, decay, start, low, end)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "wsd", "inverse_sqrt"])

@@ -55,9 +55,9 @@ def micro_batch(rank: int, world: int, *overrides: str) -> tuple[Counts, Counts]
 
 def measure(ranks: Ranks, *overrides: str) -> tuple[Counts, Counts]:
     """`micro_batch` on as many processes as the overrides ask for; all ranks send the same."""
-    ranks = ranks.run(tiny(*overrides).parallel.tensor, micro_batch, *overrides)
-    assert all(rank == ranks[0] for rank in ranks)
-    return ranks[0]
+    first, *others = ranks.run(tiny(*overrides).parallel.tensor, micro_batch, *overrides)
+    assert all(counts == first for counts in others)
+    return first
 
 
 def minus(one: Counts, other: Counts) -> dict[str, tuple[int, float]]:

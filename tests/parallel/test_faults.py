@@ -115,7 +115,7 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
             clock[0] += 1e12
             return work.wait()
 
-        return original_watched(self, axis, SimpleNamespace(wait=wait), read)  # type: ignore[arg-type]
+        return original_watched(self, axis, SimpleNamespace(wait=wait), read)
 
     original_wait, original_watched = Transfer.wait, Recorder.watched
     now = replaced_here(ActiveRecording, _now=lambda self: At(clock[0]))

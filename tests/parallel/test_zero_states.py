@@ -32,7 +32,7 @@ class Gathered:
         self.most, self.total = 0, 0
         self.weights = weights
         for unit in weights.flat_parameters:
-            unit.allocate = self.watching(unit.allocate)  # type: ignore[method-assign]
+            unit.allocate = self.watching(unit.allocate)
 
     def watching(self, hold: Any) -> Any:
         """`hold`, and a look around."""
@@ -61,7 +61,8 @@ def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str,
         batches = loader.micro_batches(0)
     trainer.train_step(batches)
     watched.total = 0
-    with counted() if layout.pipeline == 1 else nullcontext({}) as totals:
+    counts: Any = counted() if layout.pipeline == 1 else nullcontext({})
+    with counts as totals:
         trainer.train_step(batches)
     return {
         "plan": plan_of(config, layout, rank),

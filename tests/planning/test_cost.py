@@ -72,7 +72,7 @@ def test_crooked_shapes_are_slower() -> None:
 
 @pytest.mark.parametrize(("kind", "times"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)])
 def test_a_ring_sends_its_share(kind: str, times: int) -> None:
-    collective = Collective(kind, "tensor", 8e9)  # type: ignore[arg-type]
+    collective = Collective(kind, "tensor", 8e9)
     assert collective_seconds(collective, Group(4, 4), perfect()) == pytest.approx(times * 0.75 * 8e9 / 100e9)
     assert collective_seconds(collective, Group(1, 1), perfect()) == 0
 
@@ -102,7 +102,7 @@ def test_groups_are_those_of_the_layout(layout: Layout) -> None:
     groups, experts = groups_of(layout, node=8), ExpertLayout(layout)
     for axis in ("tensor", "context", "pipeline", "replicas", "shard", "gather", "copies", *GROUPS):
         ranks = (experts if axis in GROUPS else layout).peers(0, axis)
-        assert groups[axis] == (len(ranks), sum(rank < 8 for rank in ranks)), axis  # type: ignore[index]
+        assert groups[axis] == (len(ranks), sum(rank < 8 for rank in ranks)), axis
     assert groups["world"] == (layout.world, min(layout.world, 8))
 
 
@@ -121,7 +121,7 @@ def test_an_all_to_all_leaves_the_node_from_each_device() -> None:
 
 def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> None:
     def microseconds(kind: str, group: Group) -> float:
-        return 1e6 * collective_seconds(Collective(kind, "tensor", 0.0), group, A100)  # type: ignore[arg-type]
+        return 1e6 * collective_seconds(Collective(kind, "tensor", 0.0), group, A100)
 
     inside, between = A100.inside.latency_us, A100.between.latency_us
     assert microseconds("all_gather", Group(8, 8)) == pytest.approx(7 * inside)
@@ -219,7 +219,7 @@ def test_what_was_timed_is_believed_and_other_sizes_lie_between() -> None:
     timed = replace(A100, inside=replace(A100.inside, measured=table))
 
     def seconds(kind: str, ranks: int, nbytes: float) -> float:
-        return collective_seconds(Collective(kind, "tensor", nbytes), Group(ranks, ranks), timed)  # type: ignore[arg-type]
+        return collective_seconds(Collective(kind, "tensor", nbytes), Group(ranks, ranks), timed)
 
     sizes = (1.0, 1e6, 2e6, 3e6, 6e6)
     assert [seconds("all_reduce", 2, size) for size in sizes] == pytest.approx([1e-4, 1e-4, 1.5e-4, 2e-4, 4e-4])

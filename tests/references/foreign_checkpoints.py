@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -193,7 +194,7 @@ def _messages() -> dict[str, type]:
     }
 
 
-_CLASSES = _messages()
+_CLASSES: dict[str, Any] = _messages()
 _TYPE_NAMES = {torch.float32: "Float32", torch.float16: "Float16"}
 
 

@@ -93,7 +93,8 @@ def test_title_and_legends_are_inside_the_picture(
     assert ("other work" in {text.get_text() for text in figure.legends[1].get_texts()}) == measured
     figure.draw_without_rendering()  # places the axis's label
     boxes = [
-        part.get_window_extent() for part in [*figure.legends, figure.axes[0].xaxis.label, figure.axes[0]._left_title]
+        part.get_window_extent()
+        for part in [*figure.legends, figure.axes[0].xaxis.label, figure.axes[0]._left_title]  # type: ignore[attr-defined]
     ]
     assert len(boxes) == 4
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)

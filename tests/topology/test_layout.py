@@ -40,7 +40,7 @@ def test_neighbouring_tensor_groups_share_a_sequence() -> None:
 
 @given(layouts())
 def test_the_groups_of_an_axis_part_the_ranks_and_each_rank_finds_the_same_group(layout: Layout) -> None:
-    axes = [(layout, axis) for axis in {*AXES, *GROUPS} - {"ends"}]
+    axes: list[tuple[Layout | ExpertLayout, str]] = [(layout, axis) for axis in {*AXES, *GROUPS} - {"ends"}]
     for along, axis in (*axes, *((ExpertLayout(layout), axis) for axis in experts.GROUPS)):
         groups = [tuple(along.peers(rank, axis)) for rank in range(layout.world)]
         assert all(rank in group for rank, group in enumerate(groups)), axis

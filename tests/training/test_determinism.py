@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import deterministic as memory
 
 from pangu.common.errors import UserError
 from pangu.topology.layout import Layout
@@ -24,6 +23,7 @@ from tests.training.test_resume import train
 
 def test_libraries_are_told_before_they_are_asked() -> None:
     environment: dict[str, str] = {}
+    memory: Any = torch.utils.deterministic
     before = memory.fill_uninitialized_memory
     with deterministic(environment):
         assert torch.are_deterministic_algorithms_enabled()

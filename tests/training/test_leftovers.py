@@ -48,7 +48,7 @@ def run_and_stay(folder: Path, ports: list[int], fails: bool) -> None:
     def fail(trainer: Trainer, *arguments: object) -> object:
         if fails and trainer.step == 2:
             raise UserError("no more")
-        return update(trainer, *arguments)  # type: ignore[arg-type]
+        return update(trainer, *arguments)
 
     for number, port in enumerate(ports):
         os.environ["MASTER_PORT"] = str(address + number)

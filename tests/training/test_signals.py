@@ -207,7 +207,7 @@ def interrupt(times: int) -> None:
         said.set()
 
     interrupts.SAME_SECONDS = 0.0
-    Interrupts._say = noted  # type: ignore[method-assign]
+    Interrupts._say = noted
     Thread(target=press).start()
     dist.HashStore().wait(["never"], timedelta(seconds=600))
 
@@ -217,11 +217,11 @@ def run_interrupted(place: str, *words: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts.GRACE_SECONDS = 0.5
     if place == "step":
-        Trainer.forward_backward = lambda *given: interrupt(2)  # type: ignore[method-assign, assignment]
+        Trainer.forward_backward = lambda *given: interrupt(2)
     elif place == "save":
-        Saver._write = lambda *given, **named: interrupt(2)  # type: ignore[method-assign, assignment, return-value]
+        Saver._write = lambda *given, **named: interrupt(2)
     else:
-        Trainer.__init__ = lambda *given: interrupt(1)  # type: ignore[method-assign, assignment]
+        Trainer.__init__ = lambda *given: interrupt(1)
     call_and_exit("pretrain", *words)
 
 
