@@ -53,8 +53,9 @@ def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
         errors = [[one.error for one in own] for own in grouped(group, attrgetter("source")).values()]
         if len(errors) >= LEAST_SOURCES or name == "all":
             # a plan says one time, which its interval contains
-            ends = min(0.0, _limit(errors, -1)), max(0.0, _limit(errors, 1)), _tie(group) or everyone or 0.0
-            table[name] = Interval(*map(math.exp, ends), sources=len(errors), rows=len(group))
+            middle, tie = median(median(one) for one in errors), _tie(group) or everyone or 0.0
+            factors = min(0.0, _limit(errors, -1)), max(0.0, _limit(errors, 1)), middle, tie
+            table[name] = Interval(*map(math.exp, factors), sources=len(errors), rows=len(group))
     return table
 
 

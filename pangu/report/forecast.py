@@ -99,10 +99,10 @@ class Forecast:
         )
 
     @property
-    def interval_s(self) -> tuple[float, float]:
-        """Interval of the step time in seconds."""
-        low, high, *_ = self.expectation.interval
-        return low * self.time.total, high * self.time.total
+    def interval_s(self) -> tuple[float, float, float]:
+        """Interval of the step time and its median in seconds."""
+        low, high, median, *_ = self.expectation.interval
+        return low * self.time.total, high * self.time.total, median * self.time.total
 
     @property
     def verdict(self) -> str:
@@ -114,12 +114,12 @@ class Forecast:
     def lines(self) -> str:
         """Return the forecast as log lines."""
         terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
-        low, high = self.interval_s
+        low, high, median = self.interval_s
         waits = f"; host-bound: the device waits {self.time.host:.3g} s for the host, less with larger micro-batches"
         return (
             f"{'expected':<12} on {self.cluster}: step time {self.time.total:.3g} s ({terms}), memory "
             f"{self.memory.total:.3g} of {self.room_gib:g} GiB ({self.verdict}){waits * (self.time.host > 0)}\n"
-            f"{'':<12} between {low:.3g} and {high:.3g} s: {self.expectation.words}"
+            f"{'':<12} between {low:.3g} and {high:.3g} s, median {median:.3g} s: {self.expectation.words}"
         )
 
     def stages_line(self, config: RunConfig) -> str:
@@ -165,7 +165,7 @@ class Forecast:
         self._seconds.append(record.step_time_s)
         if len(self._seconds) == COMPARED_AFTER:
             taken = median(self._seconds[WARM_UP:])
-            low, high = self.interval_s
+            low, high, _ = self.interval_s
             place = "inside" if low <= taken <= high else "outside"
             tensors, others = self.memory.states + self.memory.activations, self.memory.overhead
             self._measured = {"measured_step_time_s": taken, "measured_memory_gib": record.peak_memory_gib}
@@ -190,7 +190,8 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast and measurements for summary.json."""
         expected = {"cluster": self.cluster, "step_time_s": self.time.total, "memory_gib": self.memory.total}
-        interval = {"step_time_interval_s": list(self.interval_s), "interval": self.expectation.words}
+        *ends, median = self.interval_s
+        interval = {"step_time_interval_s": ends, "step_time_median_s": median, "interval": self.expectation.words}
         stages = {"stages_step_time_s": list(self.stages_s)} if self.stages_s else {}
         return {**expected, **interval, "verdict": self.verdict, **stages, "terms_s": vars(self.time), **self._measured}
 

@@ -27,6 +27,8 @@ class Interval(NamedTuple):
     """Lower end, as a factor of the predicted time."""
     high: float
     """Upper end, as a factor of the predicted time."""
+    median: float
+    """Median of the sources' medians, as a factor of the predicted time."""
     tie: float
     """Layouts of one model and batch whose predicted times differ by at most this factor are ties."""
     sources: int
@@ -49,11 +51,12 @@ class Expectation(NamedTuple):
     @property
     def words(self) -> str:
         """Sentence that says where the interval is from."""
-        low, high, _, sources, rows = self.interval
+        low, high, median, _, sources, rows = self.interval
         borrowed = "" if self.group == self.kind else f", borrowed: too few sources measured {self.kind}"
         return (
             f"{SHARE:.0%} of such steps take {low:.2f} to {high:.2f} times the predicted, "
-            f"by {rows:,} published steps ({self.group}, {sources} sources{borrowed}){self.assumed}"
+            f"half of them more than {median:.2f}, by {rows:,} published steps "
+            f"({self.group}, {sources} sources{borrowed}){self.assumed}"
         )
 
 

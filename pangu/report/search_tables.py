@@ -40,10 +40,12 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     config, cluster, seconds = outcome.space.config, outcome.space.cluster, one.time.total
     tokens = config.batch.global_size * config.model.sequence
     flops = tokens * training_flops_per_token(config.model)
+    low, high, median, *_ = expectation(outcome.space, one.plan).interval
     data: dict[str, Any] = {
         "overrides": overrides_of(one.plan),
         "step_time_s": seconds,
-        "step_time_interval_s": [seconds * limit for limit in expectation(outcome.space, one.plan).interval[:2]],
+        "step_time_interval_s": [seconds * low, seconds * high],
+        "step_time_median_s": seconds * median,
         "terms_s": vars(one.time).copy(),
         "memory_gib": [stage.total for stage in one.memory],
         "measured_memory_gib": one.measured,

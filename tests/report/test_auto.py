@@ -249,7 +249,8 @@ def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     low, high = forecast["step_time_interval_s"]
     place = "inside" if low <= forecast["measured_step_time_s"] <= high else "outside"
     assert f"against the forecast, {place} its interval)" in done.stderr
-    assert f"between {low:.3g} and {high:.3g} s: {forecast['interval']}" in done.stderr
+    assert low <= (median := forecast["step_time_median_s"]) <= high
+    assert f"between {low:.3g} and {high:.3g} s, median {median:.3g} s: {forecast['interval']}" in done.stderr
     assert f"step time {forecast['measured_step_time_s']:.3g} s" in done.stderr
     (line,) = (line for line in done.stderr.splitlines() if "in seconds: compute" in line)
     parts = re.findall(r"\w+ (\S+) \(forecast: (\S+)\)", line)
