@@ -1,4 +1,4 @@
-"""What our Triton kernels of attention take of a GPU, compiled for it without one.
+"""Resources of a GPU that our Triton attention kernels take, compiled for it without one.
 
     python -m benchmarks.attention_kernels --output benchmarks/results/attention_kernels.json
 

@@ -49,7 +49,7 @@ Peer = tuple[Callable[[Path], None], Callable[[Path], None]]
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """What this process saves, under names of its own."""
+    """Return the state that this process saves, under names of its own."""
     rank, states = trainer.mesh.rank, trainer.optimizer.state
     state = {}
     for shard in trainer.parameters.shards:

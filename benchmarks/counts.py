@@ -1,4 +1,4 @@
-"""What a layer costs an accelerator beside its products, counted without one: ours beside a plain GPT, transformers and
+"""Cost of a layer on an accelerator apart from its matmuls, counted without one: ours, a plain GPT, transformers and
 megatron-core.
 
     python -m benchmarks.counts --output benchmarks/results/counts.json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PRESETS = ("pangu_350m", "pangu_2_6b", "pangu_200b")
 PLAIN = ("model.dropout=0", "model.attention_dropout=0", "memory.recompute=none", "data.packing.reset_mask=false")
-"""What the peers' models are without."""
+"""Keys that switch off what the peers' models lack."""
 ROWS = {"pangu_350m": 8, "pangu_2_6b": 2, "pangu_200b": 1}
 """Sequences of a micro-batch."""
 LAYERS = (2, 3)
@@ -77,7 +77,7 @@ def of_pangu(fake: FakeDevice, preset: str, *words: str) -> dict[str, float]:
 
 
 def of_layer(fewer: Counter[Any], more: Counter[Any], tokens: int) -> dict[str, float]:
-    """What one more layer adds for a micro-batch of so many tokens."""
+    """Return what one more layer adds for a micro-batch of `tokens`."""
     of = {name: (more[name,] - fewer[name,]) / MICRO for name in ("launches", "operators", "python_calls")}
     return {**of, "bytes_of_a_token": (more["memory_bound_bytes",] - fewer["memory_bound_bytes",]) / MICRO / tokens}
 

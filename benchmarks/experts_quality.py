@@ -1,4 +1,4 @@
-"""What a mixture of experts gains at equal computing for a token, and how each method of balance spreads the tokens.
+"""Gain in loss of a mixture of experts at equal FLOPs per token, and how each balancing method spreads the tokens.
 
     python -m benchmarks.experts_quality --output benchmarks/results/experts_quality.json --picture docs/experts.svg
 

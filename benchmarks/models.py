@@ -32,7 +32,7 @@ class PlainBlock(nn.Module):
         return x + self.feed_forward(self.norm2(x))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What a block makes of tokens one by one."""
+        """Return the output of the feed-forward layer."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
@@ -64,7 +64,7 @@ class PlainGPT(nn.Module):
 
 
 def is_cut(x: Tensor) -> bool:
-    """Whether it is a DTensor, of which only the peers that make them know."""
+    """Return whether `x` is a DTensor, without importing the class, which only some peers use."""
     return hasattr(x, "full_tensor")
 
 

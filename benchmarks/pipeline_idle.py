@@ -1,4 +1,4 @@
-"""How long the stages of a real pipeline are idle, beside what the simulator says for the same times.
+"""Idle time of the stages of a real pipeline, next to what the simulator predicts from the same durations.
 
     python -m benchmarks.pipeline_idle --output benchmarks/results/pipeline_idle.json
 

@@ -91,7 +91,7 @@ def steps_of(configs: Sequence[RunConfig], steps: int) -> list[list[float]]:
             layout, micro = trainer.mesh.layout, trainer.config.batch.micro_size
             batches = micro_batches(numbers.chunk(layout.data)[trainer.mesh.at.data], micro)
             if trainer.choices is not None:
-                torch.set_float32_matmul_precision(trainer.choices["products"])
+                torch.set_float32_matmul_precision(trainer.choices["fp32_matmul"])
             dist.barrier()
             began = time.perf_counter()
             trainer.train_step(batches)

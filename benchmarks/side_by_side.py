@@ -1,4 +1,4 @@
-"""What all benchmarks share: fresh processes, interleaved repeats, rows and the file they are written to.
+"""Shared parts of all benchmarks: fresh processes, interleaved repeats, rows and the file they are written to.
 
 A row is the median over repeats of its ratio to the plain loop's step of the same repeat (above 1: faster than plain),
 with the smallest and largest ratio and the peak resident set of fresh processes. In each repeat the peers come in
@@ -100,7 +100,7 @@ def command_line(
 
 
 def fresh(processes: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(*arguments)` returns in each of some fresh processes that form a gloo group."""
+    """Return the results of `function(*arguments)` in fresh processes that form a gloo group."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=context) as pool:
         jobs = [

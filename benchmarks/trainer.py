@@ -23,7 +23,7 @@ from pangu.training.step import Trainer
 
 
 def composed(*words: str) -> dict[str, Any]:
-    """What pretrain.py would run from, given these overrides."""
+    """Return the configuration that pretrain.py would run from, given these overrides."""
     from pangu.training.command import compose
 
     return compose(Path(__file__).resolve().parent.parent / "configs", words)
@@ -60,7 +60,7 @@ def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
             sizes = (f"batch.micro_size={micro}", f"batch.global_size={len(batch)}")
             trainer = pangu_trainer(precision, vocab, *sizes, *overrides)
             assert trainer.choices is not None
-            products = trainer.choices["products"]
+            products = trainer.choices["fp32_matmul"]
         torch.set_float32_matmul_precision(products)
         loss = trainer.train_step(micro_batches(batch, micro)).loss
         torch.set_float32_matmul_precision("highest")  # what the others run with

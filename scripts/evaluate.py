@@ -1,6 +1,6 @@
 """Measures a trained model: perplexity on files, and the tasks of the PanGu-α paper, LAMBADA and WikiText.
 
-A task reads the benchmark's own files from DATA/TASK, e.g. data/afqmc/dev.json. Figures are printed beside the paper's
+A task reads the benchmark's own files from DATA/TASK, e.g. data/afqmc/dev.json. Figures are printed next to the paper's
 for its 2.6B and 13B models; with --output they are written too, and a second start continues where the first one ended.
 """
 

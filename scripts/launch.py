@@ -176,8 +176,8 @@ def watch_store(options: Namespace) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether torchrun's line about its processes says what they have not said: not that one ended which told why, and
-    not that the others are ended then."""
+    """Return whether torchrun's log line about its processes is news: not that a process ended which printed its own
+    error, and not that the others are then terminated."""
     text = str(record.msg)
     first = record.args[0] if isinstance(record.args, tuple) and record.args else None
     is_known = text.startswith("failed (exitcode") and first in SPEAKS_ITSELF

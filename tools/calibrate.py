@@ -1,5 +1,5 @@
-"""Measures the machine that it runs on and writes a cluster file, from which plans are made: matrix
-products over the shapes that the presets make, attention, operations bound by memory, the floor of starting a kernel,
+"""Measures the machine that it runs on and writes a cluster file, for plans: matmuls over the
+shapes of the presets, attention, operations bound by memory, the floor of starting a kernel,
 collectives over sizes, and how much computing and communication slow each other. Takes less than five minutes.
 --from corrects the cluster file of a profiled run instead, and measures nothing."""
 
@@ -144,7 +144,7 @@ def _borrowed(like: str, launch: Launch) -> ClusterConfig:
 
 
 def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[str]) -> None:
-    """Write the file, and say how well the model follows the products that were timed."""
+    """Write the file, and say how well the model follows the matmuls that were timed."""
     plain = replace(cluster, matmul=replace(cluster.matmul, measured=()))
     errors = []
     for rows, columns, depth, share in cluster.matmul.measured:
@@ -159,7 +159,7 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
         new.finish()
         new.publish()
     print(
-        f"{path}: {len(errors)} products at up to {cluster.matmul.tflops:.3g} TFLOP/s (the model without the table is "
+        f"{path}: {len(errors)} matmuls at up to {cluster.matmul.tflops:.3g} TFLOP/s (the model without the table is "
         f"{median(errors):.1%} off), memory {cluster.memory.gb_s * cluster.memory.efficiency:.3g} GB/s, kernels "
         f"{cluster.launch_us:.3g} us, links {cluster.inside.latency_us:.3g} us + {cluster.inside.gb_s:.3g} GB/s; "
         f"borrowed: {', '.join(borrowed)}"

@@ -40,7 +40,7 @@ _EXAMPLE = """examples:
   python tools/convert_checkpoint.py --from mindspore --to pangu --input pangu_2.6B/ --output runs/released \\
       model=pangu_2_6b "data.tokenizer={kind: pangu, path: vocab.model}"
 
-Most files tell all of their model; MindSpore's and PanGu-α's for Megatron may lack the number of heads. Values given
+Most files describe their full model; MindSpore's and PanGu-α's for Megatron may lack the number of heads. Values given
 as for pretrain.py must agree with the files where they shape the model and win elsewhere (e.g. model.activation).
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -104,10 +104,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def configure(source: WeightSource, overrides: Sequence[str], output: Path) -> RunConfig:
-    """The configuration that the files and the user tell between them.
+    """Return the configuration that follows from the files and the overrides.
 
     Raises:
-        UserError: if they contradict each other, or something that is needed is not told.
+        UserError: if they contradict each other, or a needed key is in neither.
     """
     pangu = source.model_keys["kind"] == "pangu"
     presets = {"model": "pangu_2_6b" if pangu else "gpt2_124m", "data": "indexed_pangu" if pangu else "indexed_gpt2"}

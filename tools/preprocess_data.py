@@ -161,7 +161,7 @@ def preprocess(options: argparse.Namespace) -> None:
                 options.workers,
                 options.max_bad,
                 options.commit_every,
-                tell=partial(progress.advance, task),
+                add=partial(progress.advance, task),
                 warn=partial(_warn, progress),
             )
         num_bytes = sum(writer.num_bytes for writer in work.writers) - before

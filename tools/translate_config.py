@@ -27,7 +27,7 @@ _EXAMPLE = """examples:
   python tools/translate_config.py --from torchtitan llama3_8b.toml --keep-going
   python tools/translate_config.py --from huggingface config.json
 
-A launch script is read, not run: variables that only running would tell are given as NAME=VALUE behind it. All settings
+A launch script is read, not run: give variables that only a run would set as NAME=VALUE after it. All settings
 that are known are in docs/moving-over.md.
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"

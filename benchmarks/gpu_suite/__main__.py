@@ -84,7 +84,7 @@ ROUNDS = (
         Part("warm", 150),
     ),
 )
-"""What decides most first. After minutes of compilers, a host may be slower: they come last."""
+"""Parts in order: those that decide most first, and compilers last, as a host may be slower after minutes of them."""
 PARTS = tuple(part for parts in ROUNDS for part in parts)
 ARCHIVE_BYTES = 4_800_000
 """Most bytes of the archive; traces come last, and those that do not fit are left out."""
@@ -162,7 +162,7 @@ class Running:
         return cls(part, process, time.monotonic(), limit_s)
 
     def status(self) -> str | None:
-        """How the part ended; None while it may still run."""
+        """Return how the part ended; None while it may still run."""
         if (status := self.process.poll()) is not None:
             return "succeeded" if status == 0 else f"failed with status {status}"
         if time.monotonic() - self.began < self.limit_s:

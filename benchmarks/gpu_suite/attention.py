@@ -38,7 +38,7 @@ DOCUMENTS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """What attention is measured on."""
+    """Shape and options that attention is measured on."""
 
     rows: int
     heads: int

@@ -1,5 +1,5 @@
-"""What a dry run says of the memory of each size that `speed` measures, how many layers of the largest one fit, and
-what the planner expects of a step on such a device."""
+"""Forecast of each size that `speed` measures: memory by a dry run, how many layers of the largest one fit, and the
+step time that the planner expects on such a device."""
 
 from __future__ import annotations
 

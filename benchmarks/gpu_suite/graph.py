@@ -30,7 +30,7 @@ Once = Callable[[], Any]
 
 
 def captured(once: Once, device: torch.device) -> tuple[Once, Any]:
-    """What replays the graph of `once`, and the tensors that it writes. Raises RuntimeError without CUDA."""
+    """Return a function that replays the graph of `once`, and its outputs. Raises RuntimeError without CUDA."""
     if device.type != "cuda":
         raise RuntimeError(f"a graph is captured on CUDA devices; this one is {device.type}")
     stream = torch.cuda.Stream()

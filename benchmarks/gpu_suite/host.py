@@ -58,7 +58,7 @@ class HostCounts(TorchDispatchMode):
 
 
 def host_counts(step: Callable[[], object]) -> dict[str, int]:
-    """What the host does in a step. Not for what torch has compiled: there a profiler hangs."""
+    """Return counts of what the host does in a step. Not for compiled code, in which a profiler hangs."""
     with HostCounts() as counts:
         step()  # torch imports what a mode needs
         counts.operators = counts.calls = 0

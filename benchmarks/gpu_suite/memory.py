@@ -1,4 +1,4 @@
-"""What is bound by memory: an addition, norms, activations and the loss at a preset's sizes, copies between host and
+"""Operations bound by memory: an addition, norms, activations and the loss at a preset's sizes, copies between host and
 device, and the floor of starting a kernel."""
 
 from __future__ import annotations

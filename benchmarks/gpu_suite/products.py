@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.setting import Setting
 from pangu.calibration.clock import Clock
-from pangu.calibration.kernels import product
+from pangu.calibration.kernels import matmul
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name, peak_tflops
@@ -33,7 +33,7 @@ def shapes_of(config: RunConfig, ranks: int) -> Iterator[tuple[str, Matmul]]:
 
 
 def fp8_product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
-    """Return a matmul like `kernels.product` in e4m3 with one scale per operand; the right one is column-major, as the
+    """Return a matmul like `kernels.matmul` in e4m3 with one scale per operand; the right one is column-major, as the
     hardware wants it."""
     sizes = shape.rows * shape.depth, shape.depth * shape.columns
     starts = itertools.cycle(range(0, max(1, len(pool) - sum(sizes)), 16 * (sum(sizes) // 16)))
@@ -69,7 +69,7 @@ def measure(setting: Setting) -> None:
     presets = list(RANKS.items())[: 2 if setting.on_host else None]
     for (name, ranks), (form, pool) in itertools.product(presets, pools.items()):
         config = build(RunConfig, setting.values(name))
-        make, shape_of = (fp8_product, rounded) if form == "fp8" else (product, lambda shape: shape)
+        make, shape_of = (fp8_product, rounded) if form == "fp8" else (matmul, lambda shape: shape)
         for which, one in shapes_of(config, 1 if setting.on_host else ranks):
             shape, row = shape_of(one), f"{name}, {form}, {which}"
             try:

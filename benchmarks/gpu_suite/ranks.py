@@ -108,7 +108,7 @@ def measure(setting: Setting) -> None:
 
 
 def _result(folder: Path, number: int, processes: list[Any]) -> dict[str, Any]:
-    """What the ranks wrote of a layout. Raises RuntimeError if one has failed."""
+    """Return what the ranks wrote about a layout. Raises RuntimeError if one has failed."""
     while not (paths := sorted(folder.glob(f"{number}-*.json"))):
         if not any(process.is_alive() for process in processes):
             raise RuntimeError(f"the ranks ended with {[process.exitcode for process in processes]}")

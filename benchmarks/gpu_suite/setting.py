@@ -1,4 +1,4 @@
-"""What the parts of the suite share: configurations without Hydra, the trainer on one device, the file of a part."""
+"""Shared code of the suite's parts: configurations without Hydra, the trainer on one device, the file of a part."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ SMALL = {
     **{"model.layers": 3, "model.hidden": 64, "model.heads": 4, "model.sequence": 64, "model.vocab": 512},
     **{"batch.micro_size": 2, "batch.global_size": 4},
 }
-"""What replaces a preset's sizes on a CPU."""
+"""Overrides that replace a preset's sizes on a CPU."""
 PACKAGES = ("torch", "numpy", "transformers", "safetensors", "flash-attn", "apex", "triton", "pytest")
 
 
 def composed(name: str) -> dict[str, Any]:
-    """What a file of presets/ holds, from the shipped recipes. Needs Hydra, which nothing else here does."""
+    """Return what a file of presets/ holds, from the shipped recipes. Needs Hydra, which nothing else here does."""
     from pangu.training.command import compose
 
     return compose(ROOT / "configs", (*PRESETS[name], *QUIET))
@@ -245,7 +245,7 @@ def make_trainer(values: Mapping[str, Any], device: torch.device, world: int = 1
     config, layout, stages = choose_layout(values, world)
     mesh = mesh or Mesh.connect(layout, device, config.parallel.timeout_s)
     choices = choose(config, mesh)
-    torch.set_float32_matmul_precision(choices.products)
+    torch.set_float32_matmul_precision(choices.fp32_matmul)
     return Trainer(config, mesh, stages, choices)
 
 

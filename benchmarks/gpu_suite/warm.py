@@ -1,4 +1,4 @@
-"""What caches save at a start: the same steps by two processes, one after the other, with caches of their own."""
+"""Start-up time that caches save: the same steps by two processes, one after the other, with caches of their own."""
 
 from __future__ import annotations
 

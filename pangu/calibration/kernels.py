@@ -25,9 +25,9 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
     """Return the rates of matmuls, and the figures of the cost model fitted to them."""
     shapes = _shapes(clock.on_host, quick)
     pool = torch.randn(2**24, device=clock.device).to(dtype)  # more than a cache holds
-    taken = clock.in_turns({shape: clock.computing(product(shape, pool)) for shape in shapes})
+    taken = clock.in_turns({shape: clock.computing(matmul(shape, pool)) for shape in shapes})
     rates = [shape.flops / taken[shape] for shape in shapes]
-    # a host has no printed peak: its best product is
+    # a host has no printed peak: its best matmul is
     peak = max(rates) / 1e12 if clock.on_host else max(base.tflops, max(rates) / 1e12)
     units = torch.get_num_threads() if clock.on_host else base.units
     losses = []
@@ -72,8 +72,8 @@ def _shapes(on_host: bool, quick: bool) -> list[Matmul]:
     return list(dict.fromkeys(shapes))
 
 
-def product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
-    """Return a matmul of the next numbers of a pool each time: in a step its operands have not just been used."""
+def matmul(shape: Matmul, pool: Tensor) -> Callable[[], object]:
+    """Return a function that multiplies the next elements of a pool: in a step, operands have not just been used."""
     sizes = shape.rows * shape.depth, shape.depth * shape.columns
     starts = itertools.cycle(range(0, max(1, len(pool) - sum(sizes)), sum(sizes)))
 

@@ -28,7 +28,7 @@ _SIZES = {False: (2**16, 2**20, 2**24, 2**27, 2**29), True: (2**12, 2**16, 2**18
 _LONG = 2**22
 """Bytes from which on a message is repeated less often."""
 _BEFORE = 256
-"""Side of a square matrix whose product a host computes before a message."""
+"""Side of the square matrices that a host multiplies before a message."""
 
 
 def measure_link(
@@ -140,11 +140,11 @@ def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:
         work.wait()
 
     actions: dict[str, Callable[[], object]] = {
-        "product": lambda: matrix @ matrix,
+        "matmul": lambda: matrix @ matrix,
         "reduction": lambda: dist.all_reduce(buffer),
         "both": both,
     }
     taken = clock.in_turns({name: clock.meeting(action, 3) for name, action in actions.items()}, often=2)
-    product, reduction, together = taken.values()
-    # max + (overlap - 1) x min: see cost.beside
-    return 1 + min(1.0, max(0.0, together - max(product, reduction)) / min(product, reduction))
+    matmul, reduction, together = taken.values()
+    # max + (overlap - 1) x min: see `planning.cost`
+    return 1 + min(1.0, max(0.0, together - max(matmul, reduction)) / min(matmul, reduction))

@@ -243,7 +243,7 @@ class RemoteRun:
         self, source: str, target: Path, most: int | None = None, expected: Mapping[str, Any] | None = None
     ) -> None:
         digest, received = hashlib.sha256(), 0
-        # two blocks, so that a full disk is told from a store that fails
+        # two blocks, so that a full disk and a failing store are distinguished
         with reading(target, rule="cannot be written"), target.open("xb") as file:
             if self._size(source) is None:
                 raise UserError(f"{self.url}: {source}{DAMAGED}it is missing")

@@ -165,7 +165,7 @@ def _open_unnamed(folder: Path) -> BinaryIO | None:
         return None
     try:
         return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
-    except OSError:  # what is wrong with the folder itself is told when a file with a name is opened
+    except OSError:  # what is wrong with the folder itself is reported when a named file is opened
         return None
 
 

@@ -119,7 +119,7 @@ class StreamData:
     text_key: Filename
     """Field of a record that holds its text."""
     shuffle: Natural
-    """Size of the shuffle buffer in tokens: at most so many later tokens may overtake a document. The buffer is in
+    """Size of the shuffle buffer in tokens: at most this many later tokens may overtake a document. The buffer is in
     memory (4 bytes each) and is read again on resume. 0: documents come in order."""
     max_bad: Natural
     """Lines per epoch that may be skipped because they hold no document; each is logged."""

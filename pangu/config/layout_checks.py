@@ -165,18 +165,19 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
     sizes |= {"data": parallel.data} if parallel.data else {}
     keys, values = ", ".join(f"parallel.{name}" for name in sizes), ", ".join(map(str, sizes.values()))
     least = one_model * (parallel.data or 1)
+    fits_here = f"set parallel.data={world // one_model} or " * bool(parallel.data and world % one_model == 0)
     if world < least:
         yield Problem(
             keys,
             values,
             f"needs {'' if parallel.data else 'at least '}{least} processes, one per device, got {world}",
-            f"start {least} processes (torchrun --nproc-per-node and --nnodes), check the layout on this machine "
-            "with dry_run=true, or use a smaller preset such as +config=quickstart",
+            f"{fits_here}start {least} processes (torchrun --nproc-per-node and --nnodes), check the layout on this "
+            "machine with dry_run=true, or use a smaller preset such as +config=quickstart",
         )
     elif world % one_model or (parallel.data and world != least):
         rule = f"needs {'a multiple of ' if not parallel.data else ''}{least} processes, got {world}"
         number = least if parallel.data else either(multiples_near(one_model, world))
-        yield Problem(keys, values, rule, f"start {number} processes")
+        yield Problem(keys, values, rule, f"{fits_here}start {number} processes")
 
 
 def _batch(config: RunConfig, world: int, uneven: bool) -> Iterator[Problem]:

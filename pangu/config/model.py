@@ -14,7 +14,7 @@ MOST_LAYERS = 1000
 
 
 LayerPattern = Count | tuple[Natural, ...] | None
-"""The last layer of every so many, or a list of layers, counted from 0; null: none."""
+"""N: the last layer of every N; or a list of layers, counted from 0; null: none."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class ModelConfig:
     """Distance in tokens from which on all share the last bucket, with `relative`; null means 128. Must be null with
     other positions."""
     window: Length | None
-    """Sliding window: a query attends to so many latest keys, its own included; null: to all."""
+    """Sliding window in tokens: a query attends to its own key and to those before it in the window; null: to all."""
     residual_scores: bool
     """RealFormer (He et al. 2021): each layer adds the attention scores of the layer below, before bias and mask, to
     its own. Needs `attention=reference`, which `auto` then chooses."""
@@ -184,11 +184,11 @@ class ModelConfig:
     within `window`; null: to all. FlexAttention skips the other blocks, other kernels mask them."""
 
     full_layers: LayerPattern = None
-    """Layers that attend to all tokens in spite of `window`: the last of every so many (2: every other one, as
-    gpt-oss), or a list, counted from 0; null: none."""
+    """Layers that attend to all tokens in spite of `window`. N: the last of every N layers (2: every other one, as
+    gpt-oss); or a list, counted from 0; null: none."""
     nope_layers: LayerPattern = None
-    """Layers whose queries and keys do not rotate with `rope` (NoPE, Kazemnejad et al. 2023): the last of every so many
-    (4: as SmolLM3), or a list, counted from 0; null: none."""
+    """Layers whose queries and keys do not rotate with `rope` (NoPE, Kazemnejad et al. 2023). N: the last of every N
+    layers (4: as SmolLM3); or a list, counted from 0; null: none."""
     attention_sinks: bool = False
     """Add a learned number per head to the denominator of the softmax of attention, exp(sink), so that a query need not
     attend to any key (gpt-oss, OpenAI 2025)."""
@@ -200,14 +200,14 @@ class ModelConfig:
     expert_ffn: Annotated[int, Bounds(least=1, most=2**24)] | None = None
     """Width of one expert; null means the width of a dense layer. Must be null without `experts`."""
     shared_experts: Natural = 0
-    """Experts that every token passes through, besides the routed ones: one feed-forward layer of so many times
-    `expert_ffn`. Must be 0 without `experts`."""
+    """Number of experts that every token passes through, besides the routed ones, computed as one feed-forward layer
+    that is this many times as wide as `expert_ffn`. Must be 0 without `experts`."""
     dense_layers: Natural = 0
     """Number of leading layers that stay dense. PanGu-α's query layer is dense in any case."""
     expert_every: Count = 1
-    """Period of expert layers after those: the last layer of every so many has experts; 1: all have."""
+    """Period of expert layers after the dense ones, of which the last layer of each has experts; 1: all have."""
     expert_capacity: Positive | None = None
-    """Capacity factor in training: an expert computes at most so many times its even share of each sequence; tokens
+    """Capacity factor in training: an expert computes at most this multiple of its even share of each sequence; tokens
     beyond that, in order, skip it (Lepikhin et al. 2020). null: nothing is dropped."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Routing and load balancing. Must keep its defaults without `experts`."""

@@ -1,6 +1,6 @@
 """Tokenizers for the files of other libraries (Hugging Face, GPT-2, tiktoken), and a byte tokenizer without files.
 
-The encodings are written out because tiktoken downloads a vocabulary to tell its pattern.
+The encodings are written out because tiktoken downloads a vocabulary to return its pattern.
 """
 
 from __future__ import annotations

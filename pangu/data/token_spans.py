@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pangu.data.tokenizers import Tokenizer
 
-APART = "\ufdd2"
+SEPARATOR = "\ufdd2"
 """Noncharacter that prevents its neighbors from merging into one token; it produces no token in the result."""
 
 
@@ -27,12 +27,12 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> list[list[int]]:
     """Encode the concatenation of `parts` as one text and return the ids of each part.
 
     The ids are those of the full text, except that no token crosses the border of two parts: where one would, the text
-    is encoded with `APART` at that border.
+    is encoded with `SEPARATOR` at that border.
     """
     borders = list(accumulate(map(len, parts)))
     spans = tokenizer.encode_spans("".join(parts))
     if crossed := set(_crossed(spans, borders)):
-        parts = [part + APART * (border in crossed) for part, border in zip(parts, borders, strict=True)]
+        parts = [part + SEPARATOR * (border in crossed) for part, border in zip(parts, borders, strict=True)]
         borders = list(accumulate(map(len, parts)))
         spans = tokenizer.encode_spans("".join(parts))
     ids: list[list[int]] = [[] for _ in parts]
@@ -49,16 +49,16 @@ def _crossed(spans: Sequence[TokenSpan], borders: Sequence[int]) -> Iterator[int
             place += 1
 
 
-def without_apart(text: str, spans: Iterable[TokenSpan], unknown: int | None = None) -> list[TokenSpan]:
-    """Remove `APART` from spans."""
-    # SentencePiece merges adjacent unknown characters into one `unknown` piece; split it at `APART`
+def without_separators(text: str, spans: Iterable[TokenSpan], unknown: int | None = None) -> list[TokenSpan]:
+    """Remove `SEPARATOR` from spans."""
+    # SentencePiece merges adjacent unknown characters into one `unknown` piece; split it at `SEPARATOR`
     kept = []
     for token, begin, end in spans:
         covered = text[begin : max(end, begin + 1)]
-        if APART not in covered:
+        if SEPARATOR not in covered:
             kept.append(TokenSpan(token, begin, end))
             continue
-        runs = re.finditer(f"[^{APART}]+", covered)
+        runs = re.finditer(f"[^{SEPARATOR}]+", covered)
         found = [TokenSpan(token, begin + run.start(), begin + run.end()) for run in runs]
         kept += found if token == unknown else found[:1]
     return kept
@@ -78,10 +78,10 @@ def text_spans(
 ) -> list[TokenSpan]:
     """Encode with a byte-level tokenizer: a token covers `size(token)` bytes; `encode` knows no special pieces."""
     spans = []
-    for part, start in split_special(text, {**special, APART: -1}):
+    for part, start in split_special(text, {**special, SEPARATOR: -1}):
         if part in special:
             spans.append(TokenSpan(special[part], start, start + len(part)))
-        elif part != APART:
+        elif part != SEPARATOR:
             # Index of the character that each byte belongs to
             places = [start + n for n, character in enumerate(part) for _ in character.encode()]
             ids = encode(part)
@@ -99,4 +99,4 @@ def library_spans(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, in
     for token, (begin, end) in zip(ids, offsets, strict=True):
         spans.append(TokenSpan(token, min(begin, stop), end))
         stop = max(stop, end)
-    return without_apart(text, spans)
+    return without_separators(text, spans)

@@ -19,7 +19,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data import other_tokenizers as other
 from pangu.data.boundaries import beginning_of_text, end_of_document, tokenizer_facts
 from pangu.data.segmentation import NEWLINE, SPACE, Segmenter
-from pangu.data.token_spans import APART, TokenSpan, library_spans, split_special, without_apart
+from pangu.data.token_spans import SEPARATOR, TokenSpan, library_spans, split_special, without_separators
 from pangu.data.tokenizer_checks import (
     CANNOT_ENCODE,
     MOST_GROWTH,
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text, without ids that begin or end it."""
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
-        """Encode a text that may contain special pieces, with the characters of each token; `APART` gives no token."""
+        """Encode a text that may contain special pieces, with each token's characters; `SEPARATOR` gives no token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; those outside the vocabulary (padding rows of an embedding) are skipped."""
@@ -98,14 +98,14 @@ class SentencePieceTokenizer:
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
         """Encode a text that may contain special pieces."""
-        # `APART` replaces special pieces: the text gets one dummy prefix, after leading special pieces, as in training
+        # `SEPARATOR` replaces special pieces: the text gets one dummy prefix, after leading ones, as in training
         special = self.special
         parts = list(split_special(text, special))
         found = [TokenSpan(special[part], start, start + len(part)) for part, start in parts if part in special]
-        hidden = "".join(APART * len(part) if part in special else part for part, _ in parts)
-        lead = len(hidden) - len(hidden.lstrip(APART))
+        hidden = "".join(SEPARATOR * len(part) if part in special else part for part, _ in parts)
+        lead = len(hidden) - len(hidden.lstrip(SEPARATOR))
         plain = [TokenSpan(token, lead + begin, lead + end) for token, begin, end in self._spans(hidden[lead:])]
-        kept = without_apart(hidden, plain, self.processor.unk_id())
+        kept = without_separators(hidden, plain, self.processor.unk_id())
         return sorted([*found, *kept], key=lambda span: span.begin)
 
     def _spans(self, text: str) -> list[TokenSpan]:

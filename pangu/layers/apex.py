@@ -1,7 +1,7 @@
 """Kernels of NVIDIA's package apex that a run may use instead of torch's, which give equal results up to rounding.
 
 apex's LAMB kernels are no candidates: `multi_tensor_lamb` computes trust ratios of the tensors it is given, which are
-shards here, and `multi_tensor_lamb_stage1` is told the step by the host, which does not know whether one was skipped.
+shards here, and `multi_tensor_lamb_stage1` gets the step from the host, which does not know whether one was skipped.
 LAMB takes its moments and norms from the kernels below instead.
 """
 
@@ -47,7 +47,7 @@ def missing(use: str, config: RunConfig, device: torch.device) -> Iterator[Probl
     elif use == "norm" and config.compile:
         yield problem("a compiled layer fuses its norms", f"set compile=false, or {auto}")
     elif use == "weight_gradient" and compute not in ("bf16", "fp16"):
-        yield problem(f"adds products of bf16 or fp16 to fp32, got precision.compute = {compute}", auto)
+        yield problem(f"adds matmuls of bf16 or fp16 to fp32, got precision.compute = {compute}", auto)
     elif use == "optimizer" and (compute == "fp64" or "optimizer" in config.memory.offload):
         yield problem("updates fp32 on the device, not with precision=fp64 or memory.offload=[optimizer]", auto)
     else:

@@ -2,7 +2,7 @@
 
 permute -> exchange -> (expert by expert) -> matmuls -> exchange -> unpermute
 
-Where the router cannot choose more than an even share of rows for a rank, each pair of ranks has room for so many, and
+Where the router cannot choose more than an even share of rows for a rank, each pair of ranks has room for that, and
 the host knows all sizes. Otherwise it waits for the device's counts, unless `parallel.fixed_exchange` makes room.
 """
 

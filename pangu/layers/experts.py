@@ -82,7 +82,7 @@ class TokenChoices(NamedTuple):
     """True for choices that are not dropped; None: all."""
 
     def split(self, sizes: Sequence[int]) -> list[TokenChoices]:
-        """Return the choices of consecutive tokens, so many each."""
+        """Return the choices split into parts of consecutive tokens, of the given sizes."""
         admitted = [None] * len(sizes) if self.admitted is None else split(self.admitted, sizes)
         return list(map(TokenChoices, split(self.weights, sizes), split(self.experts, sizes), admitted))
 

@@ -9,7 +9,7 @@ in all micro-batches on all ranks:
 So a tensor may grow by three quarters before it saturates, and no layout changes a scale: a maximum does not depend on
 order, and only the exponent of `amax` counts, which rounding keeps. Scaling by a power of two rounds nothing.
 Micro-batches and recomputes use the same scales, so that a weight is cast once a step; both orientations (its own for
-y = x Wᵀ, the transpose for dx = dy W) are kept beside it. A step without history, such as the first of a run,
+y = x Wᵀ, the transpose for dx = dy W) are kept next to it. A step without history, such as the first of a run,
 multiplies in the compute format and records magnitudes; validation, evaluation and generation do the same without
 recording. Non-finite values become nan, and the step is skipped.
 """
@@ -44,7 +44,7 @@ _EXPONENTS = (8, 8, 15)
 """Exponents of the powers of two that bound the scaled magnitudes."""
 _UNKNOWN = (127, 127, 127 + 24)
 """Exponents (biased as in fp32) of scales without history; gradients of a mean over tokens are small."""
-_APART = 4
+_SCALE_STRIDE = 4
 """Stride of scales in elements: a compiled kernel loads 16 bytes at a time."""
 _TILE = (128, 64)
 """Rows and columns that a program of the Triton kernel casts."""
@@ -233,7 +233,7 @@ class Fp8Scales:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         """Start without history, for `shapes` of all logical tensors; stacked ones share the first one's name."""
         self._names = [name for name, shape in shapes.items() if in_fp8(name, shape)]
-        shape = (len(_EXPONENTS) * len(self._names), _APART)
+        shape = (len(_EXPONENTS) * len(self._names), _SCALE_STRIDE)
         self.scale, self.inverse = (torch.ones(shape, device=device)[:, 0] for _ in range(2))
         self.amax = torch.zeros(shape, device=device)[:, 0]
         """Largest magnitude of each tensor in this step on this rank."""

@@ -186,7 +186,7 @@ class GraphDropout(Dropout):
 
 
 class GraphTensors(SavedTensors):
-    """Saved tensors of a compiled graph: the compiler is told what to recompute, as it ignores hooks."""
+    """Saved tensors of a compiled graph: the compiler gets a list of what to recompute, as it ignores hooks."""
 
     @contextmanager
     def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:

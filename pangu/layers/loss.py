@@ -29,7 +29,7 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the sum over tokens of weight x negative log likelihood, in fp32 (fp64 for fp64 states).
 
-        With `sums`, one for each of so many equal parts of the batch: [sums].
+        With `sums` > 1, return one sum for each of that many equal parts of the batch: [sums].
 
         `hidden`: [sequence (/ ranks with sequence parallelism), batch, width]; `table`: output matrix [vocab / ranks,
         width], with padding; `labels` (int64), `weights`: [batch, sequence]; `scale`: gradient that the

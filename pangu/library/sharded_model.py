@@ -326,7 +326,7 @@ def shard(
         regions: Names of submodules, in the order of forward, that ZeRO-3 unshards one after the other; None: those
             of `model.zero_regions()`, if there is that method, otherwise the children, of which lists of layers are
             taken apart. A region must not change its input in place.
-        dtype: Compute format of all parameters; main parameters are fp32 beside it (fp64 in fp64). None: unchanged.
+        dtype: Compute format of all parameters; main parameters are fp32 (fp64 for fp64). None: unchanged.
         bucket_mib: MiB of fp32 gradients per message, about; None: 25 without ZeRO, otherwise a region's.
         offload: States in host memory.
         overlap: Overlap communication with computation.

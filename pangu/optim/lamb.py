@@ -305,7 +305,8 @@ class Lamb(Uncompiled):
                 torch._foreach_add_(updates, weights, alpha=batch.decay)
         if batch.adapts:
             vectors = [flat.weights for flat in batch.flats] + [flat.update for flat in batch.flats]
-            directions = _joined(norms, [_num_pieces(flat.weights) for flat in batch.flats])
+            pieces = [max(1, -(-flat.weights.numel() // _most(flat.weights.device))) for flat in batch.flats]
+            directions = _joined(norms, pieces)
             batch.norms = torch.stack(directions + list(self.kernels.norms(vectors))).view(3, -1)
 
     def _find_ratios(self, batches: list[_Batch]) -> None:
@@ -349,10 +350,6 @@ def require_dense(gradient: Tensor) -> None:
 
 def _most(device: torch.device) -> int:
     return _IN_CACHE if device.type == "cpu" else UPDATED_AT_ONCE
-
-
-def _num_pieces(tensor: Tensor) -> int:
-    return max(1, -(-tensor.numel() // _most(tensor.device)))
 
 
 def _pieces(flats: list[_Flat], device: torch.device) -> Iterator[list[list[Tensor]]]:

@@ -1,7 +1,7 @@
 """Muon for matrices (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982, section 2), AdamW for other tensors.
 
 Like LAMB, it knows nothing of ranks: tensors may be flat shards of matrices, and `orthogonalize` replaces the shards of
-the momentum by those of the orthogonal matrices, some at a time.
+the momentum by those of the orthogonal matrices, in batches.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SMALLEST = 1e-7
 
 
 def _orthogonalized(matrices: Tensor, steps: int) -> Tensor:
-    """Return U Vᵀ, about, of each U S Vᵀ in `matrices` [count, rows, columns], which are overwritten."""
+    """Return approximately U Vᵀ of each U S Vᵀ in `matrices` [count, rows, columns], which are overwritten."""
     # batched also for one matrix: the result of a matrix must not depend on how many there are
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]

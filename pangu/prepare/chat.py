@@ -22,7 +22,7 @@ from pangu.common.files import read_json_object, refuse_links
 from pangu.config.data import DataConfig, InstructionsData
 from pangu.data.boundaries import piece_of
 from pangu.data.sources import with_ids
-from pangu.data.token_spans import APART, encode_parts
+from pangu.data.token_spans import SEPARATOR, encode_parts
 from pangu.data.tokenizers import Tokenizer, cached_tokenizer
 from pangu.prepare.messages import BEGIN, END, Dialog, Message, map_text, unwritten
 from pangu.prepare.sandbox import Allowance, template_environment
@@ -72,8 +72,8 @@ class ChatTemplate:
     def parts(self, dialog: Dialog, allowance: Allowance) -> list[tuple[str, bool]]:
         """Render a conversation as (text, whether the loss counts it) parts.
 
-        `APART` splits the tokenizer's special pieces that occur in a message. Raises ValueError, with the reason, if
-        the template fails, writes no tools of a conversation, or writes a turn so that its response is not located.
+        `SEPARATOR` splits the tokenizer's special pieces that occur in a message. Raises ValueError, with the reason,
+        if the template fails, writes no tools of a conversation, or writes a turn so that its response is not located.
         """
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
         tools = map_text(dialog.tools, self._hold_apart)
@@ -104,10 +104,10 @@ class ChatTemplate:
 
     def end_of_turn(self) -> str:
         """Return what the template writes after a response, without trailing space; "" if it writes nothing."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{APART}"}]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{SEPARATOR}"}]
         with Allowance() as allowance, self._spending(allowance, UserError):
             text = self._render(messages, [], more=False)
-        tail = text.rpartition(APART)[2].partition(END)[0]
+        tail = text.rpartition(SEPARATOR)[2].partition(END)[0]
         return tail.rstrip() or tail
 
     @contextmanager
@@ -173,7 +173,7 @@ class ChatTemplate:
     def _hold_apart(self, text: str) -> str:
         for piece in self._special:
             if piece in text:
-                text = text.replace(piece, piece[0] + APART + piece[1:])
+                text = text.replace(piece, piece[0] + SEPARATOR + piece[1:])
         return text
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from pangu.common.errors import shown
 from pangu.common.files import parse_json
-from pangu.data.token_spans import APART
+from pangu.data.token_spans import SEPARATOR
 
 ROLES = ("system", "user", "assistant", "tool")
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around what a template declares to be a response. Unicode reserves them, and `APART`, for such internal uses:
-no text contains them."""
+"""Marks around what a template declares to be a response. Unicode reserves them, and `SEPARATOR`, for internal uses: no
+text contains them."""
 
 Message = Mapping[str, Any]
 
@@ -179,7 +179,7 @@ def _check_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError("contains half of a surrogate pair, which is not a character") from error
-    if any(sign in text for sign in (BEGIN, END, APART)):
+    if any(sign in text for sign in (BEGIN, END, SEPARATOR)):
         raise ValueError("contains one of U+FDD0 to U+FDD2, which are not characters")
     return text
 

@@ -194,11 +194,11 @@ class Preprocessing:
         return state or {}
 
     def run(
-        self, workers: int, max_bad: int, every: float, tell: Callable[[int], object], warn: Callable[[str], object]
+        self, workers: int, max_bad: int, every: float, add: Callable[[int], object], warn: Callable[[str], object]
     ) -> None:
         """Encode the remaining input and commit every `every` seconds. Raises UserError beyond `max_bad` bad lines.
 
-        `tell` is called with the number of documents of each chunk, `warn` with a message for bad lines.
+        `add` is called with the number of documents of each chunk, `warn` with a message for bad lines.
         """
         if self.progress.finished:
             return
@@ -214,7 +214,7 @@ class Preprocessing:
                     self.progress.bad.append(str(line))
             self._add(encoded)
             self.progress.place = encoded.after
-            tell(len(encoded.lengths))
+            add(len(encoded.lengths))
             if time.monotonic() - committed >= every:
                 self._commit()
                 committed = time.monotonic()

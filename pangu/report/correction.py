@@ -80,7 +80,7 @@ class ProfiledRun(NamedTuple):
             forecast = self.forecast(with_rates(self.cluster, compute, links))
             return sum(forecast[part] for part in parts)
 
-        for _ in range(3):  # how much communication is exposed depends on the time of the computation beside it
+        for _ in range(3):  # how much communication is exposed depends on the computation that hides it
             computing = _factor(partial(seconds, ("compute",), links=sending), self.measured["compute"])
             sending = _factor(partial(seconds, SENT, computing), sum(self.measured[part] for part in SENT))
         rest = self.measured["update"] - seconds(("update",), computing, sending)

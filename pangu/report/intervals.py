@@ -73,7 +73,7 @@ def expectation(space: Space, plan: Plan) -> Expectation:
 
 
 def groups_of_kind(device: str, precision: str, pipelined: bool) -> tuple[str, ...]:
-    """Return the names of the groups of measurements that tell of a kind, nearest first."""
+    """Return the names of the groups of measurements that apply to a kind, nearest first."""
     layout = "with pipeline" if pipelined else "without pipeline"
     return f"{device} {precision} {layout}", f"{device} {precision}", device, precision, "all"
 

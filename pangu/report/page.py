@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,8 @@ def fill_template(name: str, **values: Any) -> str:
         autoescape=True,
         finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
     )
-    environment.globals |= {"zip": zip, "merged": _merged}
+    environment.globals |= {"zip": zip, "merged": lambda rows: list(dict.fromkeys(chain(*rows)))[:_MOST_COLUMNS]}
     return environment.get_template(name).render(values)
-
-
-def _merged(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))[:_MOST_COLUMNS]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -164,7 +164,7 @@ def sentences(outcome: Outcome) -> list[str]:
 
 
 def ties(outcome: Outcome) -> int:
-    """Return the number of leading layouts that published measurements could not tell from the fastest."""
+    """Return the number of leading layouts that published measurements could not distinguish from the fastest."""
     best = outcome.result.best
     most = best[0].time.total * expectation(outcome.space, best[0].plan).interval.tie
     return sum(one.time.total <= most for one in best)

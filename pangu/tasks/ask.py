@@ -69,7 +69,7 @@ def _read(task: Task, folder: Path, patterns: Sequence[str]) -> Iterator[Item]:
 
 
 def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) -> Iterator[list[Answer]]:
-    """Answer the questions whose ids are not `done`, some at a time.
+    """Answer the questions whose ids are not `done`, and yield the answers in batches.
 
     All ranks of all replicas call this together and get the same answers. Raises UserError if the model has no
     tokenizer.

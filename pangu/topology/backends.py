@@ -25,7 +25,7 @@ MESSAGE_CTAS = 4
 """Maximum CTAs of an NCCL message between pipeline stages, which leaves the other SMs to computation."""
 SHARDED = ("replicas", "shard", "gather", "copies")
 OVERLAPPED = (*SHARDED, *(f"expert_{axis}" for axis in SHARDED))
-"""Axes of gathered weights and reduced gradients, which are sent beside matmuls."""
+"""Axes of gathered weights and reduced gradients, which are communicated during matmuls."""
 OVERLAPPED_CTAS = 16
 """Maximum CTAs of an NCCL collective along `OVERLAPPED`: an eighth of an H100's SMs."""
 WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies", *EXPERT_GROUPS)

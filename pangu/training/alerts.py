@@ -32,7 +32,7 @@ log = logging.getLogger("pangu")
 
 LIMIT_SECONDS = 10.0
 """Time for the command, after which it is killed, and for the last alerts at the end of a run."""
-APART_SECONDS = 60.0
+REPEAT_SECONDS = 60.0
 """Shortest time between two alerts of one kind; those in between are counted."""
 MOST_WAITING = 100
 
@@ -79,7 +79,7 @@ class Alerts(AlertHandler):
 
     def _send(self, alert: Alert) -> None:
         kind, now = alert.kind, time.monotonic()
-        if now - self._sent_s.get(kind, -APART_SECONDS) < APART_SECONDS:
+        if now - self._sent_s.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
             self._left_out[kind] += 1
             return
         self._sent_s[kind] = now

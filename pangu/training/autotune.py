@@ -56,7 +56,7 @@ class Choices:
 
     attention: str
     """Attention kernel, a key of `ABILITIES`."""
-    products: str
+    fp32_matmul: str
     """Precision of fp32 matmuls, a value of `torch.set_float32_matmul_precision`."""
     device: str
     """Device types of the run when it chose."""
@@ -83,7 +83,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     kernels, compiles = kernels_of(config, device), ["false"]
     if config.compile:
         compiles = ways(config.compile, device)
-    own = {"attention": kernels, "products": precisions(config.precision.fp32_matmul, compute, device)}
+    own = {"attention": kernels, "fp32_matmul": precisions(config.precision.fp32_matmul, compute, device)}
     own |= {"compile": compiles, **{use: apex.candidates(use, config, device) for use in apex.USES}}
     processors, of_ranks = zip(*gather_objects((processor_name(device), own), mesh.group("world")), strict=True)
     candidates = {key: [one for one in of_ranks[0][key] if all(one in names[key] for names in of_ranks)] for key in own}
@@ -96,12 +96,12 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     seconds = {"attention": _time_attention(config, mesh, candidates["attention"], every, timer)}
     attention = fastest(seconds["attention"], device)
     recalled = [key for key in recalled if key != "attention" or attention == previous[key]]
-    of_layers = dict.fromkeys(itertools.product(candidates["products"], candidates["compile"]), 0.0)
+    of_layers = dict.fromkeys(itertools.product(candidates["fp32_matmul"], candidates["compile"]), 0.0)
     if len(of_layers) > 1:
         of_layers = time_layers(config, mesh, attention, list(of_layers), timer)
-    products, compiled = fastest(of_layers, device)
-    seconds["products"] = {one: of_layers[one, compiled] for one in candidates["products"]}
-    seconds["compile"] = {one: of_layers[products, one] for one in candidates["compile"]}
+    precision, compiled = fastest(of_layers, device)
+    seconds["fp32_matmul"] = {one: of_layers[one, compiled] for one in candidates["fp32_matmul"]}
+    seconds["compile"] = {one: of_layers[precision, one] for one in candidates["compile"]}
     seconds |= {use: time_uses(use, candidates[use], config, mesh, timer) for use in apex.USES}
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
@@ -109,7 +109,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         if len(times) > 1:
             milliseconds[key] = {k: round(1000 * time, 3) for k, time in times.items() if math.isfinite(time)}
     uses = {use: fastest(seconds[use], device) for use in apex.USES}
-    choices = Choices(attention, products, device_kinds, compute, milliseconds, compiled, **uses)
+    choices = Choices(attention, precision, device_kinds, compute, milliseconds, compiled, **uses)
     _log_choices(config, choices, recalled)
     return choices
 
@@ -125,7 +125,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
     compute, device = config.precision.compute, mesh.device
     if compute not in ("bf16", "fp16") or not mesh.is_first:
         return
-    size = 160 if device.type == "cpu" else 800  # a slow format shows in a short product too
+    size = 160 if device.type == "cpu" else 800  # a slow format shows in a small matmul too
     trials: dict[str, Trial] = {}
     for name in dict.fromkeys(("fp32", "bf16", compute)):
         trials[name] = partial(operator.matmul, *random(device, DTYPES[name], (size, size), (size, size)))
@@ -172,7 +172,9 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
 
 def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[str, Any]:
     """Return the checkpoint's choices, without a kernel of layout-dependent dropout if `auto` has a better one."""
-    previous: Mapping[str, Any] = recorded if isinstance(recorded, dict) else {}
+    previous = dict(recorded) if isinstance(recorded, dict) else {}
+    if "products" in previous:  # checkpoints of earlier versions
+        previous["fp32_matmul"] = previous.pop("products")
     kernel, is_free = previous.get("attention"), model.attention == "auto" and model.attention_dropout > 0
     if not is_free or kernel not in ABILITIES or ABILITIES[kernel].hashed or not ABILITIES[preferred].hashed:
         return previous
@@ -278,7 +280,7 @@ def time_uses(use: str, names: Sequence[str], config: RunConfig, mesh: Mesh, tim
 def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -> None:
     keys = {
         "attention": f"model.attention={config.model.attention}",
-        "products": f"precision.fp32_matmul={config.precision.fp32_matmul}",
+        "fp32_matmul": f"precision.fp32_matmul={config.precision.fp32_matmul}",
         **({"compile": f"compile={str(config.compile).lower()}"} if config.compile else {}),
     }
     for use in apex.USES:
@@ -290,5 +292,4 @@ def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -
         if times := ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items()):
             what = "a micro-batch" if name not in apex.USES else f"one {name.replace('_', ' ')}"
             reasons.append(f"ms of {what}: {times}")
-        label = {"products": "fp32 matmul"}.get(name, name)
-        log.info("%-12s %s (%s)", label, getattr(choices, name), "; ".join(reasons))
+        log.info("%-12s %s (%s)", name.replace("_", " "), getattr(choices, name), "; ".join(reasons))

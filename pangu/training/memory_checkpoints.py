@@ -124,7 +124,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         if found is None or has_newer(found[0]):
             if held:
                 steps = ", ".join(str(step) for step in sorted({one.step for one in held}))
-                reason = "a checkpoint is newer" if found else "the nodes that are left hold no whole one"
+                reason = "a checkpoint is newer" if found else "the nodes that are left hold no complete one"
                 log.warning("the copies in memory of step %s are not used: %s", steps, reason)
             self.clear()
             return None

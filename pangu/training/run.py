@@ -208,7 +208,7 @@ def _train(
     if checkpoint is not None:
         recorded = read_index(checkpoint).get("choices")
     choices = choose(config, mesh, recorded)
-    torch.set_float32_matmul_precision(choices.products)
+    torch.set_float32_matmul_precision(choices.fp32_matmul)
     if mesh.device.type != "cpu":
         warm_up(config, mesh, choices.attention, choices.compile == "true")
     trainer = Trainer(config, mesh, stages, choices)

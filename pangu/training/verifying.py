@@ -20,7 +20,7 @@ from pangu.common.files import open_regular, read_json_object, write_atomically
 log = logging.getLogger("pangu")
 
 FILE = "verified.json"
-"""File beside the checkpoints: name -> time of its last verification, in seconds since 1970."""
+"""File next to the checkpoints: name -> time of its last verification, in seconds since 1970."""
 LOOK_SECONDS = 60.0
 """Interval between searches for checkpoints that are due."""
 CHUNK_BYTES = 8 * 2**20
@@ -30,7 +30,7 @@ LOWEST_PRIORITY = 19
 
 
 class Verifier:
-    """Thread of the first rank that verifies each checkpoint of a run once in so many hours."""
+    """Thread of the first rank that verifies each checkpoint of a run once every `hours`."""
 
     def __init__(self, folder: Path, hours: float) -> None:
         """Start the thread for the checkpoints in `folder`."""

@@ -210,7 +210,7 @@ class ReduceRules(Rules[F]):
         self._num_sent.clear()
 
     def expect_counts(self, chunk: int, counts: Sequence[int]) -> None:
-        """Expect so many gradients per flat parameter of a chunk before `reduce`, and reduce those that complete."""
+        """Set the number of gradients per flat parameter of a chunk before `reduce`, and reduce those that complete."""
         self._missing[chunk] = list(counts)
 
     def count(self, chunk: int, index: int) -> None:

@@ -103,7 +103,7 @@ class StageParameters:
         """Group the parameters of the rank at `at` into flat parameters of about `bucket_bytes` of fp32 gradients.
 
         With `reduce_each`, gradients are reduced after every micro-batch (ZeRO-2 and 3) instead of once per step; with
-        `fp8`, casts of the layers' matrices are kept beside them.
+        `fp8`, casts of the layers' matrices are kept next to them.
         """
         kinds = (False, True) if layout.splits_experts else (False,)
         shardings = {apart: Sharding.of(layout, at, offload, apart) for apart in kinds}

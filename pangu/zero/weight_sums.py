@@ -7,7 +7,7 @@ an axis along which they hold copies. Rank r of the R on an axis adds c_r times 
 
 to a number that all ranks of the run share. Equal sums cancel, since the factors add up to 0. A rank that differs does
 not, and neither does any set of ranks that differ alike, since the factors of no part of them add up to 0. So a few
-numbers tell for any number of ranks whether all copies are equal: exactly, because a sum travels in four parts of 16
+numbers show for any number of ranks whether all copies are equal: exactly, because a sum travels in four parts of 16
 bits, whose multiples are integers that fp64 holds.
 """
 

@@ -69,12 +69,16 @@ def test_too_few_devices(recipe: str, needed: int) -> None:
     assert f"needs at least {needed} processes, one per device, got 1" in text
     assert "dry_run=true" in text
     assert "+config=quickstart" in text
+    few = problems("+config=pangu_2_6b", "data.train=[a]", "data.validation=[b]", "parallel.data=3", world=16)
+    assert "needs 24 processes, one per device, got 16; set parallel.data=2 or start 24 processes" in few
 
 
 def test_devices_that_do_not_fit_the_layout() -> None:
     base = ["+config=pangu_13b", "data.train=[a]", "data.validation=[b]"]
     assert "needs a multiple of 8 processes, got 12; start 8 or 16 processes" in problems(*base, world=12)
-    assert "needs 16 processes, got 24; start 16 processes" in problems(*base, "parallel.data=2", world=24)
+    assert "needs 16 processes, got 24; set parallel.data=3 or start 16 processes" in problems(
+        *base, "parallel.data=2", world=24
+    )
     assert (
         "parallel.tensor = 3: must divide model.heads = 40 and the feed-forward width 20480; nearest valid values: 1, "
         "2, 4" in problems(*base, "parallel.tensor=3", world=3)

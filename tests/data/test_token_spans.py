@@ -12,7 +12,7 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from pangu.config.data import PackingConfig, TokenizerConfig
-from pangu.data.token_spans import APART, encode_parts
+from pangu.data.token_spans import SEPARATOR, encode_parts
 from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
 from pangu.prepare.instructions import Encoder
 from pangu.prepare.sandbox import Allowance
@@ -91,7 +91,7 @@ def test_ids_of_parts_are_those_of_the_whole_text(tmp_path: Path, kind: str) -> 
 
 def test_what_is_held_apart_is_spelled_as_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(config(tmp_path, "byte-level"))
-    ((*ids,),) = encode_parts(tokenizer, [f"say <{APART}/s>"])
+    ((*ids,),) = encode_parts(tokenizer, [f"say <{SEPARATOR}/s>"])
     assert tokenizer.eod not in ids
     assert tokenizer.decode(ids) == "say </s>"
 

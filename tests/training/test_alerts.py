@@ -88,7 +88,7 @@ def test_repeated_events_are_counted(keeps: Path, tmp_path: Path, monkeypatch: p
         for number in range(5):
             log.warning("step %d", number, extra={"alert": "skipped_step"})
         log.warning("nobody needs to see this now")
-        monkeypatch.setattr(alerts, "APART_SECONDS", 0.0)
+        monkeypatch.setattr(alerts, "REPEAT_SECONDS", 0.0)
         log.warning("step 5", extra={"alert": "skipped_step"})
     events = [(event["event"], event["message"], event["left_out"]) for event in told(tmp_path / "told")]
     assert events[:2] == [("skipped_step", "step 0", 0), ("skipped_step", "step 5", 4)]

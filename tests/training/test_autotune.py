@@ -74,7 +74,7 @@ def test_the_fastest_kernel_is_taken_and_the_log_says_why(caplog: pytest.LogCapt
     run = tiny("model.layers=1", "precision.fp32_matmul=highest")
     assert choose(run, ONE, timer=table({"sdpa": 4.0, "reference": 3.0})).attention == "reference"
     found = choose(run, ONE, timer=table({"sdpa": 3.0, "reference": 4.0}))
-    assert (found.attention, found.products) == ("sdpa", "highest")
+    assert (found.attention, found.fp32_matmul) == ("sdpa", "highest")
     assert found.milliseconds["attention"]["sdpa"] == pytest.approx(3000)
     lines = [record.getMessage() for record in caplog.records][-2:]
     assert lines[0] == "attention    sdpa (model.attention=auto; ms of a micro-batch: sdpa 3e+03, reference 4e+03)"
@@ -132,7 +132,7 @@ def test_what_is_asked_for_is_taken_and_what_leaves_no_choice_is_not_timed() -> 
     asked: list[Any] = []
     keys = ("model.attention=reference", "precision.fp32_matmul=high")
     found = choose(tiny(*keys), ONE, timer=table({}, asked))
-    assert (found.attention, found.products, found.milliseconds) == ("reference", "high", {})
+    assert (found.attention, found.fp32_matmul, found.milliseconds) == ("reference", "high", {})
     highest = "precision.fp32_matmul=highest"
     assert choose(tiny(highest, "model.attention_dropout=0.1"), ONE, timer=table({}, asked)).attention == "reference"
     assert choose(tiny(highest), ONE, timer=table({}, asked)).attention == "sdpa"
@@ -403,14 +403,17 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
 def test_products_by_which_whole_layers_are_faster_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside compiled layers, of which each is timed by each."""
     monkeypatch.setattr(autotune, "precisions", lambda *_: ["highest", "medium"])
-    assert choose(tiny(), ONE, timer=table({"highest": 2.0, "medium": 1.0})).products == "medium"
-    assert choose(tiny(), ONE, timer=table({"highest": 1.05, "medium": 1.0})).products == "highest"
+    assert choose(tiny(), ONE, timer=table({"highest": 2.0, "medium": 1.0})).fp32_matmul == "medium"
+    assert choose(tiny(), ONE, timer=table({"highest": 1.05, "medium": 1.0})).fp32_matmul == "highest"
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     times: dict[Any, float] = {("highest", "false"): 2.0, ("medium", "false"): 4.0, ("highest", "true"): 3.0}
     found = choose(tiny("compile=auto"), ONE, timer=lambda ways, *_: {way: times.get(way, 1.0) for way in ways})
-    assert (found.products, found.compile) == ("medium", "true")
-    assert found.milliseconds["products"] == {"highest": 9000, "medium": 3000}
-    assert choose(tiny("train.deterministic=true"), ONE, timer=table({"medium": 1.0})).products == "highest"
+    assert (found.fp32_matmul, found.compile) == ("medium", "true")
+    assert found.milliseconds["fp32_matmul"] == {"highest": 9000, "medium": 3000}
+    assert choose(tiny("train.deterministic=true"), ONE, timer=table({"medium": 1.0})).fp32_matmul == "highest"
+    earlier = asdict(found)
+    earlier["products"] = earlier.pop("fp32_matmul")  # as in checkpoints of earlier versions
+    assert choose(tiny(), ONE, earlier, timer=table({"highest": 1.0})).fp32_matmul == "medium"
 
 
 @pytest.mark.usefixtures("choice")
@@ -419,7 +422,7 @@ def test_really_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "precisions", lambda *_: ["highest", "medium"])
     found = choose(tiny(), ONE).milliseconds
     assert set(found["attention"]) == {"sdpa", "reference"}
-    assert set(found["products"]) == {"highest", "medium"}
+    assert set(found["fp32_matmul"]) == {"highest", "medium"}
 
 
 def warmed_up(rank: int, world: int, layout: Layout, *overrides: str) -> tuple[dict[str, Traffic], bool]:

@@ -55,7 +55,7 @@ MEGATRON = {
     "torch_grouped": replace(FORMATS["megatron"], table=megatron_names.grouped_table),
     "torch_dist": Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write),
 }
-"""Formats that Megatron writes and `open_folder` tells apart."""
+"""Formats of Megatron, which `open_folder` distinguishes."""
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
     *("latent", "full_layers", "nope_layers", "attention_sinks"),
@@ -66,7 +66,7 @@ _SHAPING = (
     *("router.selection", "router.groups", "router.groups_per_token"),
 )
 """Keys of `ModelConfig` in which files and a given model must agree; for others, such as `activation`, the given value
-wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
+wins. `vocab` may differ by the rows of padding, which the tensors' shapes show."""
 
 _Reader = Callable[[str], Tensor]
 MOST_LINES = 100
@@ -76,7 +76,7 @@ MOST_LINES = 100
 def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) -> ModelConfig:
     """Return the model of some files: `known` keys replace those of `given`, except keys that the user `named`.
 
-    Raises ConfigError with all contradictions, and all keys that neither tells: the number of heads, and `ABSENT` ones.
+    Raises ConfigError with all contradictions, and all keys that neither has: the number of heads, and `ABSENT` ones.
     """
     known = _dotted(known)
     missing = [key for key, value in known.items() if value is ABSENT]

@@ -106,7 +106,7 @@ class HuggingFaceSource(WeightSource):
                 break
             layers.append(prefix)
         if "mtp_layers" in self.model_keys:
-            # config.json does not tell: transformers keeps its number, and saves no such layers
+            # not in config.json: transformers keeps its number, and saves no such layers
             self.model_keys["mtp_layers"] = len(layers)
         originals = {name: naming["outside"][ours] for name, ours in named.items() if ours in naming["outside"]}
         return layers, {f"{layer}{name}": original for layer in layers for name, original in originals.items()}
@@ -226,7 +226,7 @@ def _tensors_in(file: Path) -> dict[str, Tensor]:
             part = opened.get_slice(name)
             shape, code = part.get_shape(), part.get_dtype()
             if code not in formats:
-                # one element tells the format
+                # one element shows the format
                 formats[code] = part[(slice(0, 1),) * len(shape)].dtype
             described[name] = torch.empty(shape, dtype=formats[code], device="meta")
     return described
@@ -337,7 +337,7 @@ def _write_template(path: Path, template: str, tokenizer: TokenizerConfig) -> No
 
 
 def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:
-    """Return the tokenizer, or None where it cannot be opened: an export then lacks only what it would tell."""
+    """Return the tokenizer, or None where it cannot be opened: an export then lacks only its settings."""
     try:
         return load_tokenizer(tokenizer) if tokenizer else None
     except UserError:

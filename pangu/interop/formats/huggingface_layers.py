@@ -12,7 +12,7 @@ from pangu.interop.formats.fields import wrong_field
 
 
 def no_rope_layers(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
-    """Read the layers without rotation, from 1 for each layer that rotates, or the last of every so many."""
+    """Read the layers without rotation, from a list with 1 for each layer that rotates, or from their period."""
     rotates, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
     if not isinstance(every, int) or every < 1:
         raise wrong_field(path, "no_rope_layer_interval", every, "must be a positive integer")

@@ -78,7 +78,7 @@ def _router(options: Options, chosen: int) -> dict[str, Any]:
             raise wrong_field("args", _GROUPS["groups_per_token"], limit, "needs moe_router_num_groups")
         if score == "softmax" and not pre:
             raise wrong_field("args", _GROUPS["groups_per_token"], limit, "needs moe_router_pre_softmax with softmax")
-        # of so many of its best scores is that of a group the sum
+        # the score of a group is the sum of this number of its best scores
         selection = {1: "group_limited_best", 2: "group_limited"}.get(chosen // limit)
         if selection is None:
             rule = f"is not supported with moe_router_topk = {chosen}"

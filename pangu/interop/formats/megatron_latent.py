@@ -49,9 +49,7 @@ def read_latent(options: Options, shapes: Shapes, ranks: int) -> dict[str, Any]:
         nope = key_value[0] * ranks // heads - value
         rope = query[0] * ranks // heads - nope
         if min(value, nope, rope) < 1:
-            raise UserError(
-                f"model.heads = {heads}: the tensors of latent attention have other shapes than with so many"
-            )
+            raise UserError(f"model.heads = {heads}: does not match the tensors of latent attention")
         return LatentConfig(
             kv_rank=key_value[1],
             q_rank=query[1] if from_vector else None,

@@ -112,7 +112,7 @@ def _core(options: Options, shapes: Shapes, ranks: int, numbers: dict[str, Any])
     keys: dict[str, Any] = {
         "kind": "gpt",
         "hidden": hidden,
-        # so many rows may be padded ones
+        # the rows may include padding
         "vocab": numbers.get("vocab", rows * ranks if options or rows * ranks % ROWS else ABSENT),
         "ffn": ffn,
         "activation": "swiglu" if gated else plain,

@@ -1,6 +1,6 @@
 """Safe reading of pickles: only tensors and plain values are read, and nothing in them is executed.
 
-Files of torch.save go through torch's restricted unpickler, plain pickles through `read_records`. Anything beside
+Files of torch.save go through torch's restricted unpickler, plain pickles through `read_records`. Anything but
 tensors and plain values (enumerations, paths and signals among options, the state of numpy's random numbers) becomes an
 inert `Record`.
 """

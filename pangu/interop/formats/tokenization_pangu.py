@@ -15,10 +15,10 @@ from typing import Any
 import sentencepiece
 from transformers import PreTrainedTokenizer
 
-APART = "\ufdd2"
+PLACEHOLDER = "\ufdd2"
 """Noncharacter that stands in for a special token."""
 _BORDER = "\ufdd0"
-_APART_BYTES = _BORDER.join(f"<0x{byte:02X}>" for byte in APART.encode())
+_PLACEHOLDER_BYTES = _BORDER.join(f"<0x{byte:02X}>" for byte in PLACEHOLDER.encode())
 SPACE, NEWLINE = "▂", "▃"
 """Stand-ins for space and newline, which jieba and SentencePiece would lose."""
 
@@ -59,17 +59,20 @@ class PanguTokenizer(PreTrainedTokenizer):
         """Tokenize a text with special tokens as one text: only its beginning has SentencePiece's dummy prefix."""
         special = sorted(self.added_tokens_encoder, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
-        if self.jieba or APART in text or options.get("split_special_tokens") or len(parts) == 1:
+        if self.jieba or PLACEHOLDER in text or options.get("split_special_tokens") or len(parts) == 1:
             return super().tokenize(text, **options)
-        # `APART` stands in for special pieces, but for those that the text begins with
+        # `PLACEHOLDER` stands in for special pieces, but for those that the text begins with
         lead = next((number for number, part in enumerate(parts) if part and number % 2 == 0), len(parts))
         found = [part for part in parts[:lead] if part]
         held = iter(parts[lead + 1 :: 2])
-        hidden = "".join(APART if number % 2 else part for number, part in enumerate(parts[lead:]))
+        hidden = "".join(PLACEHOLDER if number % 2 else part for number, part in enumerate(parts[lead:]))
         # pieces of unknown characters are these themselves, or their bytes
-        pieces = _BORDER.join(self.processor.encode(hidden, out_type=str)).replace(_APART_BYTES, APART)
+        pieces = _BORDER.join(self.processor.encode(hidden, out_type=str)).replace(_PLACEHOLDER_BYTES, PLACEHOLDER)
         for piece in pieces.split(_BORDER):
-            found += [next(held) if run == APART else run for run in re.findall(f"{APART}|[^{APART}]+", piece)]
+            found += [
+                next(held) if run == PLACEHOLDER else run
+                for run in re.findall(f"{PLACEHOLDER}|[^{PLACEHOLDER}]+", piece)
+            ]
         return found
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:

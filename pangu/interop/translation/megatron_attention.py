@@ -73,7 +73,7 @@ def _windows(source: Translation) -> None:
 
 
 def _layers(source: Translation, name: str, chosen: int) -> int | list[int] | None:
-    """Return the last of every so many layers, or those whose number in a list of 0 and 1 is `chosen`."""
+    """Return a period of layers, or the layers whose number in a list of 0 and 1 is `chosen`."""
     text = source.text(name)
     if text is None or re.fullmatch(r"\s*\d{1,9}\s*", text):
         return source.count(name)

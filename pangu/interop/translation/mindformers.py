@@ -191,7 +191,7 @@ _COUNTS = ("parallel_config.micro_batch_num", "runner_config.gradient_accumulati
 
 
 def _batch(source: Translation) -> None:
-    """Set the batch; a replica computes so many micro-batches of `runner_config.batch_size` in a step."""
+    """Set the batch from MindFormers' micro-batch size and gradient accumulation."""
     micro, replicas = source.count("runner_config.batch_size"), source.count("parallel_config.data_parallel")
     if micro is None or replicas is None:
         source.needs("batch.global_size", "runner_config.batch_size x data_parallel x micro_batch_num")
