@@ -428,3 +428,10 @@ def test_the_reference_has_every_public_name() -> None:
     text = DOCS["reference"].read_text(encoding="utf-8")
     homes = pangu._MODULE_OF  # type: ignore[attr-defined]
     assert [f"{home}.{name}" for name, home in homes.items() if f"::: {home}.{name}\n" not in text] == []
+
+
+@pytest.mark.parametrize("name", sorted(DOCS))
+def test_sentences_after_a_block_have_a_subject(name: str) -> None:
+    """A block is not the subject of the sentence below it: `This command prints ...`, not `prints ...`."""
+    text = DOCS[name].read_text(encoding="utf-8")
+    assert re.findall(r"(?:\n    .+|\n```)\n\n(?!and |with |torchrun )([a-z]+ [a-z`\[].{,40})", text) == []
