@@ -35,6 +35,8 @@ from tests.end_to_end.dying import CONNECTING, KILL, SCRIPT
 from tests.spawn import repository, run_ranks
 
 DIES_AFTER, STEPS = 4, 12
+SPARES = 2
+"""Node of the spares, as in `dying`."""
 LAYOUTS = {
     "zero 1": (2, ("parallel.zero=1",)),
     "zero 3": (2, ("parallel.zero=3",)),
@@ -248,15 +250,19 @@ def test_a_series_of_kills(tmp_path_factory: pytest.TempPathFactory, request: py
         layout = chance.choice(list(MORE_LAYOUTS))
         world, keys = MORE_LAYOUTS[layout]
         points = sorted(POINTS.keys() - ({"in a gather"} if "parallel.zero=3" not in keys else set()))
-        kills, after = list[tuple[str, int, int]](), 3
+        kills, after, nodes = list[tuple[str, int, int]](), 3, [2 * rank // world for rank in range(world)]
         while len(kills) < min(3, left) and after < STEPS:
             point, rank = chance.choice(points), chance.randrange(world)
             # the first rank of a node commits
             kills.append((point, 0 if point == "before a copy is whole" else rank, after))
             # a save is every 6 steps; no buddy covers what a spare has taken over before it is copied again
             after = 3 + (after + -after % 6 if point == "in a save" else after)
+            before, nodes[kills[-1][1]] = set(nodes), SPARES
+            # two nodes at once would take all copies of a rank with them
+            second = [one for one in range(world) if len(before - {*nodes[:one], *nodes[one + 1 :], SPARES}) <= 1]
             if chance.random() < 0.25 and len(kills) < left:
-                kills.append((CONNECTING, chance.randrange(world), chance.randrange(3)))
+                kills.append((CONNECTING, chance.choice(second), chance.randrange(3)))
+                nodes[kills[-1][1]] = SPARES
         print(f"seed {seed}, {layout}: {kills}", flush=True)
         counts.update(check(tmp_path_factory.mktemp("series") / "of", layout, kills, whole(tmp_path_factory, layout)))
         left, seconds = left - len(kills), seconds + sum(point == CONNECTING for point, *_ in kills)
