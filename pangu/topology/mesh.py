@@ -81,10 +81,7 @@ class Mesh:
                 create = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=world)
                 create_group(create, backend, world, timeout_s)
             except RuntimeError as error:
-                if not is_silence(error):
-                    raise
-                missing = _missing_ranks(store, layout.world)
-                raise _lost(layout.world, timeout_s, missing, error, have_met) from error
+                raise _lost(layout.world, timeout_s, store, error, have_met) from error
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:
             raise UserError(f"{layout} needs {layout.world} processes, got {dist.get_world_size()}")
@@ -110,9 +107,7 @@ class Mesh:
         try:
             store, rank, world = _open_store(timeout_s, attempt)
         except RuntimeError as error:
-            if not is_silence(error):
-                raise
-            raise _lost(world, timeout_s, "", error) from error
+            raise _lost(world, timeout_s, None, error) from error
         return cls(Layout(data=world), rank, torch.device("cpu"), timeout_s=timeout_s, store=store)
 
     def _axes(self) -> Iterator[tuple[str, list[int]]]:
@@ -131,16 +126,20 @@ class Mesh:
     def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
         """Create a group of global ranks along an axis, or for `messages` or `host`, which are tensors on the host.
 
-        All members call this in the same order.
+        All members call this in the same order; raise `LostError` if they cannot connect.
         """
         backend = "gloo" if axis == "host" else dist.get_backend()
         options = group_options(axis, timedelta(seconds=self.timeout_s)) if backend == "nccl" else None
         # only members take part: by default every process of the run would have to call this for every group
         create = partial(dist.new_group, list(ranks), backend=backend, use_local_synchronization=True)
-        if backend == "gloo" and self.store is not None:  # every process creates equally many
-            store_barrier(self.store, f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}", len(ranks))
         group: dist.ProcessGroup
-        group = create_group(partial(create, pg_options=options), backend, len(ranks), self.timeout_s)
+        try:
+            if backend == "gloo" and self.store is not None:  # every process creates equally many
+                name = f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}"
+                store_barrier(self.store, name, len(ranks))
+            group = create_group(partial(create, pg_options=options), backend, len(ranks), self.timeout_s)
+        except RuntimeError as error:
+            raise _lost(self.layout.world, self.timeout_s, self.store, error, have_met=True) from error
         return group
 
     @property
@@ -200,7 +199,12 @@ def _open_store(timeout_s: float, attempt: int) -> tuple[dist.Store, int, int]:
     return store, rank, world
 
 
-def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError, have_met: bool = False) -> LocalError:
+def _lost(
+    world: int, timeout_s: float, store: dist.Store | None, error: RuntimeError, have_met: bool = False
+) -> LocalError:
+    """Return the message that an error while processes meet means; raise the error again if it means something else."""
+    if not is_silence(error):
+        raise error
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in str(error):
         return LocalError(f"{place} (MASTER_ADDR, MASTER_PORT): is in use; set another MASTER_PORT for all ranks")
@@ -210,8 +214,8 @@ def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError, have_
         return LostError(f"{name}: all {world} processes of this run met, but could not connect; {fix} ({reason})")
     return LostError(
         f"{name}: not all {world} processes of this run connected to {place} within {timeout_s:g} s "
-        f"(parallel.timeout_s){missing}; read the output of the missing ones, then check that address and the "
-        f"firewall ({reason})"
+        f"(parallel.timeout_s){_missing_ranks(store, world)}; read the output of the missing ones, then check that "
+        f"address and the firewall ({reason})"
     )
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,14 @@ def test_processes_that_met_but_cannot_connect_are_not_taken_for_missing(monkeyp
     monkeypatch.setattr(backends, "CONNECT_SECONDS", 0.1)
     with pytest.raises(LostError, match=r"rank 1 on \S+: all 2 processes of this run met, but could not connect;"):
         Mesh.connect(Layout(data=2), torch.device("cpu"), timeout_s=77.0)
+
+
+def test_a_group_whose_members_do_not_come_is_one_message() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    mesh = Mesh(Layout(data=2), 1, torch.device("cpu"), store=store)
+    with pytest.raises(LostError, match=r"all 2 processes of this run met, but could not connect;"):
+        mesh.new_group(range(2), "host")
 
 
 @at_some_pace
