@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pangu.common.files import flush
+from pangu.common.files import flush, open_regular
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Safetensors codes of weight formats."""
@@ -25,7 +25,7 @@ CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", tor
 def write_safetensors(
     path: Path, described: Mapping[str, Tensor], contents: Iterable[Tensor], facts: Mapping[str, str] | None = None
 ) -> str:
-    """Write a file, flush it to disk, and return its SHA-256 in hexadecimal digits.
+    """Write a file, or overwrite one, flush it to disk, and return its SHA-256 in hexadecimal digits.
 
     `described`: tensors by name, possibly on the meta device; `contents`: their values, in that order; `facts`:
     metadata.
@@ -41,10 +41,12 @@ def write_safetensors(
         [struct.pack("<Q", len(head)), head], (bytes_of(tensor) for tensor in contents)
     )
     digest = hashlib.sha256()
-    with path.open("xb") as file:  # new: a link that somebody planted under this name is not followed
+    # a link that somebody planted under this name is not followed
+    with open_regular(path, "r+b") if path.exists() else path.open("xb") as file:
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
+        file.truncate()
     flush(path)
     return digest.hexdigest()
 

@@ -49,9 +49,9 @@ class _HostCopies(DeviceEvent):
 class StagingMemory:
     """Reusable host memory for one save at a time: pinning pages takes longer than copying into them."""
 
-    def __init__(self, device: torch.device, slices: Iterable[tuple[str, Slice]]) -> None:
-        """Allocate memory for all `slices` that a save may have; a CPU allocates memory at every save instead."""
-        self._device, self._keeps = device, device.type != "cpu"
+    def __init__(self, device: torch.device, slices: Iterable[tuple[str, Slice]], keeps: bool = False) -> None:
+        """Allocate memory for all `slices` that a save may have; a CPU allocates it at every save unless `keeps`."""
+        self._device, self._keeps = device, keeps or device.type != "cpu"
         self._stream = CopyStream(device)
         self._chunks: list[Tensor] = []
         """Chunks of pinned memory, uint8."""

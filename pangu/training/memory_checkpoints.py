@@ -4,20 +4,21 @@ Each rank writes its files into a folder in its node's memory, and its buddy on 
 (Wang et al. 2023, Gemini). A thread does that during the next steps, with a process group of its own:
 
     step 10 | copy to the host | steps 11, 12, ...                                                   | step 20
-    thread                     | write | meet | send to the buddy | meet | commit | meet | delete step -10
+    thread                     | take the memory of step -20 | write | meet | send to the buddy | meet | commit | meet
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,7 @@ PLACE = "PANGU_MEMORY"
 ID = "memory.id"
 """File in the run folder with the name of the run's folders in memory, so that those of a deleted run are not used."""
 GENERATIONS = 2
+"""Generations that stay while a new one takes the memory of the one before."""
 WRITER = "copies in memory"
 """Name of the thread."""
 
@@ -104,6 +106,8 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
             log.warning("checkpoint.memory_every: copies on one node outlive its processes, but not the node")
         self._staging: StagingMemory | None = None
         self._writing: Future[None] | None = None
+        self._own: set[Path] = set()
+        """Generations that this object has written."""
         self._places: dict[str, set[int]] = {}
         """Nodes that hold each file of the generation that was found."""
         self.failed = 0
@@ -161,7 +165,8 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
     def save(self, trainer: Trainer, facts: Mapping[str, Any]) -> None:
         """Copy the state of the run, and start to write it into memory. The generation before has been written."""
         if self._staging is None:
-            self._staging = StagingMemory(self._mesh.device, trainer.state(every_kind=True, owned=True))
+            state = trainer.state(every_kind=True, owned=True)
+            self._staging = StagingMemory(self._mesh.device, state, keeps=True)
         trainer.copied.wait()  # the update waits for the copy of a checkpoint of this step, too
         slices, trainer.copied = self._staging.copy(trainer.state(owned=True))
         write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
@@ -234,15 +239,16 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         return [result for result, _ in outcomes]
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: Mapping[str, Any]) -> None:
-        """Write a generation together with the other ranks, then delete those that are too old."""
+        """Write a generation together with the other ranks."""
         rank, partial_path = self._mesh.rank, partial_of(path)
         with discarding(path, self._leads):
-            (facts, *_) = gather_objects(facts if rank == 0 else None, self._group)
-            self._meet(lambda: start(path), self._leads)
+            (facts, *_) = self._meet(lambda: self._start(path, facts))
             written = list[Written]()
 
             def write(on_progress: Callable[[], None]) -> None:
                 written.append(write_own(path, rank, slices, on_progress))
+                if rank == 0:
+                    flush_figures(self._output)
 
             agree_on_long_work(self._background, f"writing {path}", write, runs_here=True)
             parts: Sequence[Written] = gather_objects(written[0], self._group)
@@ -253,15 +259,25 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
                 if self._nodes[source] != self._nodes[buddy]
             ]
             self._move(partial_path, moves)
-            self._meet(lambda: flush_figures(self._output), rank == 0)
             self._meet(lambda: commit(path, parts, facts), self._leads)
-        # only now: until every node has this one, the two before may be all that is whole
-        if self._leads:
-            self._delete(list_checkpoints(self._folder)[:-GENERATIONS])
+        self._own.add(path)
         if moves and not self._has_logged_sizes:
             self._has_logged_sizes = True
             own, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
             log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(own), size(kept))
+
+    def _start(self, path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Start a generation in the memory of one that is too old: its pages need not be cleared. Return `facts`."""
+        if self._leads:
+            start(path)
+            # not before: until every node had the newest one, the two before might be all that was whole
+            old = list_checkpoints(self._folder)[:-GENERATIONS]
+            if old and old[-1] in self._own:  # another layout has other files
+                self._own.remove(old[-1])
+                with writing(path):
+                    old.pop().rename(partial_of(path))
+            self._delete(old)
+        return facts
 
     def _move(self, folder: Path, moves: Sequence[tuple[str, int, int, int]]) -> None:
         """Move (file, bytes, sending rank, receiving rank) of a folder; a file gets its name when it is complete."""
@@ -270,8 +286,11 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
         def allocate() -> None:
             for name, length, _ in arriving:
+                with writing(folder), suppress(FileNotFoundError):
+                    (folder / name).rename(folder / f"{name}.part")
                 # memory that turned out to be missing only when it is written would be a SIGBUS
-                with writing(folder), (folder / f"{name}.part").open("wb") as file:
+                with writing(folder), (folder / f"{name}.part").open("ab") as file:
+                    file.truncate(length)
                     os.posix_fallocate(file.fileno(), 0, length)
 
         def publish() -> None:
@@ -281,7 +300,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
         self._meet(allocate)
         sent = [(_mapped(folder / name, length), to) for name, length, sender, to in moves if sender == rank]
-        received = [(_mapped(folder / f"{name}.part", length, shared=True), peer) for name, length, peer in arriving]
+        received = [(_mapped(folder / f"{name}.part", length), peer) for name, length, peer in arriving]
         if self._group is not None:
             exchange_bytes(sent, received, self._group)
         self._meet(publish)
@@ -293,5 +312,8 @@ def forget(output: Path) -> None:
         (output / ID).unlink(missing_ok=True)
 
 
-def _mapped(path: Path, length: int, shared: bool = False) -> Tensor:
-    return torch.from_file(str(path), shared=shared, size=length, dtype=torch.uint8)
+def _mapped(path: Path, length: int) -> Tensor:
+    with path.open("r+b") as file:
+        # all pages at once: a fault for each costs more than to copy it
+        content = mmap.mmap(file.fileno(), length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    return torch.frombuffer(content, dtype=torch.uint8)

@@ -228,8 +228,9 @@ class Trainer:
         # masks are a function of (seed, step, sample): no generator has a state to save
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
         self.parameters.gradients.start_step()
-        if self.parameters.unsharder.sums is not None:
-            self.parameters.unsharder.sums.start_step()
+        sums = self.parameters.unsharder.sums if self.parameters.gradients.digests is None else None
+        if sums is not None:
+            sums.start_step()
         if self.balance is not None:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         if self.logits is not None:
@@ -248,7 +249,9 @@ class Trainer:
                 self.scales.forget_step()
             raise
         self.doing = "adding up gradients"
-        # the last reductions have overlapped the backward pass until here
+        if sums is not None:
+            sums.add_rest()
+        # the last reductions have overlapped the backward pass and these sums until here
         self.parameters.gradients.finish()
         self._loss = torch.stack(losses).double().sum(0) if losses else None
         if self._has_mtp and self._loss is not None:

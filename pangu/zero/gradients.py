@@ -187,12 +187,12 @@ class GradientSum(ReduceRules[FlatParameter]):
             if one.begins:  # the backward pass did not reach it
                 total[one.span].zero_()
                 one.begins = False
-        self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if self.digests is not None:
             self.digests.append(sum_of_bits(total))
             if sharding.stage >= 2:
                 self._free(flat)
             return Completion()
+        self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if sharding.size == 1:
             part = flat.grad.to(message)
             handle = start_ordered_all_reduce(part, mesh.group(sharding.axis("replicas")))

@@ -33,8 +33,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class WeightSums:
     """Sums over the bits of the weights of a rank in a step.
 
-    Weights that stay are summed at the end of a step, those that are gathered for their use (stage 3) after the first
-    one: each is read once.
+    Weights that stay are summed while the last gradients are reduced, those that are gathered for their use (stage 3)
+    after the first one: each is read once.
     """
 
     def __init__(self, flats: Sequence[FlatParameter], table: PlacementTable, unsharder: Unsharder, mesh: Mesh) -> None:
@@ -85,12 +85,15 @@ class WeightSums:
                 parts = [flat.weights[span] for span in spans]
                 self._sums[row] = sum_of_bits(torch.cat(parts)) if spans else self._bits[flat].sum()
 
-    def finish_step(self) -> tuple[Tensor, Tensor]:
-        """Return the sums by row, and the fp64 numbers [NUMBERS] whose sum over all ranks is 0 if copies are equal."""
+    def add_rest(self) -> None:
+        """Sum the weights that stay."""
         for flat in list(self._missing):
             if flat.sharding.stage < 3 or flat in self._unsharder.unsharded:
                 self._unsharder.finish(flat)
                 self.add(flat)
+
+    def finish_step(self) -> tuple[Tensor, Tensor]:
+        """Return the sums by row, and the fp64 numbers [NUMBERS] whose sum over all ranks is 0 if copies are equal."""
         sums = torch.stack(self._sums) if self._sums else self._zero.new_zeros(0)
         self._sums = None
         return sums, (self._factors * sums).sum(1).view(torch.int16) * self._coefficients

@@ -154,6 +154,23 @@ def test_the_comparison_changes_no_bit_of_a_step(ranks: Ranks) -> None:
     assert ranks.run(2, losses, ()) == ranks.run(2, losses, ("faults.verify_weights=false",))
 
 
+def order(rank: int, world: int) -> list[str]:
+    """What happens in a step and in a recheck, in turn."""
+    trainer, events = make(Layout(data=world, zero=1), ()), list[str]()
+    sums, gradients = trainer.parameters.unsharder.sums, trainer.parameters.gradients
+    assert sums is not None
+    for owner, name in ((sums, "add_rest"), (gradients, "finish"), (sums, "finish_step")):
+        call = getattr(owner, name)
+        setattr(owner, name, lambda name=name, call=call: (events.append(name), call())[1])
+    step(trainer)
+    trainer.digest(make_batch(np.arange(17)[None] % 101, [0], trainer.config.data.packing))
+    return [*events, f"{len(gradients.norms)} norms"]
+
+
+def test_weights_are_summed_while_gradients_are_reduced_and_not_for_a_recheck(ranks: Ranks) -> None:
+    assert ranks.run(2, order) == [["add_rest", "finish", "finish_step", "finish", "0 norms"]] * 2
+
+
 def test_ranks_that_differ_alike_are_found() -> None:
     """Of any number: no factors but those of all ranks add up to 0."""
     for size in (2, 3, 4, 7):

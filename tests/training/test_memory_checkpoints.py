@@ -32,6 +32,7 @@ SCRIPT = f"""
 import os
 from pathlib import Path
 
+from pangu.checkpoint.files import partial_of
 from pangu.pretrain import pretrain
 from pangu.training import memory_checkpoints
 
@@ -43,6 +44,10 @@ original = getattr(memory_checkpoints, point)
 
 def dying(*arguments):
     calls[0] += 1
+    if point == "commit":
+        files = sorted(partial_of(arguments[0]).glob("tensors-*"))
+        with Path(f"NODES-files-{{RANK}}").open("a") as file:
+            print(*(path.stat().st_ino for path in files), file=file)
     if calls[0] == {DIES_IN // EVERY} and RANK == dies:
         os._exit(9)
     return original(*arguments)
@@ -98,6 +103,16 @@ def test_a_run_that_lost_a_node_continues_from_memory(
     losses = [line["loss"] for line in metrics(folder / "run")]
     assert losses == [line["loss"] for line in metrics(tmp_path / "unbroken" / "run")]
     assert not list((folder / "node").glob("*/*")), "an ended run leaves copies in memory"
+
+
+def test_a_generation_is_written_into_the_memory_of_the_third_one_before_it(tmp_path: Path) -> None:
+    assert start(tmp_path, "zero 3", "checkpoint.memory_every=1").returncode == 0
+    for rank in (0, 1):
+        files = [line.split() for line in (tmp_path / f"node-files-{rank}").read_text().splitlines()]
+        assert len(files) == STEPS - 1
+        assert {len(of_rank_and_buddy) for of_rank_and_buddy in files} == {2}
+        assert files[3:] == files[:-3]
+        assert len({*map(tuple, files)}) == 3
 
 
 def test_the_disk_is_used_if_a_node_and_its_buddy_are_lost(tmp_path: Path) -> None:
