@@ -40,7 +40,7 @@ def plan_layout(
     with report_unresponsive_ranks(mesh, lambda: "choosing a layout"):
         chosen = agree_on_long_work(mesh, "choosing a layout", choose, runs_here=mesh.is_first)
         shared = [({key: one[key] for key in CHOSEN_GROUPS}, lines) for one, lines in filter(None, chosen)]
-        layout, lines = answer_all(mesh, shared, lambda of_all: of_all[0][0])
+        layout, lines = answer_all(mesh, shared, lambda answers: answers[0][0])
     return {**values, **layout}, lines, mesh
 
 

@@ -167,11 +167,11 @@ def _measure(model: LoadedModel, questions: Questions, file: AnswerFile | None, 
         if file:
             agree(mesh, partial(file.add, name, chunk), runs_here=mesh.is_first)
         progress.update(bar, completed=len(answers))
-    of_items = [answers[item.id] for item in questions.items]
-    measures = summary(of_items)
+    item_answers = [answers[item.id] for item in questions.items]
+    measures = summary(item_answers)
     if name == "perplexity" and "perplexity" not in measures:
         raise UserError(f"{name}: no token of --input can be predicted; use longer texts")
-    return result(name, questions.setup.shots, len(of_items), measures)
+    return result(name, questions.setup.shots, len(item_answers), measures)
 
 
 def _print(options: argparse.Namespace, model: Path, results: list[dict[str, Any]]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -189,6 +191,12 @@ def docstring_lines(tree: ast.Module) -> int:
 
 FORBIDDEN_OPENERS = ("Of", "What", "That", "Those", "As", "By", "How", "Who", "Its", "The same", "Whether")
 """First words of a docstring that leave its reader without a noun or a verb to hold on to."""
+FORBIDDEN_WORDS = re.compile(r"\b(anew|beside|goes on|so (many|much)|whole ones?)\b")
+"""Words for which plain technical English has others: again, next to or during, continues, this many, full."""
+FORBIDDEN_NAMES = re.compile(r"of_\w+|told|beside|goes_on")
+"""Names of variables and arguments that are not nouns."""
+WORDS_UNCHECKED = ("dryrun", "planning", "schedule", "topology")
+"""Folders that still have such words and names."""
 
 
 def documented_folders() -> set[str]:
@@ -212,6 +220,39 @@ def test_docstrings_open_with_a_noun_or_a_verb() -> None:
         if opener.match(text.value)
     }
     assert not found
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring and comment of a file."""
+    yield from ((node.lineno, node.value) for node in docstrings(ast.parse(text)))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    yield from ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+
+
+def variables(text: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each argument and assigned variable of a file."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+
+
+def test_words_and_names_are_plain() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in SHIPPED if path.parent.name not in WORDS_UNCHECKED}
+    found = [
+        f"{path}:{line}: {name}"
+        for path in texts
+        for line, name in variables(texts[path])
+        if FORBIDDEN_NAMES.fullmatch(name)
+    ]
+    found += [
+        f"{path}:{line}: {word[0]}"
+        for path in texts
+        for line, text in prose(texts[path])
+        for word in FORBIDDEN_WORDS.finditer(text)
+    ]
+    assert found == []
 
 
 def test_docstrings_are_an_eighth_of_the_package() -> None:

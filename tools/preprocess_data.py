@@ -168,10 +168,10 @@ def preprocess(options: argparse.Namespace) -> None:
         _check_filled(options, work.writers)
         statistics = work.publish()
     seconds = time.perf_counter() - started
-    for prefix, of_prefix in zip(work.prefixes, statistics, strict=True):
+    for prefix, summary in zip(work.prefixes, statistics, strict=True):
         print(
-            f"{prefix}: {of_prefix['documents']:,} documents, {of_prefix['tokens']:,} tokens,"
-            f" {of_prefix['lengths']['mean']:.1f} per document, {of_prefix['bytes_per_token']:.2f} bytes per token"
+            f"{prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens,"
+            f" {summary['lengths']['mean']:.1f} per document, {summary['bytes_per_token']:.2f} bytes per token"
         )
     for count, what in (
         (work.progress.exact_duplicates, "duplicates"),

@@ -228,13 +228,13 @@ def agree_on_long_work(
                 wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
             running = work is not None and not work.done()
             stuck = running and time.monotonic() - progress_s > mesh.timeout_s
-            busy, stuck_ranks, of_all = answer_all(mesh, (running, stuck, progress), _summary)
+            busy, stuck_ranks, all_progress = answer_all(mesh, (running, stuck, progress), _summary)
             if stuck_ranks:
                 raise StuckError(
                     f"{mesh.named(stuck_ranks)}: {doing} made no progress for more than {mesh.timeout_s:g} s "
                     "(parallel.timeout_s); check the disk and the network there, or raise parallel.timeout_s"
                 )
-            watch(*(doing, progress) if running else (f"waiting for other ranks: {doing}", of_all))
+            watch(*(doing, progress) if running else (f"waiting for other ranks: {doing}", all_progress))
     except BaseException:
         is_left = True
         leave()

@@ -41,9 +41,9 @@ def layout_problems(config: RunConfig, world: int, uneven: bool = False) -> list
 
 def _stages(config: RunConfig, world: int, uneven: bool) -> Iterator[Problem]:
     for number in range(len(config.batch.stages)):
-        of_stage = in_stage(config, number)
-        of_stage = replace(of_stage, batch=replace(of_stage.batch, stages=()))
-        for one in layout_problems(of_stage, world, uneven):
+        stage_config = in_stage(config, number)
+        stage_config = replace(stage_config, batch=replace(stage_config.batch, stages=()))
+        for one in layout_problems(stage_config, world, uneven):
             yield replace(one, key=f"batch.stages[{number}]: {one.key}")
 
 

@@ -80,18 +80,18 @@ def _kernel(kernel: str, kind: str, window: int | None) -> Iterator[Problem]:
 def expert_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
     """Yield all problems of `parallel.expert`, `expert_tensor` and `fixed_exchange` for a number of replicas."""
     model, parallel = config.model, config.parallel
-    expert, tensor, of_each = parallel.expert, parallel.tensor, parallel.expert_tensor
+    expert, tensor, expert_tensor = parallel.expert, parallel.tensor, parallel.expert_tensor
     if model.experts is None:
         return
-    if of_each not in (None, 1, tensor):
+    if expert_tensor not in (None, 1, tensor):
         rule, fix = f"must be 1 or parallel.tensor = {tensor}", f"use null, 1 or {tensor}"
-        yield Problem("parallel.expert_tensor", of_each, rule, fix if tensor > 1 else "use null or 1")
+        yield Problem("parallel.expert_tensor", expert_tensor, rule, fix if tensor > 1 else "use null or 1")
         return
-    tensor_ranks = tensor // (of_each or tensor)
+    tensor_ranks = tensor // (expert_tensor or tensor)
     ranks = math.gcd(model.experts, replicas * tensor_ranks)
     if ranks % expert:
-        of_devices = f"{replicas} replicas" + (f" x parallel.tensor = {tensor} ranks" if tensor_ranks > 1 else "")
-        rule = f"must divide model.experts = {model.experts} and {of_devices}"
+        devices = f"{replicas} replicas" + (f" x parallel.tensor = {tensor} ranks" if tensor_ranks > 1 else "")
+        rule = f"must divide model.experts = {model.experts} and {devices}"
         yield Problem("parallel.expert", expert, rule, any_of(divisors_near(ranks, expert)))
     elif parallel.zero_group is not None and not holds_groups(parallel.zero_group * tensor_ranks, expert):
         rule = f"must be made of complete groups of parallel.expert = {expert} ranks, or divide one group evenly"
@@ -136,8 +136,8 @@ def most_of_rank(router: RouterConfig, experts: int, count: int, ranks: int) -> 
     held, size = experts // ranks, experts // router.groups
     limit = count // router.groups if router.selection == "each_group" else count
     groups = router.groups if router.groups_per_token is None else router.groups_per_token
-    of_ranks = (Counter(expert // size for expert in range(first, first + held)) for first in range(0, experts, held))
-    most = (sorted((min(limit, number) for number in held.values()), reverse=True) for held in of_ranks)
+    counts = (Counter(expert // size for expert in range(first, first + held)) for first in range(0, experts, held))
+    most = (sorted((min(limit, number) for number in held.values()), reverse=True) for held in counts)
     return min(count, max(sum(numbers[:groups]) for numbers in most))
 
 

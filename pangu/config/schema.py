@@ -393,8 +393,8 @@ class RunConfig:
         # power of two chunks, which divide the tokens of a sequence, each is of one shape. For each the sum of the
         # matrix's gradient is read and written, for which a device waits if it has fewer than 1,024 tokens
         times_larger = self.model.vocab / (17 * self.model.hidden)
-        of_sequence = self.model.sequence // self.parallel.context
-        tokens = of_sequence * self.batch.micro_size
+        local_sequence = self.model.sequence // self.parallel.context
+        tokens = local_sequence * self.batch.micro_size
         halvings = min(round(math.log2(times_larger)), (tokens // 1024).bit_length() - 1)
-        num_chunks = math.gcd(of_sequence, 2 ** max(0, halvings))
+        num_chunks = math.gcd(local_sequence, 2 ** max(0, halvings))
         return None if num_chunks == 1 else tokens // num_chunks

@@ -42,22 +42,22 @@ def close_names(name: str, names: Iterable[str]) -> list[str]:
     close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
     if spelled := [one for one in everywhere if one.rsplit(".", 1)[-1] in close]:
         return spelled
-    given, of_last = (
+    given, last_words = (
         {ours for word in _words(part) for ours in _words(WORDS.get(word, word))} for part in (name, last)
     )
-    scores = {one: _shared(given, of_last, one) for one in everywhere}
+    scores = {one: _shared(given, last_words, one) for one in everywhere}
     best = max(scores.values(), default=0.0)
     return [one for one, score in scores.items() if score == best > 0][:MOST]
 
 
-def _shared(given: set[str], of_last: set[str], name: str) -> float:
+def _shared(given: set[str], last_words: set[str], name: str) -> float:
     """Return how well the words of a name, and of its last part, match a key: all of it, its last part, or a part."""
     every, last = set(_words(name)), set(_words(name.rsplit(".", 1)[-1]))
     if every <= given:
         return len(every)
-    if last <= of_last:
+    if last <= last_words:
         return len(last) - 0.5
-    return len(of_last) - 1.5 if of_last < every else 0.0
+    return len(last_words) - 1.5 if last_words < every else 0.0
 
 
 def _words(name: str) -> list[str]:

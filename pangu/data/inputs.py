@@ -77,7 +77,7 @@ def read_chunks(
             yield from _chunks(source, text_key, place, "file" if whole_files else "text")
 
 
-def _chunks(source: str, text_key: str, place: TextPosition, of_text: Literal["file", "text"]) -> Iterator[TextChunk]:
+def _chunks(source: str, text_key: str, place: TextPosition, text_unit: Literal["file", "text"]) -> Iterator[TextChunk]:
     suffix, packed = ("", "") if is_dataset(source) else suffixes(source)
     if suffix in (".parquet", ".arrow"):
         columns = parquet_columns if suffix == ".parquet" else arrow_columns
@@ -92,7 +92,7 @@ def _chunks(source: str, text_key: str, place: TextPosition, of_text: Literal["f
                 file.seek(place.offset)
             else:
                 _skip(file, place.offset)
-            yield from _text_chunks(source, file, of_text if suffix == ".txt" else "lines", place)
+            yield from _text_chunks(source, file, text_unit if suffix == ".txt" else "lines", place)
     else:
         yield from _record_chunks(source, _parts(streamed_records(source, text_key, place.offset)), place)
 

@@ -84,14 +84,14 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     each, firsts = np.unique(-lengths[order], return_index=True)
     stops = [*firsts[1:], len(lengths)]
     rooms: list[int] = []  # free room of the bins that have any, distinct and in increasing order
-    of_room: dict[int, list[NDArray[np.int64]]] = {}
+    pools: dict[int, list[NDArray[np.int64]]] = {}
     num_bins = 0
 
     def leave(chosen: NDArray[np.int64], room: int) -> None:
         if room and len(chosen):
-            if room not in of_room:
+            if room not in pools:
                 insort(rooms, room)
-            of_room.setdefault(room, []).append(chosen)
+            pools.setdefault(room, []).append(chosen)
 
     for length, first, stop in zip((-each).tolist(), firsts.tolist(), map(int, stops), strict=True):
         while first < stop:
@@ -100,8 +100,8 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
             # after taking a piece, the bin with the least room still has the least, as long as another piece fits
             in_each = room // length
             needed = -(-(stop - first) // in_each)
-            if room in of_room:
-                there = np.concatenate(of_room.pop(room))
+            if room in pools:
+                there = np.concatenate(pools.pop(room))
                 chosen, left = there[:needed], there[needed:]
                 leave(left, room)
             else:
@@ -214,9 +214,9 @@ def _pieces(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[n
         document = np.repeat(np.arange(len(predicted)), in_each)
         number = np.arange(len(document)) - np.repeat(np.cumsum(in_each) - in_each, in_each)
         pieces = np.minimum(predicted[document] - number * size, size)
-        goes_on = (number > 0) | has_input[document]
+        is_continued = (number > 0) | has_input[document]
         if len(pieces):
-            yield starts[document] + number * size, np.where(goes_on, -pieces, pieces)
+            yield starts[document] + number * size, np.where(is_continued, -pieces, pieces)
 
 
 def _is_current(packing: Packing) -> bool:
@@ -267,11 +267,11 @@ class PackedDocuments:
         """Return sample `number`. Raises UserError if the index is damaged or a token is outside the vocabulary."""
         pieces = [
             Piece(
-                self.reader.tokens[start - 1] if goes_on else self._begin,
+                self.reader.tokens[start - 1] if is_continued else self._begin,
                 self.reader.tokens[start : start + length],
                 None if self._counted is None else self._counted[start : start + length],
             )
-            for start, length, goes_on in self.pieces(number)
+            for start, length, is_continued in self.pieces(number)
         ]
         row = packed_row(pieces, self._packing.sequence, self._pad)
         check_ids(self.reader.prefix, row.tokens, self._vocab)
@@ -288,7 +288,7 @@ class PackedDocuments:
         begin, stop = map(int, self._stops[number : number + 2])
         if 0 <= begin < stop <= min(len(self._pieces), begin + size):
             pieces = [(start, abs(length), length < 0) for start, length in self._pieces[begin:stop].tolist()]
-            inside = all(int(goes_on) <= start <= num_tokens - length for start, length, goes_on in pieces)
+            inside = all(int(is_continued) <= start <= num_tokens - length for start, length, is_continued in pieces)
             if inside and all(length for _, length, _ in pieces) and sum(length for _, length, _ in pieces) <= size:
                 return pieces
         raise UserError(f"{self._packing.path}: damaged; remove it, and the next run writes it again")

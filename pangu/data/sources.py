@@ -38,7 +38,7 @@ class Sources:
     validation: Stream | None
     """Samples of the validation split in unshuffled order; None without validation data."""
     tokenizer: Tokenizer | None
-    of_validation: Mapping[str, Stream] = field(default_factory=dict)
+    validation_sources: Mapping[str, Stream] = field(default_factory=dict)
     """Stream of each part of the validation split by name, if there are several parts."""
 
 
@@ -86,9 +86,9 @@ def open_sources(
         text, recipes = open_text(data, model, seed, global_size, on_progress)
         if not num_validation or not (data.holdout or data.validation):
             return Sources(text, None, tokenizer)
-        validation, of_entries = open_held_out(data, recipes, num_validation, on_progress)
-        names = _short_names(list(of_entries))
-        return Sources(text, validation, tokenizer, {name: of_entries[entry] for name, entry in names.items()})
+        validation, entry_streams = open_held_out(data, recipes, num_validation, on_progress)
+        names = _short_names(list(entry_streams))
+        return Sources(text, validation, tokenizer, {name: entry_streams[entry] for name, entry in names.items()})
     train, held_out = data.train, data.validation
     if isinstance(data, InstructionsData):
         train, held_out = dataset_names("train", data.train), dataset_names("validation", data.validation)

@@ -137,8 +137,8 @@ def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampli
     # with sharded weights or spread experts (in training) replicas compute in step: each draws everything
     replicas = 1 if mesh.layout.zero == 3 or mesh.layout.expert > 1 else mesh.layout.replicas
     texts = generate(model, prompts[mesh.replica % replicas :: replicas], sampling)
-    of_replicas = gather_objects(texts, mesh.group("replicas"))
-    return [of_replicas[number % replicas][number // replicas] for number in range(len(prompts))]
+    replica_texts = gather_objects(texts, mesh.group("replicas"))
+    return [replica_texts[number % replicas][number // replicas] for number in range(len(prompts))]
 
 
 class Reader:

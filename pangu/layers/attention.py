@@ -46,20 +46,20 @@ def split_heads(x: Tensor, size: int) -> Tensor:
 
 def split_projections(stacked: Tensor, widths: Sequence[int], size: int) -> tuple[Tensor, ...]:
     """Split [sequence, batch, sum of `widths`] into the heads of each projection, as `split_heads` does."""
-    of_heads = stacked.view(*stacked.shape[:-1], stacked.shape[-1] // size, size).permute(1, 2, 0, 3)
-    return of_heads.split_with_sizes([width // size for width in widths], 1)
+    split = stacked.view(*stacked.shape[:-1], stacked.shape[-1] // size, size).permute(1, 2, 0, 3)
+    return split.split_with_sizes([width // size for width in widths], 1)
 
 
 def stack_projections(heads: Sequence[Tensor], apart: bool = True) -> Tensor:
     """Undo `split_projections`, without a copy if the heads lie side by side; `apart`: rows may then lie apart."""
     first, width = heads[0], 0
-    (batch, _, length, size), (of_row, _, of_place, _) = first.shape, first.stride()
+    (batch, _, length, size), (row_stride, _, place_stride, _) = first.shape, first.stride()
     for one in heads:
         at = one.untyped_storage()._cdata, one.storage_offset() - width, one.stride()
-        if at != (first.untyped_storage()._cdata, first.storage_offset(), (of_row, size, of_place, 1)):
+        if at != (first.untyped_storage()._cdata, first.storage_offset(), (row_stride, size, place_stride, 1)):
             return torch.cat([part.permute(2, 0, 1, 3) for part in heads], 2).flatten(2)
         width += one.shape[1] * size
-    stacked = first.as_strided((length, batch, width), (of_place, of_row, 1))
+    stacked = first.as_strided((length, batch, width), (place_stride, row_stride, 1))
     return stacked if apart else stacked.contiguous()
 
 

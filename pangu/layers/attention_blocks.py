@@ -157,8 +157,8 @@ class ExplicitBlocks:
             grad_shares = drop((grad_rows @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
             grad_logits = shares.mul_(grad_shares.to(self.wide) - means[:, :, rows])
             if into.bias is not None:
-                of_pairs = grad_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(into.bias.dtype)
-                into.bias.index_add_(0, _distances(tile, of_pairs.device).flatten(), of_pairs)
+                pair_grads = grad_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(into.bias.dtype)
+                into.bias.index_add_(0, _distances(tile, pair_grads.device).flatten(), pair_grads)
             if scores.above is not None:
                 grad_logits = scores.above[:, :, rows].add_(grad_logits)
             grad_scores = grouped(grad_logits.to(dtype), heads)

@@ -59,9 +59,9 @@ class Alibi(nn.Module):
 
 def _linear_bias(slopes: list[float], length: int, dtype: torch.dtype, device: torch.device) -> Bias:
     wide = torch.promote_types(dtype, torch.float32)
-    of_heads = torch.tensor(slopes, dtype=wide, device=device)
+    head_slopes = torch.tensor(slopes, dtype=wide, device=device)
     distances = torch.arange(length, dtype=wide, device=device)
-    return Bias(-distances[:, None] * of_heads, of_heads.float())
+    return Bias(-distances[:, None] * head_slopes, head_slopes.float())
 
 
 def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:

@@ -52,26 +52,26 @@ class ChunkedLoss(Function):
     ) -> Tensor:
         """Return the loss of tokens [n, width], table [vocab / ranks, width], labels and weights [n]."""
         # `scale`: the gradient that the backward pass will get, None: 1
-        of_table, sums = chunks.train and chunks.table.requires_grad, chunks.store and chunks.store.sums
+        trains_table, sums = chunks.train and chunks.table.requires_grad, chunks.store and chunks.store.sums
         ctx.chunks, ctx.grad = chunks, torch.empty_like(tokens) if chunks.train and tokens.requires_grad else None
-        ctx.sum = torch.zeros_like(table) if of_table and not sums else None
+        ctx.sum = torch.zeros_like(table) if trains_table and not sums else None
 
         def of_chunk(rows: slice) -> Tensor:
             x, label = tokens[rows], labels[rows]
             logits = F.linear(x, table)
             losses, log_sum = losses_of(logits, label, chunks.region, chunks.vocab)
             if chunks.train:
-                overwrite(logits, log_sum, label, of_losses[rows], chunks.region, chunks.vocab)
+                overwrite(logits, log_sum, label, grad_losses[rows], chunks.region, chunks.vocab)
             if ctx.grad is not None:
                 torch.mm(logits, table, out=ctx.grad[rows])
             if ctx.sum is not None:
                 ctx.sum += logits.t() @ x
-            elif of_table and sums:
+            elif trains_table and sums:
                 sums.add(chunks.table, logits.t(), x, completes=False)
             return losses
 
         weights = weights.to(torch.promote_types(tokens.dtype, torch.float32))
-        of_losses = weights if scale is None else weights * scale
+        grad_losses = weights if scale is None else weights * scale
         starts = range(0, len(tokens), chunks.size)
         losses = torch.cat([of_chunk(slice(start, start + chunks.size)) for start in starts])
         return add_up(losses * weights, chunks.batch, chunks.sums)

@@ -78,15 +78,15 @@ class HeadExchange:
         self.region, self.recompute = region, recompute
         if terms.bias is not None:
             slopes = terms.bias.slopes
-            of_rank = None if slopes is None else slopes.chunk(region.size)[region.rank]
-            terms = replace(terms, bias=Bias(terms.bias.by_distance.chunk(region.size, 1)[region.rank], of_rank))
+            local_slopes = None if slopes is None else slopes.chunk(region.size)[region.rank]
+            terms = replace(terms, bias=Bias(terms.bias.by_distance.chunk(region.size, 1)[region.rank], local_slopes))
         self.kernel = kernel(terms)
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention and scores [batch, heads / ranks, sequence, sequence]; see `Kernel`."""
-        ranks, of_all = self.region.size, _of_heads(dropout, self.region)
+        ranks, head_dropout = self.region.size, _of_heads(dropout, self.region)
         # with few key heads, each rank gets those that its queries need
         repeats = math.lcm(qkv.key.shape[1], ranks) // qkv.key.shape[1]
         heads = (qkv.query, *(part.repeat_interleave(repeats, dim=1) for part in (qkv.key, qkv.value)))
@@ -95,9 +95,9 @@ class HeadExchange:
         if keys is not None and keys.rows is not None:
             part = self.ring if self.ring.size > 1 else None
             keys = keys.on(keys.rows.new_empty(whole.shape[0], whole.shape[2]), part)
-        of_rank = QKV(*whole.split([part.shape[2] for part in parts], 1))
+        local_qkv = QKV(*whole.split([part.shape[2] for part in parts], 1))
         sinks = None if sinks is None else sinks.chunk(self.region.size)[self.region.rank]
-        output, scores = checkpointed(self.kernel, of_rank, of_all, keys, below, sinks, on=self.recompute)
+        output, scores = checkpointed(self.kernel, local_qkv, head_dropout, keys, below, sinks, on=self.recompute)
         return to_sequence(output, self.region).flatten(1, 2), scores
 
 
@@ -224,10 +224,10 @@ class _Attend(Function):
                 states.append(one.state)
                 attended[queries.start] = merge(attended[queries.start], one) if queries.start in attended else one
         halves = [attended[start] for start in sorted(attended)]
-        output, of_keys = (torch.cat(parts, 2) for parts in zip(*(half[:2] for half in halves), strict=True))
-        log_sum = with_sinks(of_keys, sinks)
+        output, key_log_sum = (torch.cat(parts, 2) for parts in zip(*(half[:2] for half in halves), strict=True))
+        log_sum = with_sinks(key_log_sum, sinks)
         if sinks is not None:
-            output = output * (of_keys - log_sum).exp().unsqueeze(-1)
+            output = output * (key_log_sum - log_sum).exp().unsqueeze(-1)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum, below, sinks)
         ctx.rest = attention, drops, states

@@ -26,7 +26,7 @@ class DropoutKeys:
     """Global indices of the rows of the micro-batch, consecutive and ascending."""
     rows: Tensor | None = None
     """Keys of sample and position, int64 [sequence, batch]; None: not computed yet."""
-    of_heads: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    head_keys: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     """First head and number of heads -> keys that `Dropout.rows_of` derives from `rows`, shared by all layers."""
 
     def on(self, tokens: Tensor, part: ContextRank | None = None) -> DropoutKeys:
@@ -89,9 +89,9 @@ class Dropout:
         """Return row keys int64 [batch, heads / ranks, queries] of probabilities [..., keys] or queries [..., size]."""
         assert keys.rows is not None
         heads = self.region.rank * x.shape[1], x.shape[1]
-        if heads not in keys.of_heads:
-            keys.of_heads[heads] = keys_of_heads(keys.rows, x.detach()[:1, :, 0, 0], heads[0])
-        return keys.of_heads[heads]
+        if heads not in keys.head_keys:
+            keys.head_keys[heads] = keys_of_heads(keys.rows, x.detach()[:1, :, 0, 0], heads[0])
+        return keys.head_keys[heads]
 
     def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:
         """Return the masks of `probabilities` for a kernel that applies them itself; None: no dropout."""

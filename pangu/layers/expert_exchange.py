@@ -63,9 +63,9 @@ class _PartExchange:
         places = torch.arange(len(rows), device=rows.device)
         experts = torch.searchsorted(counts.flatten().cumsum(0), places, right=True)[:, None] % counts.shape[1]
         admitted = None if full else experts < count
-        of_rank = Dispatch.of(experts if full else experts.clamp(max=count - 1), count, admitted)
-        outputs = self.experts(rows, weights.index_select(0, of_rank.order), of_rank)
-        self._begun_back = self.back.begin(unpermute(outputs, of_rank))
+        local_dispatch = Dispatch.of(experts if full else experts.clamp(max=count - 1), count, admitted)
+        outputs = self.experts(rows, weights.index_select(0, local_dispatch.order), local_dispatch)
+        self._begun_back = self.back.begin(unpermute(outputs, local_dispatch))
 
     def finish(self) -> Tensor:
         """Return [tokens, hidden], the sum over the experts of each token."""
@@ -105,7 +105,7 @@ def exchange_and_compute(
     from_ranks = exchange_rows(to_each, region.group)
     if rooms is None:
         numbers = host_numbers(torch.stack([to_each, from_ranks]).sum(-1), [len(part.weights) for part in parts])
-        sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)
+        sent, received = ([list(part_counts) for part_counts in zip(*ranks, strict=True)] for ranks in numbers)
     else:
         sent = received = [[room] * region.size for room in rooms]
     exchanges = [_PartExchange(part, sent[at], received[at], from_ranks[:, at], layer) for at, part in enumerate(parts)]
@@ -146,9 +146,9 @@ def _rooms(
     assert region is not None
     sizes = [max(shares) * layer.most for shares in parts]
     if (capacity := router.config.expert_capacity) is not None:
-        of_expert = room_of(capacity, len(x) * router.ranks, router.count, router.experts)
-        assert isinstance(of_expert, int)
-        sizes = [min(size, x.shape[1] * router.experts // region.size * of_expert) for size in sizes]
+        expert_room = room_of(capacity, len(x) * router.ranks, router.count, router.experts)
+        assert isinstance(expert_room, int)
+        sizes = [min(size, x.shape[1] * router.experts // region.size * expert_room) for size in sizes]
     rows = [min(shares) * router.count for shares in parts]
     even = all(size * region.size <= max(shares) * router.count for size, shares in zip(sizes, parts, strict=True))
     if not (even or region.fixed) or not all(rows):

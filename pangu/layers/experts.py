@@ -202,15 +202,15 @@ class GroupedLinear(nn.Module):
         self.store = build.layers_store
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
-    def forward(self, x: Tensor, dispatch: Dispatch, members: Tensor | None, of_tokens: bool = False) -> Tensor:
-        """Map [rows, inputs] (or, if `of_tokens`, [tokens, inputs]) to [rows, outputs]."""
+    def forward(self, x: Tensor, dispatch: Dispatch, members: Tensor | None, takes_tokens: bool = False) -> Tensor:
+        """Map [rows, inputs] (or, if `takes_tokens`, [tokens, inputs]) to [rows, outputs]."""
         # `members` [rows, experts] has the factor of each expert's bias, if there are biases
         added = None
         if self.bias is not None and members is not None:
             # a matmul adds in a fixed order in the backward pass
             added = members @ self.bias.view(len(dispatch.ends), -1)
         # last: a recompute ends when the last tensor is saved, and so before this matmul
-        out = grouped_matmul(x, self.weight, dispatch, self.store, of_tokens)
+        out = grouped_matmul(x, self.weight, dispatch, self.store, takes_tokens)
         return out if added is None else out + added
 
 
@@ -228,7 +228,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """Map tokens [tokens, hidden] to [rows, hidden], times weights [rows]."""
         members = None if self.up.bias is None else dispatch.members(tokens.dtype)
-        inner = self.up(tokens, dispatch, members, of_tokens=True)
+        inner = self.up(tokens, dispatch, members, takes_tokens=True)
         return checkpointed(self._down, inner, weights, dispatch, members, on=self.recompute)
 
     def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch, members: Tensor | None) -> Tensor:

@@ -69,9 +69,9 @@ def _cast(x: Tensor, scale: Tensor, amax: Tensor, *outs: *Outs) -> None:
     rows, columns, sums = outs
     _update_amax(x, amax)
     value = _rounded(x, scale, _limit(rows, columns))
-    for out, of_out in ((rows, value), (columns, value.t())):
+    for out, source in ((rows, value), (columns, value.t())):
         if out is not None:
-            out.copy_(of_out)
+            out.copy_(source)
     if sums is not None:
         torch.sum(x, 0, dtype=sums.dtype, out=sums.zero_()[0])
 

@@ -83,19 +83,19 @@ def flex(
         return flex_attention(*qkv, score_mod, **options)
     options["return_aux"] = AuxRequest(lse=True)
     if rows is None:
-        output, of_all = flex_attention(*qkv, score_mod, **options)
-        return (output * (of_all.lse - with_sinks(of_all.lse, sinks)).exp()[..., None]).to(output.dtype)
+        output, full = flex_attention(*qkv, score_mod, **options)
+        return (output * (full.lse - with_sinks(full.lse, sinks)).exp()[..., None]).to(output.dtype)
 
     def without_dropped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         biased = score if score_mod is None else score_mod(score, batch, head, query, key)
         # adding -inf makes exp and so the gradient of the score 0, and the backward pass needs no mask
         return biased + torch.where(is_kept(rows[batch, head, query], key, dropout), 0.0, -math.inf)
 
-    output, of_kept = flex_attention(*qkv, without_dropped, **options)
+    output, kept = flex_attention(*qkv, without_dropped, **options)
     # only its sums are needed, so few values; the compiled backward pass needs a gradient of the output, here 0
     few = qkv.value[..., :FEWEST_COLUMNS].detach()
-    nothing, of_all = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
-    share = (of_kept.lse - with_sinks(of_all.lse + 0.0 * nothing[..., 0], sinks)).exp() / (1 - dropout)
+    nothing, full = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
+    share = (kept.lse - with_sinks(full.lse + 0.0 * nothing[..., 0], sinks)).exp() / (1 - dropout)
     return (output * share[..., None]).to(output.dtype)
 
 

@@ -77,14 +77,14 @@ def _like_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor,
 
 
 def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, of_weight: bool, of_bias: bool
+    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, ...]:
     """Return the gradients of input, weight and, if requested, bias; empty if they go elsewhere (`apart`)."""
     layer = _LAYERS[int(number)]
     use = Use(layer.weight, layer.bias, layer.region, layer.store if apart else None, fp8=layer.fp8)
     grad_x, _, _, _, *others = _kind(layer).backward(SimpleNamespace(saved_tensors=(x, weight), use=use), grad)
     asked_for: list[Any] = [grad_x]
-    for parameter, gradient, asked in zip((layer.weight, layer.bias), others, (not apart, of_bias), strict=True):
+    for parameter, gradient, asked in zip((layer.weight, layer.bias), others, (not apart, needs_bias), strict=True):
         if gradient is not None and parameter is not None and not asked:
             parameter.backward(gradient)  # the store was not open
         asked_for.append(x.new_empty(0) if gradient is None or not asked else gradient)
@@ -92,10 +92,10 @@ def _gradients(
 
 
 def _like_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, of_weight: bool, of_bias: bool
+    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, ...]:
-    of_weights = torch.empty_like(weight) if of_weight else x.new_empty(0)
-    return torch.empty_like(x), of_weights, x.new_empty(weight.shape[0] if of_bias else 0)
+    weight_like = torch.empty_like(weight) if needs_weight else x.new_empty(0)
+    return torch.empty_like(x), weight_like, x.new_empty(weight.shape[0] if needs_bias else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -105,16 +105,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, number = ctx.saved_tensors
-    _, of_weight, of_bias, *_ = ctx.needs_input_grad
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     grad_x, grad_weight, grad_bias = torch.ops.pangu.matmul_gradients(
-        grad.contiguous(), x, weight, number, ctx.apart, of_weight, of_bias
+        grad.contiguous(), x, weight, number, ctx.apart, needs_weight, needs_bias
     )
-    return grad_x, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None, None
+    return grad_x, grad_weight if needs_weight else None, grad_bias if needs_bias else None, None, None, None
 
 
 _LIBRARY.define("matmul(Tensor x, Tensor weight, Tensor? bias, Tensor number, int rows, bool apart) -> Tensor")
 _LIBRARY.define(
-    "matmul_gradients(Tensor grad, Tensor x, Tensor weight, Tensor number, bool apart, bool of_weight, bool of_bias)"
+    "matmul_gradients(Tensor grad, Tensor x, Tensor weight, Tensor n, bool apart, bool needs_weight, bool needs_bias)"
     " -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("matmul", _matmul, "CompositeExplicitAutograd")

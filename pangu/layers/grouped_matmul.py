@@ -71,20 +71,20 @@ torch.library.register_fake("pangu::grouped_weight_gradient", _like_weight_gradi
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool = False
+    x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, takes_tokens: bool = False
 ) -> Tensor:
     """Return x Wᵀ of each group of rows with its own W.
 
-    x [rows, inputs], sorted by group, or if `of_tokens` [tokens, inputs], which rows copy and which alone are saved for
-    the backward pass; weight [groups x outputs, inputs], a leaf whose gradient an open `store` takes -> [rows,
+    x [rows, inputs], sorted by group, or if `takes_tokens` [tokens, inputs], which rows copy and which alone are saved
+    for the backward pass; weight [groups x outputs, inputs], a leaf whose gradient an open `store` takes -> [rows,
     outputs], 0 in rows outside all groups.
     """
     end_recompute(x, weight)
-    return _GroupedMatmul.apply(x, weight, dispatch, store, of_tokens)
+    return _GroupedMatmul.apply(x, weight, dispatch, store, takes_tokens)
 
 
-def _rows(x: Tensor, dispatch: Dispatch, of_tokens: bool) -> Tensor:
-    return copy_to_rows(x, dispatch) if of_tokens else x
+def _rows(x: Tensor, dispatch: Dispatch, takes_tokens: bool) -> Tensor:
+    return copy_to_rows(x, dispatch) if takes_tokens else x
 
 
 def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -> Tensor:
@@ -97,21 +97,21 @@ def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -
 class _GroupedMatmul(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool
+        ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, takes_tokens: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # recompute turns saved tensors into copies, but gradients are for the parameter itself
-        ctx.weight, ctx.dispatch, ctx.store, ctx.of_tokens = weight, dispatch, store, of_tokens
-        return _multiply(_rows(x, dispatch, of_tokens), weight, dispatch, True)
+        ctx.weight, ctx.dispatch, ctx.store, ctx.takes_tokens = weight, dispatch, store, takes_tokens
+        return _multiply(_rows(x, dispatch, takes_tokens), weight, dispatch, True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, dispatch = grads[0].contiguous(), ctx.dispatch
         grad_x = _multiply(grad, weight, dispatch, False)
-        if ctx.of_tokens:
+        if ctx.takes_tokens:
             grad_x = sum_rows(grad_x, dispatch)
-        gradient = partial(_gradient, grad, dispatch, ctx.of_tokens)
+        gradient = partial(_gradient, grad, dispatch, ctx.takes_tokens)
         grad_weight = None
         if ctx.needs_input_grad[1] and ctx.store is not None and ctx.store.is_open:
             ctx.store.put(ctx.weight, x, ALONE, gradient)
@@ -120,5 +120,5 @@ class _GroupedMatmul(Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _gradient(grad: Tensor, dispatch: Dispatch, of_tokens: bool, x: Tensor) -> Tensor:
-    return torch.ops.pangu.grouped_weight_gradient(grad, _rows(x, dispatch, of_tokens), dispatch.ends).flatten(0, 1)
+def _gradient(grad: Tensor, dispatch: Dispatch, takes_tokens: bool, x: Tensor) -> Tensor:
+    return torch.ops.pangu.grouped_weight_gradient(grad, _rows(x, dispatch, takes_tokens), dispatch.ends).flatten(0, 1)

@@ -64,12 +64,12 @@ class LayerLogits:
     def raise_to(self, query: Tensor, key: Tensor, terms: MaskAndBias) -> None:
         """Raise the values to the largest logits of one mask."""
         heads = query.shape[1]
-        of_rank = self.values[self.rank * heads : (self.rank + 1) * heads]
+        local = self.values[self.rank * heads : (self.rank + 1) * heads]
         own = key[None] if self.region is None else key[None].contiguous()
         for source, (keys,) in exchange_keys(own, self.region):
             for rows, columns, block in attention_tiles(self.region, terms.length, terms.mask.window, source):
                 for one in _largest(query[:, :, rows], keys[:, :, columns], block, terms):
-                    torch.maximum(of_rank, one.to(of_rank.dtype), out=of_rank)
+                    torch.maximum(local, one.to(local.dtype), out=local)
 
 
 def _largest(query: Tensor, key: Tensor, block: Tile, terms: MaskAndBias) -> Iterator[Tensor]:

@@ -214,13 +214,13 @@ class _Launcher(NamedTuple):
 
         batch, heads, queries, size = self.query.shape
         groups, keys = self.key.shape[1:3]
-        instruction, of_keys = matmul_instruction(self.query.device), name == "key_gradients"
+        instruction, is_key_kernel = matmul_instruction(self.query.device), name == "key_gradients"
         tiles = tiles_of(name, size, instruction)
         count = -(-queries // tiles.queries) * heads * batch
-        grid = (-(-keys // tiles.keys), groups, batch) if of_keys else (count,)
+        grid = (-(-keys // tiles.keys), groups, batch) if is_key_kernel else (count,)
         place = 0 if self.place is None else int(self.place)
         # tcgen05 gives a thread whole rows of a matmul: of transposed scores, a single key
-        shared = not of_keys or instruction != "tcgen05"
+        shared = not is_key_kernel or instruction != "tcgen05"
         kernel, options = getattr(triton_kernels, name), {"num_warps": tiles.warps, "num_stages": tiles.stages}
         arguments = (
             *columns,
@@ -247,7 +247,7 @@ class _Launcher(NamedTuple):
             *head_parts(size),
             tiles.queries,
             tiles.keys,
-            *([instruction != "wgmma"] if of_keys else []),
+            *([instruction != "wgmma"] if is_key_kernel else []),
         )
         try:
             kernel[grid](*arguments, **options, enable_fp_fusion=True)
@@ -261,10 +261,10 @@ def _lined_up(*parts: Tensor) -> list[Tensor]:
     return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, oldest: Tensor | None, *of_mask: Any) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, oldest: Tensor | None, *mask_args: Any) -> tuple[Tensor, Tensor]:
     query, key, value = _lined_up(query, key, value)
     output, log_sum = _like_attend(query)
-    launcher = _Launcher(query, key, *of_mask)
+    launcher = _Launcher(query, key, *mask_args)
     assert launcher.rows is None or launcher.rows.is_contiguous()
     launcher.launch("attend", (query, key, value, output), (log_sum,), oldest)
     return output, log_sum
@@ -279,14 +279,14 @@ def _attend_backward(
     log_sum: Tensor,
     oldest: Tensor | None,
     newest: Tensor | None,
-    *of_mask: Any,
+    *mask_args: Any,
 ) -> Tensor:
     grad, query, key, value, output = _lined_up(grad, query, key, value, output)
     stacked = _like_attend_backward(grad, query, key, value)
     grad_query, grad_key, grad_value = _parts(stacked, query, key)
     log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
-    launcher = _Launcher(query, key, *of_mask)
+    launcher = _Launcher(query, key, *mask_args)
     launcher.launch("query_gradients", (query, key, value, grad, output, grad_query), sums, oldest)
     launcher.launch("key_gradients", (query, key, value, grad, grad_key, grad_value), sums, newest)
     return stacked

@@ -69,10 +69,10 @@ def _edges(begin, end, whole_begin, whole_end, STEP: tl.constexpr):
 
 @triton.jit
 def _is_seen(places, oldest, numbers, key_at, keys, BOUNDED: tl.constexpr):
-    of_keys = (key_at + numbers)[None, :]
-    seen = (of_keys <= places[:, None]) & (numbers < keys)[None, :]
+    key_places = (key_at + numbers)[None, :]
+    seen = (key_places <= places[:, None]) & (numbers < keys)[None, :]
     if BOUNDED:
-        seen = seen & (of_keys >= oldest[:, None])
+        seen = seen & (key_places >= oldest[:, None])
     return seen
 
 
@@ -87,7 +87,7 @@ def _tile_of_queries(queries, heads, M: tl.constexpr):
 
 
 @triton.jit
-def _of_queries(
+def _query_bounds(
     oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high,
     BOUNDED: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,7 @@ def attend(
         sums_e = tl.zeros([M, E], dtype=tl.float32)
     total, top = tl.zeros([M], dtype=tl.float32), tl.full([M], float("-inf"), dtype=tl.float32)
     places = query_at + numbers
-    begins, low, high = _of_queries(
+    begins, low, high = _query_bounds(
         oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high, BOUNDED, DROPS
     )
     edges = _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED, N)
@@ -203,13 +203,13 @@ def _gradients_of_queries(
         part = _load(key, numbers, key_stride, keys, 0, D, SIZE, MASKED)
         part_e = part
         scores = tl.dot(query, tl.trans(part))
-        of_value = _load(value, numbers, value_stride, keys, 0, D, SIZE, MASKED)
-        grad_shares = tl.dot(grad, tl.trans(of_value))
+        value_tile = _load(value, numbers, value_stride, keys, 0, D, SIZE, MASKED)
+        grad_shares = tl.dot(grad, tl.trans(value_tile))
         if E > 0:
             part_e = _load(key, numbers, key_stride, keys, D, E, SIZE, MASKED)
             scores = tl.dot(query_e, tl.trans(part_e), scores)
-            of_value = _load(value, numbers, value_stride, keys, D, E, SIZE, MASKED)
-            grad_shares = tl.dot(grad_e, tl.trans(of_value), grad_shares)
+            value_tile = _load(value, numbers, value_stride, keys, D, E, SIZE, MASKED)
+            grad_shares = tl.dot(grad_e, tl.trans(value_tile), grad_shares)
         shares = tl.exp2(scores * scale - log_sums[:, None])
         if MASKED:
             shares = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), shares, 0.0)
@@ -225,9 +225,9 @@ def _gradients_of_queries(
 
 @triton.jit(do_not_specialize=["place_low", "place_high", "bound", "query_at", "key_at"])
 def query_gradients(
-    query, key, value, grad, output, of_query, log_sum, mean, oldest, rows,
+    query, key, value, grad, output, grad_query, log_sum, mean, oldest, rows,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    grad_batch, grad_head, grad_row, output_batch, output_head, output_row, of_batch, of_head, of_row,
+    grad_batch, grad_head, grad_row, output_batch, output_head, output_row, out_batch, out_head, out_row,
     heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
     BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -241,41 +241,41 @@ def query_gradients(
     output += batch * output_batch + head * output_head
     grad += batch * grad_batch + head * grad_head
     query_tile = _load(query, numbers, query_row, queries, 0, D, SIZE)
-    of_output = _load(grad, numbers, grad_row, queries, 0, D, SIZE)
-    means = tl.sum(of_output.to(tl.float32) * _load(output, numbers, output_row, queries, 0, D, SIZE), 1)
-    query_tile_e, of_output_e = query_tile, of_output
+    grad_tile = _load(grad, numbers, grad_row, queries, 0, D, SIZE)
+    means = tl.sum(grad_tile.to(tl.float32) * _load(output, numbers, output_row, queries, 0, D, SIZE), 1)
+    query_tile_e, grad_tile_e = query_tile, grad_tile
     sums = tl.zeros([M, D], dtype=tl.float32)
     sums_e = sums
     if E > 0:
         query_tile_e = _load(query, numbers, query_row, queries, D, E, SIZE)
-        of_output_e = _load(grad, numbers, grad_row, queries, D, E, SIZE)
-        means += tl.sum(of_output_e.to(tl.float32) * _load(output, numbers, output_row, queries, D, E, SIZE), 1)
+        grad_tile_e = _load(grad, numbers, grad_row, queries, D, E, SIZE)
+        means += tl.sum(grad_tile_e.to(tl.float32) * _load(output, numbers, output_row, queries, D, E, SIZE), 1)
         sums_e = tl.zeros([M, E], dtype=tl.float32)
-    of_pair = pair * queries + numbers
+    offsets = pair * queries + numbers
     # `rescale` multiplies the sums instead of every gradient of a probability
     means = means / rescale
-    tl.store(mean + of_pair, means, mask=numbers < queries)
-    log_sums = tl.load(log_sum + of_pair, mask=numbers < queries, other=0.0) / LOG_2
+    tl.store(mean + offsets, means, mask=numbers < queries)
+    log_sums = tl.load(log_sum + offsets, mask=numbers < queries, other=0.0) / LOG_2
     places = query_at + numbers
-    begins, low, high = _of_queries(
+    begins, low, high = _query_bounds(
         oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high, BOUNDED, DROPS
     )
     edges = _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED, N)
     for part in tl.static_range(3):
         sums, sums_e = _gradients_of_queries(
-            sums, sums_e, query_tile, query_tile_e, of_output, of_output_e, key, value, key_row, value_row, edges[part],
+            sums, sums_e, query_tile, query_tile_e, grad_tile, grad_tile_e, key, value, key_row, value_row, edges[part],
             edges[part + 1], keys, places, begins, key_at, scale, low, high, bound, log_sums, means,
             part != 1, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
         )  # fmt: skip
-    of_query += batch * of_batch + head * of_head
-    _store(of_query, numbers, of_row, queries, sums * (scale * rescale * LOG_2), 0, D, SIZE)
+    grad_query += batch * out_batch + head * out_head
+    _store(grad_query, numbers, out_row, queries, sums * (scale * rescale * LOG_2), 0, D, SIZE)
     if E > 0:
-        _store(of_query, numbers, of_row, queries, sums_e * (scale * rescale * LOG_2), D, E, SIZE)
+        _store(grad_query, numbers, out_row, queries, sums_e * (scale * rescale * LOG_2), D, E, SIZE)
 
 
 @triton.jit
 def _gradients_of_keys(
-    of_key, of_key_e, of_value, of_value_e, key, key_e, value, value_e, query, grad, query_stride, grad_stride,
+    grad_key, grad_key_e, grad_value, grad_value_e, key, key_e, value, value_e, query, grad, query_stride, grad_stride,
     begin, end, queries, first, places, newest, query_at, scale, rows, place_low, place_high, bound, nothing,
     log_sum, mean,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
@@ -286,15 +286,15 @@ def _gradients_of_keys(
     for start in tl.range(begin, end, M, num_stages=1 if MASKED and not WORDS else None):
         numbers = start + tl.arange(0, M)
         part = _load(query, numbers, query_stride, queries, 0, D, SIZE, MASKED)
-        of_output = _load(grad, numbers, grad_stride, queries, 0, D, SIZE, MASKED)
-        part_e, of_output_e = part, of_output
+        grad_tile = _load(grad, numbers, grad_stride, queries, 0, D, SIZE, MASKED)
+        part_e, grad_tile_e = part, grad_tile
         scores = tl.dot(key, tl.trans(part))
-        grad_shares = tl.dot(value, tl.trans(of_output))
+        grad_shares = tl.dot(value, tl.trans(grad_tile))
         if E > 0:
             part_e = _load(query, numbers, query_stride, queries, D, E, SIZE, MASKED)
-            of_output_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE, MASKED)
+            grad_tile_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE, MASKED)
             scores = tl.dot(key_e, tl.trans(part_e), scores)
-            grad_shares = tl.dot(value_e, tl.trans(of_output_e), grad_shares)
+            grad_shares = tl.dot(value_e, tl.trans(grad_tile_e), grad_shares)
         log_sums = _load_row(log_sum, numbers, queries, MASKED) / LOG_2
         means = _load_row(mean, numbers, queries, MASKED)
         shares = tl.exp2(scores * scale - log_sums[None, :])
@@ -312,20 +312,20 @@ def _gradients_of_keys(
             grad_shares = tl.where(keep_mask, grad_shares, 0.0)
         left = left.to(part.dtype)
         grad_scores = (shares * (grad_shares - means[None, :])).to(part.dtype)
-        of_value = tl.dot(left, of_output, of_value)
-        of_key = tl.dot(grad_scores, part, of_key)
+        grad_value = tl.dot(left, grad_tile, grad_value)
+        grad_key = tl.dot(grad_scores, part, grad_key)
         if E > 0:
-            of_value_e = tl.dot(left, of_output_e, of_value_e)
-            of_key_e = tl.dot(grad_scores, part_e, of_key_e)
-    return of_key, of_key_e, of_value, of_value_e
+            grad_value_e = tl.dot(left, grad_tile_e, grad_value_e)
+            grad_key_e = tl.dot(grad_scores, part_e, grad_key_e)
+    return grad_key, grad_key_e, grad_value, grad_value_e
 
 
 @triton.jit(do_not_specialize=["place_low", "place_high", "bound", "query_at", "key_at"])
 def key_gradients(
-    query, key, value, grad, of_key, of_value, log_sum, mean, newest, rows,
+    query, key, value, grad, grad_key, grad_value, log_sum, mean, newest, rows,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    grad_batch, grad_head, grad_row, of_key_batch, of_key_head, of_key_row,
-    of_value_batch, of_value_head, of_value_row,
+    grad_batch, grad_head, grad_row, grad_key_batch, grad_key_head, grad_key_row,
+    grad_value_batch, grad_value_head, grad_value_row,
     heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
     BOUNDED: tl.constexpr, DROPS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EDGES: tl.constexpr,
@@ -333,10 +333,10 @@ def key_gradients(
     """Compute the gradients of a tile of keys and values, from all query heads of their group."""
     first = tl.program_id(0) * N
     last = tl.minimum(first + N, keys) - 1
-    of_group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     numbers = first + tl.arange(0, N)
-    key += batch * key_batch + of_group * key_head
-    value += batch * value_batch + of_group * value_head
+    key += batch * key_batch + kv_head * key_head
+    value += batch * value_batch + kv_head * value_head
     key_tile = _load(key, numbers, key_row, keys, 0, D, SIZE)
     value_tile = _load(value, numbers, value_row, keys, 0, D, SIZE)
     key_tile_e, value_tile_e = key_tile, value_tile
@@ -350,15 +350,15 @@ def key_gradients(
     begin = tl.maximum(key_at + first - query_at, 0) // M * M
     end, whole_end = queries, queries
     if BOUNDED:
-        of_places = newest + batch * reach_batch + key_at
-        ends = tl.load(of_places + numbers, mask=numbers < keys, other=0)
-        end = tl.minimum(tl.load(of_places + last) + 1 - query_at, queries)
-        whole_end = tl.load(of_places + first) + 1 - query_at
+        reach = newest + batch * reach_batch + key_at
+        ends = tl.load(reach + numbers, mask=numbers < keys, other=0)
+        end = tl.minimum(tl.load(reach + last) + 1 - query_at, queries)
+        whole_end = tl.load(reach + first) + 1 - query_at
     begin, first_whole, last_whole, end = _edges(begin, end, key_at + first + N - 1 - query_at, whole_end, M)
-    for head in range(of_group * group, (of_group + 1) * group):
-        of_query = query + batch * query_batch + head * query_head
-        of_grad = grad + batch * grad_batch + head * grad_head
-        of_head = (batch * heads + head) * queries
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        head_query = query + batch * query_batch + head * query_head
+        head_grad = grad + batch * grad_batch + head * grad_head
+        row_at = (batch * heads + head) * queries
         # both masked edges (step `EDGES`) by one code: first they save instructions, last they save registers
         for step in tl.static_range(2):
             for part in range(2 if step == EDGES else 1):
@@ -367,14 +367,14 @@ def key_gradients(
                     start, stop = tl.where(part == 0, begin, last_whole), tl.where(part == 0, first_whole, end)
                 key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
                     key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
-                    of_query, of_grad, query_row, grad_row, start, stop, queries, key_at + first, places, ends,
-                    query_at, scale, rows + of_head, place_low, place_high, bound, rescale * 0.0, log_sum + of_head,
-                    mean + of_head, step == EDGES, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
+                    head_query, head_grad, query_row, grad_row, start, stop, queries, key_at + first, places, ends,
+                    query_at, scale, rows + row_at, place_low, place_high, bound, rescale * 0.0, log_sum + row_at,
+                    mean + row_at, step == EDGES, BOUNDED, DROPS, WORDS, SIZE, D, E, M, N,
                 )  # fmt: skip
-    of_key += batch * of_key_batch + of_group * of_key_head
-    of_value += batch * of_value_batch + of_group * of_value_head
-    _store(of_key, numbers, of_key_row, keys, key_sums * (scale * rescale * LOG_2), 0, D, SIZE)
-    _store(of_value, numbers, of_value_row, keys, value_sums * rescale, 0, D, SIZE)
+    grad_key += batch * grad_key_batch + kv_head * grad_key_head
+    grad_value += batch * grad_value_batch + kv_head * grad_value_head
+    _store(grad_key, numbers, grad_key_row, keys, key_sums * (scale * rescale * LOG_2), 0, D, SIZE)
+    _store(grad_value, numbers, grad_value_row, keys, value_sums * rescale, 0, D, SIZE)
     if E > 0:
-        _store(of_key, numbers, of_key_row, keys, key_sums_e * (scale * rescale * LOG_2), D, E, SIZE)
-        _store(of_value, numbers, of_value_row, keys, value_sums_e * rescale, D, E, SIZE)
+        _store(grad_key, numbers, grad_key_row, keys, key_sums_e * (scale * rescale * LOG_2), D, E, SIZE)
+        _store(grad_value, numbers, grad_value_row, keys, value_sums_e * rescale, D, E, SIZE)

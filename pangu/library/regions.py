@@ -195,8 +195,8 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
     def called(_: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             is_property = function.__name__ == "__get__"
-            of_property = getattr(getattr(function, "__self__", None), "__name__", "")
-            name_read = of_property if is_property else function.__name__
+            property_name = getattr(getattr(function, "__self__", None), "__name__", "")
+            name_read = property_name if is_property else function.__name__
             if name_read in _VIEWS if is_property else name_read not in _HARMLESS:
                 for tensor in tensors_in((args, kwargs or {})):
                     flat, name = owners.get(id(tensor), (None, ""))
@@ -261,7 +261,7 @@ class RegionHooks:
         last = max(chunks)
         self._turns = {chunks[last], *list(regions.uses[last])[-1:]} if turns else set()
         """Names of the modules that backward needs first, right after forward."""
-        used = {name for of_chunk in regions.uses.values() for name in of_chunk} if unsharder else set()
+        used = {name for chunk_uses in regions.uses.values() for name in chunk_uses} if unsharder else set()
         for name in sorted(used | self._chunks):
             module = model.get_submodule(name)
             module.register_forward_pre_hook(Hook(self._before(name)), prepend=True, with_kwargs=True)

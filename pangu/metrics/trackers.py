@@ -41,8 +41,8 @@ def tracked(record: StepRecord) -> dict[str, float]:
     }
     figures |= {
         f"validation/{name}/{kind}": figure
-        for name, of_source in (record.validation_sources or {}).items()
-        for kind, figure in of_source.items()
+        for name, source_figures in (record.validation_sources or {}).items()
+        for kind, figure in source_figures.items()
     }
     figures |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
     figures |= {f"experts/{name}": figure for name, figure in (record.experts or {}).items()}

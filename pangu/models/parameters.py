@@ -231,7 +231,7 @@ def _heads(config: ModelConfig, path: str, query_layer: bool) -> Parameters:
     for name, outputs in projections.items():
         yield from _columns(config, path, name, outputs, config.has_biases("qkv"))
     for name in ("query_norm", "key_norm") if config.qk_norm else ():
-        yield from _norm(config, f"{path}.{name}", config.head_size, of_heads=True)
+        yield from _norm(config, f"{path}.{name}", config.head_size, per_head=True)
 
 
 def _latent(config: ModelConfig, path: str, latent: LatentConfig) -> Parameters:
@@ -272,11 +272,11 @@ def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) ->
     yield name, [Placement(name, shape, std, **fields)]
 
 
-def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False, gain: float = 1.0) -> Parameters:
+def _norm(config: ModelConfig, name: str, width: int, per_head: bool = False, gain: float = 1.0) -> Parameters:
     # Each rank norms only its own heads, so gradients are partial sums.
-    yield from _one(f"{name}.weight", (width,), None, constant=gain, partial=of_heads)
+    yield from _one(f"{name}.weight", (width,), None, constant=gain, partial=per_head)
     if config.norm == "layernorm":
-        yield from _one(f"{name}.bias", (width,), None, partial=of_heads)
+        yield from _one(f"{name}.bias", (width,), None, partial=per_head)
 
 
 def _columns(

@@ -47,12 +47,12 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
     """Return the number of weights, a tied head counted once; `active`: without experts that a token does not use."""
     # PanGu-α with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d.
     d = config.hidden
-    of_norm = 2 if config.norm == "layernorm" else 1
-    norm, inner, projected = of_norm * d, 2 * config.head_size * config.qk_norm, config.query_size + 2 * config.kv_size
+    factor = 2 if config.norm == "layernorm" else 1
+    norm, inner, projected = factor * d, 2 * config.head_size * config.qk_norm, config.query_size + 2 * config.kv_size
     if (latent := config.latent) is not None:
         inner = (latent.q_rank or 0) + latent.kv_rank
         projected = inner + latent.rope_head_dim
-    vectors = of_norm * inner + projected * config.has_biases("qkv") + d * config.has_biases("output")
+    vectors = factor * inner + projected * config.has_biases("qkv") + d * config.has_biases("output")
     vectors += config.heads * config.attention_sinks
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))

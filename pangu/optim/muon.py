@@ -111,10 +111,10 @@ class Muon(Lamb):
         parts = [(group, part) for group in groups for part in _parts(group["params"])]
         updates = [self._update_momentum(group, part) for group, part in parts]
         if self._orthogonalize is None:
-            for (group, part), of_part in zip(parts, updates, strict=True):
-                blocks = (update.view(-1, *self._shape(one)) for one, update in zip(part, of_part, strict=True))
+            for (group, part), part_updates in zip(parts, updates, strict=True):
+                blocks = (update.view(-1, *self._shape(one)) for one, update in zip(part, part_updates, strict=True))
                 orthogonalize([*chain(*blocks)], group["ns_steps"], self._dtype)
-                self._apply_matrices(group, part, of_part)
+                self._apply_matrices(group, part, part_updates)
         else:
             of = [(group, one) for group, part in parts for one in part]
             shards = [*chain(*updates)]

@@ -246,11 +246,11 @@ class Preprocessing:
         for writer in self.writers:
             manifest_path(writer.prefix).unlink(missing_ok=True)
             files = writer.publish()
-            of_pair = self._statistics(writer)
-            plot_lengths(of_pair, Path(f"{writer.prefix}.png"), Path(writer.prefix).name)
-            manifest = {"format": FORMAT, "files": files, "recipe": self._wanted, "statistics": of_pair}
+            summary = self._statistics(writer)
+            plot_lengths(summary, Path(f"{writer.prefix}.png"), Path(writer.prefix).name)
+            manifest = {"format": FORMAT, "files": files, "recipe": self._wanted, "statistics": summary}
             write_atomically(manifest_path(writer.prefix), json.dumps(manifest, indent=2, ensure_ascii=False).encode())
-            statistics.append(of_pair)
+            statistics.append(summary)
         self._journal.close()
         # first: a command that finds the journal considers the files unfinished
         (self._folder / _JOURNAL).unlink()

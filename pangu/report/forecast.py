@@ -211,9 +211,9 @@ def measured_parts(ranks: Sequence[Mapping[str, float]], layout: Layout, median_
         layout: layout of the ranks, in which those of a pipeline stage are consecutive.
         median_s: median step time of the run: the profile is of one step.
     """
-    of_stage = layout.world // layout.pipeline
+    stage_size = layout.world // layout.pipeline
     rows = [{part: sum(one[term] for term in terms) for part, terms in ROWS.items()} for one in ranks]
-    stages = [rows[first : first + of_stage] for first in range(0, len(rows), of_stage)]
+    stages = [rows[first : first + stage_size] for first in range(0, len(rows), stage_size)]
     means = [{part: fmean(row[part] for row in stage) for part in ROWS} for stage in stages]
     most = max(means, key=lambda one: sum(one.values()) - one["bubble"])
     total = sum(most.values())

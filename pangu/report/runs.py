@@ -62,8 +62,8 @@ class Run:
     def columns(self) -> dict[str, Series]:
         """Figures of all steps by name, NaN where missing; those of experts as `experts/load`."""
         experts = [part if isinstance(part := record.get("experts"), dict) else {} for record in self.records]
-        of_experts = columns_of(experts, _EXPERTS)
-        columns = columns_of(self.records, _NUMBERS) | {f"experts/{name}": of_experts[name] for name in _EXPERTS}
+        expert_columns = columns_of(experts, _EXPERTS)
+        columns = columns_of(self.records, _NUMBERS) | {f"experts/{name}": expert_columns[name] for name in _EXPERTS}
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             columns["data_wait"] = columns["data_wait_s"] / columns["step_time_s"]
         return columns
@@ -74,8 +74,8 @@ class Run:
         steps = [part if isinstance(part := record.get("validation_sources"), dict) else {} for record in self.records]
         names = list(dict.fromkeys(name for part in steps for name in part))[:MOST_SOURCES]
         figures = {name: [one if isinstance(one := part.get(name), dict) else {} for part in steps] for name in names}
-        losses = {name: columns_of(of_source, ("loss",))["loss"] for name, of_source in figures.items()}
-        return {name: of_source for name, of_source in losses.items() if math.isfinite(last(of_source))}
+        losses = {name: columns_of(history, ("loss",))["loss"] for name, history in figures.items()}
+        return {name: history for name, history in losses.items() if math.isfinite(last(history))}
 
     @property
     def state(self) -> str:

@@ -132,8 +132,8 @@ def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
 
 def interval_words(outcome: Outcome) -> str:
     """Return a sentence about the interval of the fastest layout: where it is from, and which layouts are ties."""
-    of_first = expectation(outcome.space, outcome.result.best[0].plan)
-    return f"interval: {of_first.words}; =: ties, within {of_first.interval.tie:.2f} times the first"
+    fastest = expectation(outcome.space, outcome.result.best[0].plan)
+    return f"interval: {fastest.words}; =: ties, within {fastest.interval.tie:.2f} times the first"
 
 
 def untried(space: Space) -> Iterator[str]:
@@ -273,8 +273,8 @@ def _changes(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         for number in filter(None, (plan.expert * 2, plan.expert // 2)):
             yield f"experts on {number} ranks", {"expert": number}
         if plan.tensor > 1:
-            of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
-            yield f"experts{' not' * bool(of_each)} split by tensor ranks", {"expert_tensor": of_each}
+            expert_tensor = 1 if plan.expert_tensor in (0, plan.tensor) else 0
+            yield f"experts{' not' * bool(expert_tensor)} split by tensor ranks", {"expert_tensor": expert_tensor}
     for count in sorted({1, *search.CHUNKS} - {plan.chunks}) if plan.tensor > 1 or plan.expert > 1 else ():
         yield f"matmuls in {count} chunks", {"chunks": count}
     recompute = "none" if plan.recompute == "full" else "full"

@@ -152,7 +152,7 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
         several = f" ({len(modules)}, {modules[0]} to {modules[-1]})" if len(modules := part.modules) > 1 else ""
         console.print(Text(f"\n{kind}{several}: {part.takes} -> {part.gives}", style="bold"))
         # expert names differ only in the expert's index
-        weights = dict.fromkeys((re.sub(r"(experts\.)\d+", r"\1*", name), *of_one) for name, *of_one in part.weights)
+        weights = dict.fromkeys((re.sub(r"(experts\.)\d+", r"\1*", name), *rest) for name, *rest in part.weights)
         console.print(_table(weights, *(name.replace("_", " ") for name in Weight._fields)))
     if layout.tensor * layout.expert * layout.context == 1:
         console.print("\nNo communication within a micro-batch: every device holds complete matrices.")
@@ -203,6 +203,6 @@ def sent_rows(spans: Iterable[tuple[SpanKey, Span]], groups: Mapping[Axis, Group
                 sent[place] = tuple(map(add, sent.get(place, (0.0, 0.0, 0.0)), added))
     for (module, action, axis, kind), numbers in sorted(sent.items(), key=lambda item: item[0][0] == _ALL):
         count = counts[module, action] or 1
-        calls, buffers, of_rank = (number / count for number in numbers)
+        calls, buffers, sent_bytes = (number / count for number in numbers)
         name = f"{module} (each of {count})" if count > 1 else module
-        yield name, _PASSES[action], axis, kind.replace("_", "-"), f"{calls:g}", size(buffers), size(of_rank)
+        yield name, _PASSES[action], axis, kind.replace("_", "-"), f"{calls:g}", size(buffers), size(sent_bytes)

@@ -91,10 +91,10 @@ def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, An
 
 def result(task: str, shots: int, questions: int, measures: Mapping[str, float]) -> dict[str, Any]:
     """Return a task's figures, and those of both models in the paper (few-shot for several shots), as JSON values."""
-    settings = {name: of_shots[min(shots, 2)] for name, of_shots in PUBLISHED.get(task, {}).items() if name in measures}
+    settings = {name: columns[min(shots, 2)] for name, columns in PUBLISHED.get(task, {}).items() if name in measures}
     pairs = {name: pair for name, pair in settings.items() if pair is not None}
-    of_models = {model: {name: pair[i] for name, pair in pairs.items()} for i, model in enumerate(MODELS)}
-    return {"task": task, "shots": shots, "questions": questions, "measures": dict(measures), "published": of_models}
+    published = {model: {name: pair[i] for name, pair in pairs.items()} for i, model in enumerate(MODELS)}
+    return {"task": task, "shots": shots, "questions": questions, "measures": dict(measures), "published": published}
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:

@@ -85,8 +85,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         compiles = ways(config.compile, device)
     own = {"attention": kernels, "fp32_matmul": precisions(config.precision.fp32_matmul, compute, device)}
     own |= {"compile": compiles, **{use: apex.candidates(use, config, device) for use in apex.USES}}
-    processors, of_ranks = zip(*gather_objects((processor_name(device), own), mesh.group("world")), strict=True)
-    candidates = {key: [one for one in of_ranks[0][key] if all(one in names[key] for names in of_ranks)] for key in own}
+    processors, offers = zip(*gather_objects((processor_name(device), own), mesh.group("world")), strict=True)
+    candidates = {key: [one for one in offers[0][key] if all(one in names[key] for names in offers)] for key in own}
     device_kinds, every = ", ".join(sorted(set(processors))), candidates["attention"]
     candidates["attention"] = _affordable(config.model, every)
     if config.train.deterministic:  # times differ from start to start
@@ -96,12 +96,12 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     seconds = {"attention": _time_attention(config, mesh, candidates["attention"], every, timer)}
     attention = fastest(seconds["attention"], device)
     recalled = [key for key in recalled if key != "attention" or attention == previous[key]]
-    of_layers = dict.fromkeys(itertools.product(candidates["fp32_matmul"], candidates["compile"]), 0.0)
-    if len(of_layers) > 1:
-        of_layers = time_layers(config, mesh, attention, list(of_layers), timer)
-    precision, compiled = fastest(of_layers, device)
-    seconds["fp32_matmul"] = {one: of_layers[one, compiled] for one in candidates["fp32_matmul"]}
-    seconds["compile"] = {one: of_layers[precision, one] for one in candidates["compile"]}
+    layer_times = dict.fromkeys(itertools.product(candidates["fp32_matmul"], candidates["compile"]), 0.0)
+    if len(layer_times) > 1:
+        layer_times = time_layers(config, mesh, attention, list(layer_times), timer)
+    precision, compiled = fastest(layer_times, device)
+    seconds["fp32_matmul"] = {one: layer_times[one, compiled] for one in candidates["fp32_matmul"]}
+    seconds["compile"] = {one: layer_times[precision, one] for one in candidates["compile"]}
     seconds |= {use: time_uses(use, candidates[use], config, mesh, timer) for use in apex.USES}
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}

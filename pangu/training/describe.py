@@ -27,8 +27,8 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     if model.mtp_layers:
         shape += f" and {model.mtp_layers} of multi-token prediction"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
-    of_each = ", each unsplit" if layout.expert_tensor not in (0, layout.tensor) else ""
-    experts = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""
+    unsplit = ", each unsplit" if layout.expert_tensor not in (0, layout.tensor) else ""
+    experts = f", experts over {layout.expert} ranks{unsplit}" if layout.splits_experts else ""
     states = []
     if largest is not None:
         more = "plus activations and buffers, which dry_run=true counts"
@@ -72,9 +72,9 @@ def _copies(config: RunConfig, world: int) -> list[tuple[str, str]]:
     every, itemsize = config.checkpoint.memory_every, 8 if config.precision.compute == "fp64" else 4
     if not every:
         return []
-    of_rank = 3 * itemsize * num_parameters(config.model) // world
+    nbytes = 3 * itemsize * num_parameters(config.model) // world
     # two generations and one that is being written
-    words = f"on average {size(of_rank)} of each rank for its buddy; up to {size(6 * of_rank)} of host memory per rank"
+    words = f"on average {size(nbytes)} of each rank for its buddy; up to {size(6 * nbytes)} of host memory per rank"
     return [("copies", f"every {every} steps, {words}")]
 
 

@@ -156,7 +156,7 @@ class DeviceChecks:
 
 
 def _values(norms: Norms) -> list[float]:
-    return [float(norm) for _, of_flat in norms for norm in of_flat]
+    return [float(norm) for _, flat_norms in norms for norm in flat_norms]
 
 
 def coupled_replicas(layout: Layout) -> int:

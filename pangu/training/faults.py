@@ -134,7 +134,7 @@ class Goodput:
 
 def not_finite(norms: Norms) -> list[str]:
     """Return the tensors with a non-finite norm, about in the order of backward."""
-    pairs = [pair for tensors, of_flat in norms for pair in zip(reversed(tensors), reversed(of_flat), strict=True)]
+    pairs = [pair for tensors, values in norms for pair in zip(reversed(tensors), reversed(values), strict=True)]
     return list(dict.fromkeys(name for (name, _), norm in pairs if not math.isfinite(norm)))
 
 

@@ -158,7 +158,7 @@ class Loop:
         """
         assert self._pending is not None
         assert self._step_began is not None
-        (pending, stragglers, of_data), self._pending = self._pending, None
+        (pending, stragglers, data_fields), self._pending = self._pending, None
         result = self.trainer.read(pending)
         self._asked = [any(flags) for flags in zip(result.flags, self._asked or result.flags, strict=True)]
         self._step_s = pending.end.seconds_since(self._step_began) - self._outside_s
@@ -171,7 +171,7 @@ class Loop:
         record = self._make_record(result, self._step_s, stragglers)
         counts = saver.failures | {"rollbacks": len(self.spikes.rollbacks)}
         goodput = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
-        fields = {name: count or None for name, count in counts.items()} | {"goodput": goodput} | of_data
+        fields = {name: count or None for name, count in counts.items()} | {"goodput": goodput} | data_fields
         self.record = replace(record, continued_from=self._continued_from, **fields)
         self._continued_from = None
         self.heartbeat.counts = {**counts, "skipped": self.trainer.skipped, "goodput": goodput}
@@ -282,9 +282,9 @@ class Loop:
         """Handle a step's fault, if any; return True if the run has gone back. May raise UserError on all ranks."""
         if result.skipped and not result.loss > self.spikes.limit:
             mesh = self.trainer.mesh
-            of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
+            nonfinite = gather_objects(not_finite(result.norms), mesh.group("world"))
             alert = None if self.config.precision.loss_scale else "skipped_step"  # fp16 skips steps to find its scale
-            log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks), extra={"alert": alert})
+            log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, nonfinite), extra={"alert": alert})
         if (found := self.devices.find(result)) is not None and self._respond(found[0], saver, found[1]):
             return True
         if (fault := self.spikes.fault(result)) is None:

@@ -158,7 +158,7 @@ def _appears(path: Path) -> bool:
 
 def require_same_text(mesh: Mesh, position: Mapping[str, Any]) -> None:
     """Raise UserError on all ranks unless all stream the same text; `position`: of the stream at its start."""
-    different = answer_all(mesh, position, lambda of_ranks: [i for i, one in enumerate(of_ranks) if one != of_ranks[0]])
+    different = answer_all(mesh, position, lambda places: [i for i, one in enumerate(places) if one != places[0]])
     if different:
         raise UserError(
             f"data.train: rank {', '.join(map(str, different[:8]))} has other names or sizes of files than rank 0, or"

@@ -169,8 +169,8 @@ class Profile:
             for span in (recording.spans[place] for place in counted(recording.spans))
             if isinstance(span.what, Action) and span.what.kind in SENDS
         ]
-        of_stages = gather_objects(dict(reversed(sends)), mesh.group("pipeline"))  # the first span of a send is its own
-        rank = breakdown(recording, came, {message: when for sent in of_stages for message, when in sent.items()})
+        all_sends = gather_objects(dict(reversed(sends)), mesh.group("pipeline"))  # the first span of a send is its own
+        rank = breakdown(recording, came, {message: when for sent in all_sends for message, when in sent.items()})
         first_pipeline = mesh.layout.peers(0, "pipeline")
         if mesh.rank >= TRACED and mesh.rank not in first_pipeline:
             rank = rank._replace(recording=None)
@@ -224,8 +224,8 @@ class Profile:
 
     def _mean(self, field: str) -> dict[str, float]:
         values: list[dict[str, float]] = [getattr(rank, field) for rank in self.ranks]
-        names = dict.fromkeys(name for of_rank in values for name in of_rank)
-        return {name: fmean(of_rank.get(name, 0.0) for of_rank in values) for name in names}
+        names = dict.fromkeys(name for rank_times in values for name in rank_times)
+        return {name: fmean(rank_times.get(name, 0.0) for rank_times in values) for name in names}
 
     def write_trace(self, path: Path) -> None:
         """Write a trace for ui.perfetto.dev and chrome://tracing (Chrome's Trace Event Format). Raises UserError.

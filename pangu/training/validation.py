@@ -28,7 +28,7 @@ class Validation:
         """Prepare the split and its sources."""
         assert sources.validation is not None
         self._whole = Split(config, sources.validation, mesh)
-        self._sources = {name: Split(config, stream, mesh) for name, stream in sources.of_validation.items()}
+        self._sources = {name: Split(config, stream, mesh) for name, stream in sources.validation_sources.items()}
 
     def figures(self, trainer: Trainer) -> dict[str, Any]:
         """Return the validation fields of a step's record; all processes call this together."""
@@ -85,9 +85,9 @@ class Split:
 def trust_ratios(trainer: Trainer) -> dict[str, float]:
     """Return LAMB's trust ratio of each tensor in the last step, gathered from all ranks; {} with Adam."""
     ratios = getattr(trainer.optimizer, "ratios", {})
-    of_rank = {p.placement.name: float(ratios[p.main]) for p in trainer.parameters.shards if p.main in ratios}
-    of_ranks = gather_objects(of_rank, trainer.mesh.group("world"))
-    return {name: ratio for part in of_ranks for name, ratio in part.items()}
+    local_ratios = {p.placement.name: float(ratios[p.main]) for p in trainer.parameters.shards if p.main in ratios}
+    all_ratios = gather_objects(local_ratios, trainer.mesh.group("world"))
+    return {name: ratio for part in all_ratios for name, ratio in part.items()}
 
 
 def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:

@@ -126,15 +126,15 @@ def divide(
     flat_of: dict[str, F] = {}
     for trained in (True, False):
         chosen = {
-            chunk: {module: [n for n in names if table.is_trained(n) == trained] for module, names in of_chunk.items()}
-            for chunk, of_chunk in uses.items()
+            chunk: {module: [n for n in names if table.is_trained(n) == trained] for module, names in modules.items()}
+            for chunk, modules in uses.items()
         }
         for chunk, names in _group(table, chosen, bucket):
             flats.append(make(chunk, names))
             flat_of |= dict.fromkeys(names, flats[-1])
     return flats, {
-        chunk: {module: list(dict.fromkeys(flat_of[name] for name in names)) for module, names in of_chunk.items()}
-        for chunk, of_chunk in uses.items()
+        chunk: {module: list(dict.fromkeys(flat_of[name] for name in names)) for module, names in modules.items()}
+        for chunk, modules in uses.items()
     }
 
 
@@ -157,9 +157,9 @@ class Regions:
 def trained_modules(table: PlacementTable, regions: Regions) -> set[str]:
     """Return the modules whose output has a gradient even if their input has none, as they use trained parameters."""
     trained: set[str] = set()
-    for of_chunk in regions.uses.values():
-        reaches_all = any(map(table.is_trained, of_chunk.get(regions.shared, ())))
-        trained |= {m for m, names in of_chunk.items() if reaches_all or any(map(table.is_trained, names))}
+    for modules in regions.uses.values():
+        reaches_all = any(map(table.is_trained, modules.get(regions.shared, ())))
+        trained |= {m for m, names in modules.items() if reaches_all or any(map(table.is_trained, names))}
     return trained
 
 
@@ -170,30 +170,30 @@ def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, 
     # with a copy on another stage stays alone, so that both are sharded alike; so does one of several chunks (chunk
     # -1).
     users: dict[str, set[int]] = {}
-    for chunk, of_chunk in uses.items():
-        for names in of_chunk.values():
+    for chunk, modules in uses.items():
+        for names in modules.values():
             for name in names:
                 users.setdefault(name, set()).add(chunk)
     groups: list[tuple[int, list[str]]] = []
     grouped: set[str] = set()
-    for chunk, of_chunk in uses.items():
+    for chunk, modules in uses.items():
         filling: dict[bool, list[str]] = {}  # is_expert -> the flat parameter being filled
         sizes = {False: 0.0, True: 0.0}
-        for module in of_chunk.values():
+        for module in modules.values():
             names = [name for name in module if name not in grouped]
             grouped |= set(names)
             alone = [n for n in names if len(users[n]) > 1 or any(p.shared for p in table.stored_in(n))]
             groups += [(chunk if len(users[name]) == 1 else -1, [name]) for name in alone]
             if alone:
                 filling.clear()
-            for of_experts in (False, True):
-                joined = [name for name in names if name not in alone and table.is_expert(name) == of_experts]
-                if joined and (of_experts not in filling or sizes[of_experts] >= bucket):
-                    filling[of_experts], sizes[of_experts] = [], 0.0
-                    groups.append((chunk, filling[of_experts]))
+            for are_experts in (False, True):
+                joined = [name for name in names if name not in alone and table.is_expert(name) == are_experts]
+                if joined and (are_experts not in filling or sizes[are_experts] >= bucket):
+                    filling[are_experts], sizes[are_experts] = [], 0.0
+                    groups.append((chunk, filling[are_experts]))
                 if joined:
-                    filling[of_experts].extend(joined)
-                    sizes[of_experts] += sum(4.0 * math.prod(table.shapes[name]) for name in joined)
+                    filling[are_experts].extend(joined)
+                    sizes[are_experts] += sum(4.0 * math.prod(table.shapes[name]) for name in joined)
     return groups
 
 

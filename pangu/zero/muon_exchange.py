@@ -79,8 +79,8 @@ class MuonExchange:
         arrive = self._start([[slices.pop(name) for name in of] for of in owners], one.slices[1], tensor)
         yield RoundStep.JOIN
         joined = [
-            torch.cat([part.view(m.placement.local_shape) for part in of_ranks], m.placement.cut_dim or 0)
-            for m, *of_ranks in zip(owned, *arrive(), strict=True)
+            torch.cat([part.view(m.placement.local_shape) for part in rank_parts], m.placement.cut_dim or 0)
+            for m, *rank_parts in zip(owned, *arrive(), strict=True)
         ]
         del arrive
         yield RoundStep.ARRIVE

@@ -192,7 +192,7 @@ def publications(stage: StageParameters, rounds: Sequence[Round]) -> list[list[F
 
 def publish_order(stage: StageParameters, split_heads: bool) -> list[FlatSpec]:
     """Return the trained flat parameters in the order in which their weights are published."""
-    rounds = [one for of_kind in matrix_rounds(stage, split_heads).values() for one in of_kind]
+    rounds = [one for kind_rounds in matrix_rounds(stage, split_heads).values() for one in kind_rounds]
     first, *others = publications(stage, rounds)
     finished = (number for number, step in steps_of(rounds) if step is RoundStep.FINISH)
     return [*first, *(flat for number in finished for flat in others[number])]

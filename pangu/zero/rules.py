@@ -58,7 +58,7 @@ class UnshardRules(Rules[F]):
         """Prepare for a stage, whose flat parameters are `flats`, with or without tensors."""
         uses, regions = stage.uses, stage.regions
         self.uses = {
-            m: [flats[one.index] for one in used] for of_chunk in uses.values() for m, used in of_chunk.items()
+            m: [flats[one.index] for one in used] for chunk_uses in uses.values() for m, used in chunk_uses.items()
         }
         self.regions, self.trained, self.overlap = regions, stage.trained, stage.overlap
         self.flat_parameters = list(dict.fromkeys(flat for used in self.uses.values() for flat in used))
@@ -133,14 +133,14 @@ class UnshardRules(Rules[F]):
         """Return whether a module computes with a flat parameter."""
         return self._users[flat] > 0
 
-    def begin(self, module: str, following: Following, goes_on: bool = False) -> None:
-        """Wait for the weights of a module and prefetch the next one's; `goes_on`: its use has already begun."""
+    def begin(self, module: str, following: Following, has_begun: bool = False) -> None:
+        """Wait for the weights of a module and prefetch the next one's; `has_begun`: its use already has."""
         # the gather of a module must overlap the computation of the previous one, or the device waits for it:
         #
         #    computing   layers.0      layers.1      layers.2          head
         #    gathering   layers.1      layers.2      head              -
         #    gathered    layers.0, 1   layers.1, 2   layers.2, head    head
-        for flat in [] if goes_on else self.uses.get(module, ()):
+        for flat in [] if has_begun else self.uses.get(module, ()):
             self._users[flat] += 1
             self.start(flat)
             self.finish(flat)

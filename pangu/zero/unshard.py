@@ -92,10 +92,10 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
 
     def after(self, module: str, x: Tensor) -> Tensor:
         """Unshard around the module's passes: on its output, end its forward use and start its backward use."""
-        goes_on = module == self.regions.last and x.requires_grad  # its backward comes next
+        has_begun = module == self.regions.last and x.requires_grad  # its backward comes next
         end = partial(self.end, module, self.forward)
-        begin = partial(self.begin, module, self.backward, goes_on)
-        return _Passing.apply(x, _nothing if goes_on else end, _nothing if module in self.regions.lookups else begin)
+        begin = partial(self.begin, module, self.backward, has_begun)
+        return _Passing.apply(x, _nothing if has_begun else end, _nothing if module in self.regions.lookups else begin)
 
     def _publish(self, flat: FlatParameter) -> None:
         with self._stream.after_computation():

@@ -303,7 +303,9 @@ def test_several_files_are_weighted_and_validated_by_themselves(tmp_path: Path) 
     sources = sources_of(data)
     drawn = [chr(row.labels[0]) for row in (sources.train[index] for index in range(20)) if isinstance(row, Row)]
     assert Counter(drawn) == {"a": 15, "b": 5}
-    assert {name: {chr(row.labels[0]) for row in epoch(stream)} for name, stream in sources.of_validation.items()} == {
+    assert {
+        name: {chr(row.labels[0]) for row in epoch(stream)} for name, stream in sources.validation_sources.items()
+    } == {
         "a.jsonl": {"a"},
         "b.jsonl": {"b"},
     }

@@ -133,8 +133,8 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
 def _processes(launcher: Sequence[str], text: str) -> int | None:
     """Return how many processes a launcher's words start on all nodes; without any, Slurm's tasks."""
     line = " ".join(launcher)
-    if of_each := _OF_EACH.search(line):
-        counts = [of_each[1], nodes[1] if (nodes := _NODES.search(line)) else "1"]
+    if per_node := _OF_EACH.search(line):
+        counts = [per_node[1], nodes[1] if (nodes := _NODES.search(line)) else "1"]
     else:
         counts = [match[1] for pattern in (_SLURM_TASKS, _SLURM_NODES) if (match := pattern.search(text))]
     if len(counts) == 2 and all(re.fullmatch(r"[1-9]\d{0,6}", count) for count in counts):

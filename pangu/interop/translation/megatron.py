@@ -124,8 +124,8 @@ def _router(source: Translation) -> None:
         # a group's score is the sum of its best (experts per token / groups per token) experts there
         counted = 2 if chosen is None else (source.integer("moe-router-topk") or 0) // chosen
         selection = {1: "group_limited_best", 2: "group_limited"}.get(counted)
-        of_logits = score == "softmax" and source.get("model.router.normalised", True)
-        if selection is None or of_logits:
+        uses_logits = score == "softmax" and source.get("model.router.normalised", True)
+        if selection is None or uses_logits:
             source.lacks("moe-router-group-topk", "other_function")
         source.set("model.router.selection", selection or "group_limited", "moe-router-num-groups")
         source.set("model.router.groups", groups, "moe-router-num-groups")

@@ -150,8 +150,8 @@ def _experts(source: Translation) -> None:
             source.lacks(_SHARED, "value")
     _expert_layers(source)
     _balance(source)
-    of_all = source.value(f"{_MODEL}moe_router_pre_softmax") is not False
-    if of_all and source.value("moe_config.norm_topk_prob") is False:
+    softmax_first = source.value(f"{_MODEL}moe_router_pre_softmax") is not False
+    if softmax_first and source.value("moe_config.norm_topk_prob") is False:
         source.set("model.router.normalised", False, "moe_config.norm_topk_prob")
     if source.is_given(["moe_config.use_gating_sigmoid"]):
         source.choose("moe_config.use_gating_sigmoid")
@@ -322,9 +322,9 @@ def _data(source: Translation) -> None:
         number = source.integer(f"{_LOADER}config.{name}")
         if number is not None and number >= 0:
             source.set(f"data.packing.{name}", number, f"{_LOADER}config.{name}")
-    of_both = source.flag("train_dataset.eos_reset")
+    resets_both = source.flag("train_dataset.eos_reset")
     for key, name in (("reset_mask", "reset_attention_mask"), ("reset_positions", "reset_position_ids")):
-        resets = of_both or source.flag(f"{_LOADER}config.{name}")
+        resets = resets_both or source.flag(f"{_LOADER}config.{name}")
         if resets != pangu:
             source.set(f"data.packing.{key}", resets, "train_dataset.eos_reset", f"{_LOADER}config.{name}")
         if resets and not pangu and "data.packing.eod" not in source.overrides:
