@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from benchmarks.planner_accuracy.published import (
-    MEGATRON_2021,
+    SYSTEMS,
     Module,
     Setup,
     embedding_work,
@@ -71,7 +71,7 @@ def _setup(config: RunConfig) -> Setup:
     recompute = "selective" if config.memory.recompute == "selective" else "none"
     sizes = parallel.tensor, 1, 1, 1, parallel.context, 0, parallel.sequence
     plan = Plan(*sizes, recompute, config.batch.micro_size, 1, "1f1b", (model.layers,))
-    return Setup(model, MEGATRON_2021, plan)
+    return Setup(model, SYSTEMS["megatron of 2021"], plan)
 
 
 def _gradients(config: RunConfig, first: bool, last: bool) -> dict[str, tuple[str, ...]]:

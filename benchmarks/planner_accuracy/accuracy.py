@@ -115,13 +115,15 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
     """Return the coefficients of a scope, fitted to at most `MOST_ROWS` of its rows."""
     everyone = [row for row in rows if row.seconds]
     timed, filled = _spread(everyone), _spread([row for row in rows if row.memory])
-    figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), TIMES) if timed else {}
+    # Networks between nodes are no property of the device, so those of a pool tell little of another source's.
+    freedom = {name: width / (1 + (program != "") * name.startswith("between.")) for name, width in TIMES.items()}
+    figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), freedom) if timed else {}
     # A row that takes much longer than its like has another cause, and tells nothing of the figures.
     errors = log_errors(timed, Fitted(times=figures))
     limit = FARTHER * max(NOISE, median(map(abs, errors))) if len(timed) > MODELS_AT_MOST else UNUSUAL
     usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < limit]
     if 2 * len(usual) > len(timed) > len(usual):
-        figures = fit(lambda factors: log_errors(usual, Fitted(times=factors)), TIMES)
+        figures = fit(lambda factors: log_errors(usual, Fitted(times=factors)), freedom)
     memory = fit(lambda factors: log_errors(filled, Fitted(memory=factors), "memory"), MEMORY) if filled else {}
     fitted = Fitted(*scope, program, len(rows), figures, memory)
     fitted = replace(fitted, stalls=_stalls(everyone, fitted))

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from benchmarks.planner_accuracy import published
-from benchmarks.planner_accuracy.published import DECODER, Setup, System
+from benchmarks.planner_accuracy.published import DECODER, DEVICES, SYSTEMS, Setup, System
 from pangu.common.errors import UserError, reading
 from pangu.config.cluster import ClusterConfig
 from pangu.config.model import LatentConfig, ModelConfig
@@ -25,28 +24,10 @@ from pangu.planning.program import Plan
 
 SINCE_2022, SINCE_2023 = "2205", "2301"
 """Months of papers since which Megatron-LM is that of Korthikanti et al. 2022; it is Megatron-Core, PyTorch is 2."""
-PROGRAMS = {
-    "nanotron": published.NANOTRON,
-    "oneflow": published.ONEFLOW,
-    "megatron-bridge": published.BRIDGE,
-    "nemo": published.NEMO,
-    "dgxc": published.NEMO,
-    "before megascale": published.MEGATRON_2023,
-    "megascale": published.MEGASCALE,
-    "llama 3": published.LLAMA_3,
-}
-"""Programs by a word of a row's source or note."""
 FP4 = 1.9
 """Rate of matmuls in fp4 over that in fp8: a smaller share of twice the peak is reached."""
 NOMINAL = {"A100": 25.0, "H100": 50.0, "H200": 50.0, "V100": 12.5}
 """Nominal GB/s of a network interface, of which a cluster file's `between.gb_s` is what is reached."""
-DERIVATIVES = {
-    "A800": ("A100", 1.0, 2 / 3),
-    "H800": ("H100", 1.0, 4 / 9),
-    "B200": ("GB200", 0.9, 1.0),
-    "B300": ("GB300", 0.9, 1.0),
-}
-"""Devices derived from others: the other one, peak rate and NVLink bandwidth over its; NVIDIA's data sheets."""
 Scope = tuple[str, str, str]
 """Source, device and format of measurements that share coefficients."""
 _Item = TypeVar("_Item")
@@ -63,7 +44,8 @@ def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
 def family_of(device: str) -> tuple[str, float, float]:
     """Return the device whose file describes this one, and this one's peak rate and NVLink bandwidth over its."""
     name = re.split(r"[-\s(]", re.sub(r"(?i)nvidia|huawei|(?<=ascend)\s", "", device).strip())[0].upper()
-    return DERIVATIVES.get(name, (name, 1.0, 1.0))
+    derived = DEVICES.get(name, {})
+    return derived.get("like", name), derived.get("rate", 1.0), derived.get("nvlink", 1.0)
 
 
 def kind_of(scope: Scope) -> tuple[str, str]:
@@ -181,9 +163,8 @@ def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     plan = plan._replace(expert=values.count("ep", 1), expert_tensor=splits)
     wrong = (model.experts or 1) % plan.expert or tensor * context * data % (plan.expert * (splits or tensor))
     _refuse(wrong or splits not in (0, 1, tensor), "ep and etp do not divide the experts and ranks")
-    _refuse(
-        model.num_chosen > (model.experts or 2) or model.expert_size < splits, "there are too few or narrow experts"
-    )
+    too_few = model.num_chosen > (model.experts or 2) or model.expert_size < splits
+    _refuse(too_few, "there are too few or narrow experts")
     setups = _setups(values, model, plan, _format(told) != "bf16", node)
     seconds, memory = values.number("step_time_s"), values.number("mem_gb")
     failed = bool(re.search(r"\bOOM\b|out of memory", values["note"])) and seconds is None
@@ -228,11 +209,9 @@ def _model(values: _Values) -> ModelConfig:
         plain = replace(plain, **numbers, expert_ffn=values.count("expert_ffn", plain.ffn_size))
     if values["latent"]:
         _refuse(not re.fullmatch(r"([1-9]\d{0,5} ){4}[1-9]\d{0,5}", values["latent"]), "latent is no five sizes")
-        queries, keys, nope, rope, value = map(int, values["latent"].split())
-        latent = LatentConfig(
-            q_rank=queries, kv_rank=keys, nope_head_dim=nope, rope_head_dim=rope, value_head_dim=value
-        )
-        plain = replace(plain, latent=latent)
+        names = "q_rank", "kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim"
+        sizes = dict(zip(names, map(int, values["latent"].split()), strict=True))
+        plain = replace(plain, latent=LatentConfig(**sizes))
     llama = bool(plain.experts or re.search(r"llama|mistral|qwen|mixtral", values["model"], re.IGNORECASE))
     told = values.number("params_b")
     # What is not told of the model follows from its size.
@@ -273,21 +252,21 @@ def _system(values: _Values, model: ModelConfig, plan: Plan) -> System:
     text = f"{values['source']} {values['note']}".lower()
     month = next(iter(re.findall(r"arxiv:(\d{4})", text)), "")
     if plan.zero == 3 or (plan.pipeline == 1 and (plan.zero == 2 or "fsdp" in text)):
-        fused, overlapped = "compile" in text or "async" in text, 1.0 if re.search("async ?tp", text) else 0.0
-        system = published.FSDP._replace(fused=fused, hidden_tensor=overlapped, rescales="torchtitan" in text)
+        fused, overlapped = bool(re.search("compile|async|bridge", text)), 1.0 if re.search("async ?tp", text) else 0.0
+        system = SYSTEMS["fully sharded"]._replace(fused=fused, hidden_tensor=overlapped, rescales="torchtitan" in text)
         return system._replace(stops_early=not month or month >= SINCE_2023)
-    if named := [system for name, system in PROGRAMS.items() if name in text]:
-        return named[0]
+    if named := [name for name in SYSTEMS if name in text]:
+        return SYSTEMS[max(named, key=len)]
     if "zero bubble" in text or plan.schedule != "1f1b":
-        return published.ZERO_BUBBLE
+        return SYSTEMS["deferred gradients"]
     if month >= SINCE_2023 or family_of(values["gpu"])[0] not in ("A100", "V100", "ASCEND910"):
-        return published.MEGATRON_CORE
+        return SYSTEMS["megatron-core"]
     if model.is_gated:
-        return published.MEGATRON_UNFUSED
+        return SYSTEMS["unfused layers"]
     if plan.zero == 1 or "deepspeed" in text:
-        return published.DEEPSPEED if "fp16" in text else published.DEEPSPEED_BF16
+        return SYSTEMS["deepspeed fp16"] if "fp16" in text else SYSTEMS["deepspeed bf16"]
     newer = plan.recompute == "selective" or values["sp"] == "yes" or month >= SINCE_2022
-    return published.MEGATRON_2022 if newer else published.MEGATRON_2021
+    return SYSTEMS["megatron of 2022"] if newer else SYSTEMS["megatron of 2021"]
 
 
 def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool, node: int) -> tuple[Setup, ...]:
@@ -306,7 +285,7 @@ def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool, node: in
     needs_ends = system.name == "megatron-core" and layers % stages != 0 and (layers + 2) % stages == 0
     counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
     virtual_stages = _virtual_stages(values, system, plan, layers + 2 * needs_ends)
-    chunks, by_cost = stages * virtual_stages, system is published.NANOTRON
+    chunks, by_cost = stages * virtual_stages, system is SYSTEMS["nanotron"]
     _refuse(chunks > layers + 2 * needs_ends, "there are more chunks than layers")
     fewer = int((re.search(r"([1-9]) layers fewer in the last chunk", values["note"]) or "00")[1])
     counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers + fewer, chunks, counts_ends)

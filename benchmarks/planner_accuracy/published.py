@@ -3,8 +3,12 @@ and tensor parallelism), Narayanan et al. 2021 (FLOPs, messages) and Rajbhandari
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from pangu.config.model import ModelConfig
 from pangu.models.parameters import VOCABULARY_MULTIPLE
@@ -35,6 +39,8 @@ class System(NamedTuple):
     """Bytes of a gradient that is accumulated and reduced."""
     accumulation_bytes: float
     """Bytes moved per weight and micro-batch to add its gradient to the accumulated one."""
+    rotary: float = 10.0
+    """16-bit elements that rotary positions move for each element of queries and keys, unless all is fused."""
     hidden_tensor: float = 0.0
     """Share of tensor-parallel communication that overlaps with matmuls."""
     hidden_backward: float = 0.0
@@ -90,44 +96,27 @@ class Setup(NamedTuple):
         return self.plan.zero > (2 if self.plan.pipeline > 1 else 1) and not self.plan.schedule.startswith("zb")
 
 
-MEGATRON_2021 = System("megatron", False, True, 22, 2, 8, spare_bytes=4)
-"""Megatron-LM of 2021: fused softmax, gradients in fp16 with a copy in fp32 for the update, no overlap."""
-MEGATRON_2022 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=0, spare_bytes=0, hidden_backward=1.0)
-"""Megatron-LM since sequence parallelism and selective recompute (Korthikanti et al. 2022, section 4.2.2): wgrad
-matmuls accumulate in fp32, and overlap with the reduction of input gradients."""
-ZERO_BUBBLE = MEGATRON_2022._replace(accumulation_bytes=8)
-"""Megatron-LM with schedules that defer weight gradients and accumulate them in a separate kernel (Qi et al. 2024)."""
-MEGATRON_UNFUSED = MEGATRON_2021._replace(fused=False)
-"""Megatron-LM code with layers that its fused kernels do not support (gated, rotary): GLM-130B, Zeng et al. 2022."""
-DEEPSPEED = MEGATRON_2021._replace(spare_bytes=0)
-"""Megatron-DeepSpeed in fp16, whose fp32 copies are sharded."""
-ONEFLOW = DEEPSPEED._replace(doubled=True)
-"""OneFlow, whose pipelines of p stages buffer what 2p backward passes read (its `PipelineBufferPass`)."""
-DEEPSPEED_BF16 = MEGATRON_2021._replace(gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
-"""Megatron-DeepSpeed in bf16: the optimizer accumulates each micro-batch's gradients in fp32 in separate kernels: they
-clear, write and read 2 bytes, write and read 4, read and write the sum (BLOOM, MT-NLG)."""
-MEGATRON_CORE = System("megatron-core", True, True, 18, 4, 4, 0.5, 0.5, True, 1.0)
-"""Megatron-Core since 2023: flash attention, communication overlapped with computation. A wgrad matmul has to read the
-sum that it adds to."""
-MEGATRON_2023 = MEGATRON_CORE._replace(hidden_tensor=0.0, hidden_backward=1.0, bucketed=False, hidden_messages=0.0)
-"""Megatron-LM as MegaScale began with it: replicas and stages overlap nothing (Jiang et al. 2024, table 3)."""
-MEGASCALE = MEGATRON_CORE._replace(hidden_tensor=1.0, hidden_backward=1.0)
-"""MegaScale, whose matmuls hide messages between tensor-parallel ranks (Jiang et al. 2024, section 3.2)."""
-LLAMA_3 = MEGATRON_CORE._replace(hidden_tensor=0.0, hidden_backward=0.0, hidden_context=0.0)
-"""Llama 3's program, which gathers keys and values before attention (Grattafiori et al. 2024, section 3.3.2)."""
-NEMO = MEGATRON_CORE._replace(gradient_bytes=2, accumulation_bytes=2, deferred_head=True)
-"""Megatron-Core as NeMo's recipes set it up: `grad_reduce_in_fp32=False`, `defer_embedding_wgrad_compute=True`."""
-BRIDGE = NEMO._replace(fused_loss=True)
-"""Megatron-Core as Megatron-Bridge's recipes set it up: with `cross_entropy_fusion_impl="te"`."""
-NANOTRON = System("nanotron", True, False, 30, 4, 12, hidden_tensor=1.0, spare_bytes=2, contended_us=250.0)
-"""nanotron of 2024 with `tp_linear_async_communication`; gradients in 16 bits stay until a backward pass ends.
-Fitted: wherever a pipeline spans nodes, a layer takes the host 2.3 ms more for each further tensor rank of any size."""
-FSDP = System("fsdp", True, False, 24, 4, 8, stops_early=True)
-"""PyTorch FSDP with flash attention and `torch.utils.checkpoint`; layers hide what others send to replicas."""
-EXPERT_LAUNCHES, ROUTING_LAUNCHES = 2, 350
+def _data(name: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _systems() -> dict[str, System]:
+    """Return the systems of `systems.yaml`, each with the fields of the one it is like besides its own."""
+    systems: dict[str, System] = {}
+    for name, own in _data("systems").items():
+        like = systems[own.pop("like")]._asdict() if "like" in own else {}
+        systems[name] = System(**like | own)
+    return systems
+
+
+SYSTEMS = _systems()
+"""Published systems by their names."""
+DEVICES: Mapping[str, Mapping[str, Any]] = _data("devices")
+"""Devices that are like others, by their names."""
+EXPERT_LAUNCHES, ROUTING_LAUNCHES = 2, 400
 """Kernel launches of a forward pass: of each expert on a rank, up and down, and as many casts in FP8; fitted: without
 CUDA graphs, the host takes as long for router, permutations and exchange as for so many."""
-PERMUTED = 5.0
+PERMUTED = 4.5
 """Fitted: permutations of tokens, and casts of permuted ones, take as long as other kernels that move so many times as
 much."""
 FUSED_SCORES, UNFUSED_SCORES = 6.5, 18.0
@@ -220,7 +209,7 @@ def feed_forward(setup: Setup, layer: int) -> FeedForward:
         (up + 1) * h * shared * width / t + h * model.experts,
         (up + 1) * h * width * own / splits,
         PERMUTED * 2 * h * (2 + 2 * copies) / t,
-        launches - system.launches if system.graphs else launches + ROUTING_LAUNCHES,
+        launches + ROUTING_LAUNCHES * (not (system.graphs and system.sends_once)),
     )
 
 
@@ -242,7 +231,8 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
     bytes_forward, bytes_backward = _layer_bytes(setup, feed)
     heads = max(1, model.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.
-    launches = system.launches + (9 if not system.flash and plan.micro_size * heads % 4 else 0) + feed.launches
+    own = 0.0 if system.graphs else system.launches + 9 * (not system.flash and plan.micro_size * heads % 4 > 0)
+    launches, late = own + feed.launches, 4 * (not system.graphs) + feed.launches
     moved = system.accumulation_bytes * (parameters + feed.experts)
     if fp8:  # casts and transposes of matmul inputs, of output gradients, and of weights for the input gradients
         each, outputs = 6 if system.rescales else 4, (1 + model.is_gated) * feed.inner
@@ -267,9 +257,9 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
     inputs = tuple(one._replace(columns=one.depth, depth=one.columns) for one in products)
     weights = tuple(one._replace(rows=one.depth, depth=one.rows) for one in products)
     backward = Work(
-        inputs + _attention(setup, 2), bytes_backward, 2 * launches - 4 + 2 * calls, back + exchange + again + gather
+        inputs + _attention(setup, 2), bytes_backward, 2 * launches - late + 2 * calls, back + exchange + again + gather
     )
-    passes = forward, recompute, backward, Work(weights, moved, 4, sums + exchange * (system.hidden_experts > 0))
+    passes = forward, recompute, backward, Work(weights, moved, late, sums + exchange * (system.hidden_experts > 0))
     return Module(passes, kept_bytes(setup, plan.recompute, layer), parameters, feed.experts)
 
 
@@ -285,6 +275,11 @@ def _attention(setup: Setup, passes: float) -> tuple[Matmul, ...]:
     return scores, scores._replace(columns=scores.depth, depth=scores.columns)
 
 
+def _keys_and_values(model: ModelConfig) -> float:
+    """Return the width of all key heads and all value heads, which is another one with latent attention."""
+    return model.kv_size * (1 + model.values_size / model.query_size)
+
+
 def _layer_bytes(setup: Setup, feed: FeedForward) -> tuple[float, float]:
     """Return the bytes that the memory-bound kernels of a layer move, forward and backward: norms, bias-dropout-add,
     activation, transposes, permutations of tokens, without flash attention scale-mask-softmax and dropout of scores."""
@@ -293,9 +288,10 @@ def _layer_bytes(setup: Setup, feed: FeedForward) -> tuple[float, float]:
     down = feed.inner * t / h
     up = down * (2 if model.is_gated else 1)
     residual = 11.0 if system.fused else 15.0
-    projected = 2 * (model.query_size + model.values_size) / h + 4 * model.kv_size / h
-    forward = residual / shared + (2 * down + up + projected) / t
-    backward = 1.9 * residual / shared + (2 * up + 2 * down + 12) / t
+    projected = 2 * (model.query_size + model.values_size + _keys_and_values(model)) / h
+    rotary = system.rotary * (model.positions == "rope" and not system.fused) * (model.query_size + model.kv_size) / h
+    forward = residual / shared + (2 * down + up + projected + rotary) / t
+    backward = 1.9 * residual / shared + (2 * up + 2 * down + 12 + rotary) / t
     each = 0.0 if system.flash else FUSED_SCORES if system.fused else UNFUSED_SCORES
     scores = model.heads / t * model.sequence / h * each
     unit = 2.0 * setup.tokens * h
@@ -311,10 +307,10 @@ def kept_bytes(setup: Setup, recompute: str, layer: int = 0) -> float:
         return 2.0 * tokens * h / shared
     mlp = (6 if model.is_gated else 4) * feed_forward(setup, layer).inner * t / h
     mlp += 2 * model.num_chosen * model.has_experts(layer)
-    projected = 2 * (model.query_size + model.values_size) / h + 4 * model.kv_size / h
+    projected = 2 * (model.query_size + model.values_size + _keys_and_values(model)) / h
     saved = tokens * h * ((8 if system.flash else 10) / shared + (projected + mlp) / t)
     if model.latent and recompute == "selective":  # neither queries nor keys nor values
-        return saved - 2.0 * tokens * (model.query_size + 2 * model.kv_size) / t
+        return saved - 2.0 * tokens * (model.query_size + _keys_and_values(model)) / t
     if system.flash and recompute == "selective":
         return saved / 2  # torchtitan's selective-op keeps the output of every other matmul
     if not system.flash and recompute == "none":
@@ -333,7 +329,7 @@ def _communication(setup: Setup, layer: int) -> tuple[Collective, ...]:
         gather = Collective("all_gather", "tensor", full / (2 if fp8 else 1), calls, hidden)
         collectives = gather, Collective("reduce_scatter", "tensor", full, calls, hidden)
     if plan.context > 1:
-        keys = 2 * full * plan.context * model.kv_size / model.hidden / plan.tensor
+        keys = full * plan.context * _keys_and_values(model) / model.hidden / plan.tensor
         collectives += (Collective("all_gather", "context", keys, 1, system.hidden_context),)
     return collectives
 

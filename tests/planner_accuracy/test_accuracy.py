@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_accuracy.accuracy import Fitted, fit_rows, fitted_for, predict
+from benchmarks.planner_accuracy import accuracy
+from benchmarks.planner_accuracy.accuracy import Fitted, fit_rows, fitted_for, pooled, predict
+from benchmarks.planner_accuracy.fit import TIMES, Factors
 from benchmarks.planner_accuracy.measurements import Row
 from tests.planner_accuracy.test_measurements import CLUSTERS, row
 
@@ -64,6 +66,20 @@ def test_rows_that_take_longer_than_many_of_their_like_move_no_figure(tmp_path: 
     late = [row._replace(seconds=1.3 * (row.seconds or 0)) for row in rows[::6]]
     fitted = fit_rows([*rows, *late])
     assert list(fitted.times.values()) == pytest.approx([1.0] * len(fitted.times), rel=0.01)
+
+
+def test_a_slow_network_tells_little_of_sources_that_were_never_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row(tmp_path, gpu="H100-80G", pp="1", gpus=gpus)._replace(seconds=1.0) for gpus in ("64", "128")]
+    widths: list[Factors] = []
+    monkeypatch.setattr(accuracy, "fit", lambda _, freedom: widths.append(freedom) or dict.fromkeys(freedom, 1.0))
+    fit_rows(rows)
+    pooled({rows[0].scope: rows})
+    assert widths[0] == TIMES
+    links = {name: width / 2 for name, width in TIMES.items() if name.startswith("between")}
+    assert links
+    assert widths[-1] == {**TIMES, **links}
 
 
 def test_times_and_memory_come_from_the_nearest_fit_that_tells_of_them(tmp_path: Path) -> None:

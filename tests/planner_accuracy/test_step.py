@@ -11,13 +11,7 @@ import pytest
 from benchmarks.planner_accuracy.measurements import load_clusters
 from benchmarks.planner_accuracy.published import (
     DECODER,
-    FSDP,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    MEGATRON_CORE,
-    NANOTRON,
-    NEMO,
-    ONEFLOW,
+    SYSTEMS,
     Setup,
     System,
     embedding_work,
@@ -37,6 +31,13 @@ from pangu.schedule.spans import Collective
 from pangu.topology.layout import Layout
 from tests.spawn import repository
 
+FSDP = SYSTEMS["fully sharded"]
+MEGATRON_2021 = SYSTEMS["megatron of 2021"]
+MEGATRON_2022 = SYSTEMS["megatron of 2022"]
+MEGATRON_CORE = SYSTEMS["megatron-core"]
+NANOTRON = SYSTEMS["nanotron"]
+NEMO = SYSTEMS["nemo"]
+ONEFLOW = SYSTEMS["oneflow"]
 A100 = load_clusters(repository() / "configs" / "cluster")["a100"]
 GPT_22B = replace(DECODER, layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
 
@@ -241,6 +242,14 @@ def test_pytorchs_checkpoint_does_not_repeat_the_last_matmul() -> None:
         return [(one.depth, one.columns) for one in layer_work(setup(Layout(), system, "full")).passes[1].matmuls]
 
     assert repeated(FSDP._replace(stops_early=False)) == [*repeated(FSDP)[:3], (4 * 6144, 6144), *repeated(FSDP)[3:]]
+
+
+def test_rotary_positions_move_queries_and_keys_unless_all_is_fused() -> None:
+    model = replace(GPT_22B, positions="rope")
+    for system, moved in ((FSDP, 10), (FSDP._replace(fused=True), 0), (MEGATRON_CORE, 0)):
+        learned, rotated = (layer_work(setup(Layout(), system)._replace(model=one)).passes for one in (GPT_22B, model))
+        for index in (0, 2):  # 4 sequences of 2,048 tokens, 2 bytes an element, both queries and keys
+            assert rotated[index].bytes - learned[index].bytes == pytest.approx(moved * 4 * 2048 * 2 * 2 * 6144)
 
 
 def test_rotary_positions_have_no_table() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner_accuracy.measurements import load_clusters
-from benchmarks.planner_accuracy.published import DECODER, MEGATRON_2021, Setup, layer_work
+from benchmarks.planner_accuracy.published import DECODER, SYSTEMS, Setup, layer_work
 from pangu.config.cluster import ClusterConfig
 from pangu.models.size import training_flops_per_token
 from pangu.planning.clusters import load_cluster
@@ -173,7 +173,7 @@ def test_an_update_takes_the_iterations_of_muon() -> None:
 
 def test_a_host_computes_after_it_has_started_a_kernel() -> None:
     plan = Plan(8, 1, 1, 1, 1, 0, False, "none", 4, 1, "1f1b", (48,))
-    work = layer_work(Setup(GPT_22B, MEGATRON_2021, plan)).passes[0]
+    work = layer_work(Setup(GPT_22B, SYSTEMS["megatron of 2021"], plan)).passes[0]
     groups, slow = groups_of(plan.layout, 8), replace(A100, launch_us=100.0)
     starting = work.launches * 100e-6
     computing = phase_seconds(work, groups, replace(slow, launch_us=0.0)).compute
