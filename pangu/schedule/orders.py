@@ -243,4 +243,7 @@ def _fill(orders: list[Order], num_chunks: int, places: int) -> list[Order]:
                 held[stage] += 1
             else:
                 owed[stage].append((W, chunk, micro))
+                if all(step[0] is I for step in remaining[stage]):
+                    # no activation is needed any more: with the upper chunk first, its reduction hides behind the rest
+                    owed[stage] = deque(sorted(owed[stage], key=lambda step: -step[1]))
     return filled

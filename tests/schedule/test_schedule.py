@@ -194,6 +194,19 @@ def test_the_v_turns_without_messages() -> None:
     assert len(ends) == 4 * 4
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (8, 20), (16, 32)])
+def test_the_upper_chunk_of_a_v_is_complete_before_the_end_that_hides_its_reduction(p: int, m: int) -> None:
+    """Once only weight gradients are left to a stage, none of its lower chunk comes before those of the upper one."""
+    schedule = make_schedule("zb_v", p, 2, m)
+    for stage, actions in enumerate(schedule.actions):
+        done = [action for action in actions if action.kind in COMPUTE]
+        after = 1 + max(place for place, action in enumerate(done) if action.kind is not Kind.BACKWARD_WEIGHT)
+        chunks = [action.chunk for action in done[after:]]
+        assert chunks == sorted(chunks, reverse=True)
+        assert len(chunks) >= min(stage, m - 1)
+    assert len(set(chunks)) == 2  # of the last stage, which has the most left
+
+
 def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro-batch after the other: all stages but one are always idle."""
 
