@@ -90,7 +90,8 @@ class LayoutBounds:
         for place, fixed, each, busy in self._lines[key]:
             sent = weights[place]
             longest = max(longest, fixed + plan.micro_batches * (each + self._waiting(sent.each, busy)))
-            last = max(last, self._waiting(sent.once, busy) + sent.copies)
+            # stages of a pipeline have more to compute after a reduction, or wait for each other
+            last = max(last, self._waiting(sent.once, busy if plan.pipeline == 1 else math.inf) + sent.copies)
         return longest + last
 
     def _waiting(self, sending: float, busy: float) -> float:

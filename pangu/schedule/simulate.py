@@ -135,6 +135,17 @@ def makespan(schedule: Schedule, durations: Durations, more: int = 0) -> float:
     return max(stops) + skipped
 
 
+def idle_ends(schedule: Schedule, durations: Durations) -> list[tuple[float, float]]:
+    """Return the seconds in which each stage is idle before its first computation, and after its last one."""
+    computations, steps = _computations(schedule)
+    seconds, stops, spans = _seconds(schedule, durations), [0.0], dict[int, tuple[float, float]]()
+    _run(steps, stops, seconds, durations.link)
+    for action, (slot, *_), stop in zip(computations, steps, stops[1:], strict=True):
+        stage = schedule.stage_of[action.chunk]
+        spans[stage] = spans[stage][0] if stage in spans else stop - seconds[slot], stop
+    return [(spans[stage][0], max(stops) - spans[stage][1]) for stage in range(schedule.stages)]
+
+
 STEADY = 1e-12
 """Relative difference between the durations of equal rounds that counts as rounding."""
 

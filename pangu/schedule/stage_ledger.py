@@ -33,6 +33,10 @@ HIDDEN = 0.9
 """Fraction of the replica communication in flight during compute that the compute hides."""
 
 
+Window = tuple[tuple[tuple[Kind, int] | None, tuple[Collective, ...]], ...]
+"""Computations in order, by kind and chunk (None: the end of the step, which takes no time), and their collectives."""
+
+
 @dataclass(frozen=True)
 class StageLedger:
     """Memory, communication and work of one rank of a stage in a step."""
@@ -47,8 +51,12 @@ class StageLedger:
     """Number of process groups in which the rank communicates."""
     passes: Mapping[tuple[Kind, int], Pass]
     """Mapping from the kind of an action and its chunk to the action's ledger for most micro-batches."""
+    gathers: Window
+    """Computations from the update on, with the gathers of updated weights that are needed from this one on."""
+    reductions: Window
+    """Computations from the end of the step back, with the reductions that start in this one once per step."""
     other_collectives: Mapping[Collective, float]
-    """Counts of the step's collectives besides those of `passes` per micro-batch; negative if there are fewer."""
+    """Counts of the step's collectives besides these and those of `passes`; negative if `passes` have too many."""
     update: Work
     """Optimizer step, and the copies between device and host for it."""
     host_update_bytes: float
@@ -150,6 +158,11 @@ class StageProgram:
             if action.kind in COMPUTE:
                 steady.setdefault((action.kind, action.chunk), Counter())[id(entry)] += 1
         typical = {key: distinct_passes[of_key.most_common(1)[0][0]] for key, of_key in steady.items()}
+        if not self._expansion.parameters.reduce_each:  # the last micro-batch reduces, also if it is the only one
+            typical = {
+                key: one._replace(collectives=tuple(each for each in one.collectives if each.kind == "all_gather"))
+                for key, one in typical.items()
+            }
         moves = [trace.move] * stage.micro_batches
         levels = chain(
             ((span.peak, span.end) for span in (*moves, trace.begin)),
@@ -160,13 +173,14 @@ class StageProgram:
         sent = Counter(collective for collective in self._ending if groups[collective.axis].size > 1)
         other_collectives = sent.copy()
         for key, entry in distinct_passes.items():
-            for collective in entry.collectives:
-                other_collectives[collective] += counts[key]
             for collective in chain(entry.collectives, *(span.work.collectives for span in entry.spans)):
                 sent[collective] += counts[key]
-        for entry in typical.values():
+        repeated = [(entry, -stage.micro_batches - extra_micro_batches) for entry in typical.values()]
+        for entry, count in [*((entry, counts[key]) for key, entry in distinct_passes.items()), *repeated]:
             for collective in entry.collectives:
-                other_collectives[collective] -= stage.micro_batches + extra_micro_batches
+                other_collectives[collective] += count * (collective.kind == "all_gather")
+        gathers, reductions = self._gathers(stage), self._reductions(stage, passes, typical)
+        sent.update(chain.from_iterable(collectives for _, collectives in gathers))
         channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
         axes = {each.axis for each in sent if each.axis != "pipeline" or each.kind not in ("send", "receive")}
         axes |= {each.axis for buffers in self._buffers for each in buffers.gathers}  # frozen weights are gathered once
@@ -176,6 +190,8 @@ class StageProgram:
             sent,
             len(axes) + len(channels),
             typical,
+            gathers,
+            reductions,
             other_collectives,
             self._update,
             self._host_update_bytes,
@@ -190,6 +206,31 @@ class StageProgram:
             passes.append(entry)
         return [*passes, (known.get((state, None)) or self._pass(state, None))[0]]
 
+    def _gathers(self, stage: StageActions) -> Window:
+        """Return `StageLedger.gathers`; flat parameters of several chunks are needed by the first one."""
+        published: dict[int, list[Collective]] = {}
+        for flat, _, buffers in self._trained:
+            sent = () if buffers.weights else buffers.gathers
+            published.setdefault(max(flat.chunk, 0), []).extend(each._replace(hidden=self._hidden) for each in sent)
+        window: list[Any] = []
+        for action in map(stage.distinct.__getitem__, stage.order):
+            if published and action.kind in COMPUTE:
+                window.append(((action.kind, action.chunk), tuple(published.pop(action.chunk, ()))))
+        return tuple(window)
+
+    def _reductions(self, stage: StageActions, passes: list[Pass], typical: Mapping[tuple[Kind, int], Pass]) -> Window:
+        """Return `StageLedger.reductions`, which `passes` have besides those of the `typical` ones."""
+        window: list[Any] = []
+        for number, entry in zip([*stage.order, None], passes, strict=True):
+            action = None if number is None else stage.distinct[number]
+            if action is None or action.kind in COMPUTE:
+                key = None if action is None else (action.kind, action.chunk)
+                sums = Counter(entry.collectives) - Counter(typical[key].collectives if key else ())
+                starts = [each._replace(hidden=self._hidden) for each in sums.elements() if each.kind != "all_gather"]
+                if starts or window:
+                    window.append((key, tuple(reversed(starts))))
+        return tuple(reversed(window))
+
     def _sent_once(self, shard_axes: list[Axis]) -> list[Collective]:
         """Return the once-per-step collectives besides gathers and reductions.
 
@@ -198,10 +239,9 @@ class StageProgram:
         """
         config, width = self._config, self._formats.sums
         sent: list[Collective] = []
-        for flat, held, buffers in self._trained:
+        for flat, held, _ in self._trained:
             size = flat.padded // flat.sharding.size * width
             sent += [Collective("all_reduce", cast(Axis, axis), size) for axis in held.shared]
-            sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
         partial = sum(held.partial for _, held, _ in self._trained)
         sent += [Collective("all_reduce", "tensor", partial * width)] * (partial > 0)
         compared = len(COPY_AXES) * COPY_PARTS * config.faults.verify_weights

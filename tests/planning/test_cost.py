@@ -15,11 +15,14 @@ from pangu.planning.cost import (
     collective_seconds,
     matmul_seconds,
     phase_seconds,
+    phases_of,
     step_time,
 )
 from pangu.planning.program import Plan, Program, StepLedger
+from pangu.schedule.actions import COMPUTE, Kind
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.spans import Collective, Matmul, Work
+from pangu.schedule.stage_ledger import Window
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
 from tests.configs import config
@@ -202,6 +205,48 @@ def test_a_host_works_on_messages_and_only_the_rest_of_their_way_is_hidden(
     without, added = (step_time(ledger, plan, cluster) for cluster in (host, busy))
     assert added.pipeline - without.pipeline >= 32 * messages * 1e-3 - 2 * 3e-3 * 32 * chunks
     assert added.total - without.total == pytest.approx(32 * messages * 1e-3, rel=0.15)
+
+
+ENDS = Plan(1, 2, 2, 8, 1, 1, False, "none", 1, 8, "zb_v", (10,) * 4)
+"""Two stages whose ends of a step communicate with eight replicas."""
+
+
+@pytest.mark.usefixtures("formulas")
+def test_weights_and_gradients_hide_behind_what_comes_before_their_use_and_after_their_sum() -> None:
+    """And behind the time in which their stage waits for the other one."""
+    ledger, cluster, groups = described(ENDS), replace(A100, overlap=1.0), groups_of(ENDS.layout, A100.node)
+    first, weights = (Kind.FORWARD, 0), (Kind.BACKWARD_WEIGHT, 0)
+    phases = phases_of(ledger, groups, cluster)
+    forward, backward = (phases[0][key].total for key in (first, weights))
+
+    def exposed(stage: int, gathers: Window = (), reductions: Window = ()) -> float:
+        silent = [replace(each, gathers=(), reductions=(), other_collectives={}) for each in ledger.stages]
+        silent[stage] = replace(silent[stage], gathers=gathers, reductions=reductions)
+        return step_time(replace(ledger, stages=tuple(silent)), ENDS, cluster).data
+
+    sent = (Collective("reduce_scatter", "shard", 8e10 * backward / 0.05, hidden=1.0),)
+    alone = collective_seconds(sent[0], groups["shard"], cluster)
+    assert alone > 2 * max(forward, backward)
+    assert exposed(0, gathers=((first, sent),)) == pytest.approx(alone)
+    assert exposed(0, gathers=((first, ()), (first, sent))) == pytest.approx(alone - forward)
+    assert exposed(1, gathers=((first, sent),)) < alone - forward  # the second stage waits for the first one
+    assert exposed(1, reductions=((None, ()), (weights, sent))) == pytest.approx(alone)
+    assert exposed(1, reductions=((weights, ()), (weights, ()), (weights, sent))) == pytest.approx(alone - 2 * backward)
+    assert exposed(1, reductions=((weights, 2 * sent),)) == pytest.approx(2 * alone - backward / 2)
+    assert exposed(0, reductions=((None, ()), (weights, sent))) < alone  # the second stage ends last
+
+
+@pytest.mark.usefixtures("formulas")
+def test_what_hides_the_reductions_of_a_step_is_read_from_its_actions() -> None:
+    ledger = described(ENDS)
+    for stage, chunks in ((0, (0, 3)), (1, (1, 2))):
+        actions = [action for action in ledger.schedule.actions[stage] if action.kind in COMPUTE]
+        last = actions[next(place for place, action in enumerate(actions) if action.reduce) :]
+        window = ledger.stages[stage].reductions[::-1]
+        keys = [(action.kind, chunks.index(action.chunk)) for action in last]
+        assert [key for key, _ in window if key] == keys
+        assert [bool(sums) for key, sums in window if key] == [action.reduce for action in last]
+        assert len(keys) > 2
 
 
 @pytest.mark.usefixtures("formulas")

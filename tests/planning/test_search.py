@@ -234,6 +234,14 @@ def test_no_bound_is_above_what_a_layout_takes_and_needs(devices: int, drawn: in
             assert 0 < least <= gib, plan
 
 
+def test_no_bound_is_above_the_time_of_a_pipeline_with_many_chunks() -> None:
+    """The others hide what is sent of one chunk, longer than a micro-batch takes."""
+    where = space(512, "+config=pangu_200b")
+    plan = Plan(8, 8, 8, 8, 1, 1, False, "none", 1, 64, "interleaved", (1,) * 64)
+    time = time_of(where, plan).total  # first, as measured modules have the highest bounds
+    assert 0 < LayoutBounds(where.program, where.cluster).seconds(plan) <= time
+
+
 def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
     """On links that are slow up to some size, above which more bytes take hardly longer."""
     where = space(8, *SHORT)
