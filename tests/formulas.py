@@ -86,7 +86,7 @@ def _gradients(config: RunConfig, first: bool, last: bool) -> dict[str, tuple[st
             for name in names
             if table.is_trained(name)
         )
-        for module, names in parameters_by_module(model, table, part).items()
+        for module, names in parameters_by_module(model, tuple(table.shapes), part).items()
     }
 
 
@@ -132,5 +132,5 @@ def _work(setup: Setup, action: str, module: Module) -> Work:
 def as_planned(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield layouts as `pangu.planning.search.carried_out` does, as if dry runs had found what is planned."""
     for one in tried:
-        memory = tuple(memory_of(space.program.describe(one.plan), space.cluster))
+        memory = tuple(memory_of(stage, space.cluster) for stage in space.program.describe(one.plan).stages)
         yield one._replace(memory=memory, measured=max(stage.total for stage in memory))

@@ -7,6 +7,7 @@ which is run without devices. --search: the fastest layouts of the model and bat
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import logging
@@ -256,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # a plan is made of millions of small objects without cycles, and looking for these took most of its time
     gc.disable()
+    atexit.register(gc.freeze)  # nor does the end of the process look for them
     try:
         return exit_status(lambda: plan(parse(arguments)))
     finally:

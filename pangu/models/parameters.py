@@ -125,8 +125,9 @@ def is_of_mtp(name: str, layers: int) -> bool:
     return found is not None and (found[1] is None or int(found[1]) >= layers)
 
 
-def parameters_by_module(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
-    """Return modules of a part (`ModuleHooks`) -> their parameters, in forward order; `table` may hold other parts."""
+@lru_cache(maxsize=1000)  # a search groups the same names for many layouts
+def parameters_by_module(config: ModelConfig, parameters: tuple[str, ...], part: ModelPart) -> dict[str, list[str]]:
+    """Return modules of a part (`ModuleHooks`) -> those of `parameters` that are theirs, in forward order."""
     layers = [f"layers.{number}" for number in part.layers]
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
     uses: dict[str, list[str]] = {name: [] for name in names}
@@ -136,19 +137,19 @@ def parameters_by_module(config: ModelConfig, table: PlacementTable, part: Model
         "embedding_norm": "layers.0",
         "final_norm": query_layer if config.norms_before_query else f"layers.{config.layers}" if predicts else "head",
     }
-    for parameter in table.shapes:
+    for parameter in parameters:
         first, second, *_ = parameter.split(".")
         module = f"layers.{second}" if first == "layers" else used_in.get(first, first)
         if first == "mtp":
             module = f"layers.{config.layers + (int(second) if second.isdigit() else 0)}"
         if module in uses:
             uses[module].append(parameter)
-    tied = "head.weight" if "head.weight" in table.shapes else "embedding.word.weight"
+    tied = "head.weight" if "head.weight" in parameters else "embedding.word.weight"
     if part.last and tied != "head.weight":
         uses["head"].append(tied)
-    if predicts and "mtp.lookup" not in table.shapes:
+    if predicts and "mtp.lookup" not in parameters:
         uses[f"layers.{config.layers}"].append(tied if config.tied_head else "embedding.word.weight")
-    return {name: parameters for name, parameters in uses.items() if parameters}
+    return {name: used for name, used in uses.items() if used}
 
 
 def _vocabulary_fields(config: ModelConfig, parts: Sequence[ModelPart]) -> dict[str, Any]:

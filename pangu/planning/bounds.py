@@ -10,12 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import mul
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
-from pangu.config.schema import RunConfig
-from pangu.models.parameters import ModelPart
+from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.cost import GIB, collective_seconds, phase_seconds
 from pangu.planning.program import Plan, Program, StagePart, shortest
@@ -27,7 +27,7 @@ from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.schedule.schedule import chunk_stages
 from pangu.schedule.spans import END, START, Collective, Trace
 from pangu.schedule.stage_ledger import HIDDEN
-from pangu.topology.layout import Coordinates, Layout
+from pangu.topology.layout import Coordinates
 from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatSpec, place_stage
 from pangu.zero.states import Formats
@@ -68,8 +68,9 @@ class LayoutBounds:
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
         self._kinds: dict[tuple[int, bool], tuple[Trace, dict[str, Least]]] = {}
         self._chunks: dict[Any, list[Least]] = {}
-        self._lines: dict[Any, list[tuple[int, float, float, float]]] = {}
-        self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
+        self._lines: dict[Any, dict[Any, float]] = {}
+        self._stages: dict[Plan, list[Weights]] = {}
+        self._parameters: dict[Any, dict[str, tuple[tuple[bool, bool], int]]] = {}
         self._numels: dict[Any, Counter[tuple[bool, bool]]] = {}
         self._elements: dict[Any, Weights] = {}
         self._hidden = HIDDEN * program.config.parallel.overlap
@@ -83,11 +84,10 @@ class LayoutBounds:
         """
         modules = self._program.module_plan(plan), self._program.is_prepared(plan)
         key = (*modules, plan.recompute, plan.schedule, plan.layers, plan.pipeline)
-        if key not in self._lines:
-            self._lines[key] = list(self._of_stages(plan))
-        weights = [*(self._weights(plan, part) for part in self._program.cut(plan)), Weights()]
-        longest = last = 0.0
-        for place, fixed, each, busy in self._lines[key]:
+        if key not in self._lines:  # of stages alike the last one begins latest
+            self._lines[key] = {(place, *work): fixed for fixed, place, *work in self._of_stages(plan)}
+        weights, longest, last = [*self._weights(plan), Weights()], 0.0, 0.0
+        for (place, each, busy), fixed in self._lines[key].items():
             sent = weights[place]
             longest = max(longest, fixed + plan.micro_batches * (each + self._waiting(sent.each, busy)))
             # stages of a pipeline have more to compute after a reduction, or wait for each other
@@ -98,24 +98,25 @@ class LayoutBounds:
         """Return the least exposed seconds of communication that runs while stages compute for `busy` seconds."""
         return (1 - self._hidden) * sending + max(0.0, self._hidden * sending - busy)
 
-    def _of_stages(self, plan: Plan) -> Iterator[tuple[int, float, float, float]]:
-        """Yield kind of stage, fixed seconds, seconds per micro-batch, and the stage's own compute per micro-batch."""
+    def _of_stages(self, plan: Plan) -> Iterator[tuple[float, int, float, float]]:
+        """Yield fixed seconds, kind of stage, seconds per micro-batch, and the stage's own compute per micro-batch."""
         parts, apart = self._program.cut(plan), splits_backward(plan.schedule)
         times = [self._least(plan, part) for part in parts]
+        sums = [Least(*map(sum, zip(*chunks, strict=True))) for chunks in times]
         places = {stage: place for place, part in enumerate(parts) for stage in part.stages}
         seen, forwards, backs, most = [0] * plan.pipeline, 0.0, 0.0, 0.0
         for stage in chunk_stages(plan.schedule, plan.pipeline, plan.virtual_stages):
             place = places[stage]
             if not seen[stage]:
-                forward, back, weight, *_ = map(sum, zip(*times[place], strict=True))
+                forward, back, weight, _ = sums[place]
                 busy = forward + back + weight
                 if apart:
-                    yield place, forwards, busy, busy
-                yield place, forwards + backs, forward + back if apart else busy, busy
+                    yield forwards, place, busy, busy
+                yield forwards + backs, place, forward + back if apart else busy, busy
             one = times[place][seen[stage]]
             forwards, backs, most = forwards + one.forward, backs + one.back, max(most, one.forward)
             seen[stage] += 1
-        yield -1, forwards + backs - most, most, math.inf
+        yield forwards + backs - most, -1, most, math.inf
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
@@ -145,7 +146,7 @@ class LayoutBounds:
                 continue
             of_kind = found.setdefault(name.module, {})
             # a backward pass in two parts adds weight gradients to their sums by the matmuls
-            work = replace(span.work, sums=0.0, sum_bytes=0.0)
+            work = replace(span.work, sums=0.0, sum_bytes=0.0) if span.work.sums else span.work
             seconds = phase_seconds(work, groups, self._cluster).total
             of_kind[name.action] = min(seconds, of_kind.get(name.action, math.inf))
             if name.action == Kind.FORWARD:
@@ -164,22 +165,32 @@ class LayoutBounds:
     def gib(self, plan: Plan) -> float:
         """Return a lower bound of peak memory in GiB: states, plus activations in flight or accumulated gradients."""
         most, held = 0.0, peak_in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
-        for part in self._program.cut(plan):
-            weights, chunks = self._weights(plan, part), self._least(plan, part)
-            saved = [one.saved for one in chunks]
+        for part, weights in zip(self._program.cut(plan), self._weights(plan), strict=True):
+            saved = [one.saved for one in self._least(plan, part)]
             passing = max(weights.sum, *(sum(map(mul, held[stage].chunks, saved)) for stage in part.stages))
             most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / GIB + self._cluster.memory.overhead_gib(plan.axes)
 
-    def _weights(self, plan: Plan, part: StagePart) -> Weights:
-        """Return the lower bounds of all weights of a stage."""
-        ranks = plan.tensor, plan.sequence, plan.expert, plan.expert_tensor
-        if ranks not in self._of_module:
-            self._of_module[ranks] = _numels(self._program.config, plan.layout)
-        if (ranks, part.content) not in self._numels:
-            modules = (name for chunk in part.chunks.values() for name in self._of_module[ranks] if _holds(chunk, name))
-            self._numels[ranks, part.content] = sum((self._of_module[ranks][name] for name in modules), Counter())
-        numels = self._numels[ranks, part.content]
+    def _weights(self, plan: Plan) -> list[Weights]:
+        """Return the lower bounds of all weights of each kind of stage."""
+        alike = plan._replace(recompute="none", micro_size=1, micro_batches=1)
+        if alike not in self._stages:
+            self._stages[alike] = [self._of_stage(alike, part) for part in self._program.cut(plan)]
+        return self._stages[alike]
+
+    def _of_stage(self, plan: Plan, part: StagePart) -> Weights:
+        config, ranks = self._program.config, (plan.tensor, plan.sequence, plan.expert, plan.expert_tensor)
+        if ranks not in self._parameters:
+            table, _ = place_stage(config, plan.layout, Coordinates(0, 0, 0), {0: ModelPart.full(config.model)})
+            kinds = {name: (table.is_expert(name), table.is_trained(name)) for name in table.shapes}
+            self._parameters[ranks] = {name: (kinds[name], math.prod(shape)) for name, shape in table.shapes.items()}
+        parameters, numels = self._parameters[ranks], self._numels.setdefault((ranks, part.content), Counter())
+        if not numels:  # a matrix that two modules of a stage share counts once
+            names = tuple(parameters)
+            chunks = (parameters_by_module(config.model, names, chunk) for chunk in part.chunks.values())
+            for name in dict.fromkeys(chain.from_iterable(chain.from_iterable(map(dict.values, chunks)))):
+                kind, numel = parameters[name]
+                numels[kind] += numel
         of_kinds = [[numel * one for one in self._element(plan, *kind)] for kind, numel in numels.items()]
         return Weights(*map(sum, zip(*of_kinds, strict=True)))
 
@@ -220,22 +231,6 @@ class LayoutBounds:
             per_byte = min(taken(size) / size for size in timed) if timed else (taken(1e9) - taken(0.0)) / 1e9
             seconds += per_byte * one.bytes
         return seconds
-
-
-def _holds(chunk: ModelPart, module: str) -> bool:
-    if module.startswith("layers."):
-        return int(module.removeprefix("layers.")) in chunk.layers
-    return (module == "embedding" and chunk.first) or (module == "head" and chunk.last)
-
-
-def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, bool]]]:
-    """Return the elements of each module on a rank; a matrix that two modules share counts for the first."""
-    table, uses = place_stage(config, layout, Coordinates(0, 0, 0), {0: ModelPart.full(config.model)})
-    numels: dict[str, Counter[tuple[bool, bool]]] = {module: Counter() for module in uses[0]}
-    first = {name: module for module, names in reversed([*uses[0].items()]) for name in names}
-    for name, module in first.items():
-        numels[module][table.is_expert(name), table.is_trained(name)] += math.prod(table.shapes[name])
-    return numels
 
 
 def _find(least: dict[str, Least], kind: str) -> Least:

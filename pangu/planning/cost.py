@@ -255,14 +255,11 @@ class StageMemory(NamedTuple):
         return sum(self)
 
 
-def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[StageMemory]:
-    """Return the peak memory of each stage."""
-    stages = []
-    for stage in ledger.stages:
-        states, passing = stage.lasting, stage.peak - stage.lasting
-        overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / GIB
-        stages.append(StageMemory(states / GIB, passing / GIB, overhead))
-    return stages
+def memory_of(stage: StageLedger, cluster: ClusterConfig) -> StageMemory:
+    """Return the peak memory of a stage."""
+    states, passing = stage.lasting, stage.peak - stage.lasting
+    overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / GIB
+    return StageMemory(states / GIB, passing / GIB, overhead)
 
 
 def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -139,8 +139,8 @@ class StagePart(NamedTuple):
     stages: tuple[int, ...]
     chunks: dict[int, ModelPart]
     """Chunks of the first of these stages, by their number on the stage."""
-    content: Any
-    """Key that differs between stages with different ledgers."""
+    content: int
+    """Number that differs between stages with different ledgers."""
 
 
 class Program:
@@ -155,6 +155,7 @@ class Program:
         self._known: dict[Any, Trace] = {}
         self._module_plans: dict[Plan, Plan] = {}
         self._cuts: dict[Any, tuple[StagePart, ...]] = {}
+        self._contents: dict[Any, int] = {}
         self._kinds: dict[Any, tuple[Chunk, ...]] = {}
         self._stages: dict[Any, StageProgram] = {}
 
@@ -216,10 +217,11 @@ class Program:
                 kinds = part.layers if self.config.train.frozen else map(model.kind_of_layer, part.layers)
                 return tuple(kinds), part.first, part.last
 
-            stages: dict[Any, list[int]] = {}
+            stages: dict[int, list[int]] = {}
             for stage, chunks in enumerate(held):
-                stages.setdefault(tuple(map(content, chunks.values())), []).append(stage)
-            self._cuts[key] = tuple(StagePart(tuple(of), held[of[0]], content) for content, of in stages.items())
+                contents = tuple(map(content, chunks.values()))
+                stages.setdefault(self._contents.setdefault(contents, len(self._contents)), []).append(stage)
+            self._cuts[key] = tuple(StagePart(tuple(of), held[of[0]], number) for number, of in stages.items())
         return self._cuts[key]
 
     def known(self, plan: Plan, part: StagePart) -> Trace | None:
@@ -246,15 +248,15 @@ class Program:
             begins = self.config.precision.matmul == "fp8" and shards_sums(plan.layout) and reduces_each(plan.schedule)
             work |= _ONE_REPLICA | {"offload": ("activations",) if "activations" in plan.offload else ()}
             work["zero"] = plan.zero if begins else _SINGLE.zero
-        self._module_plans[plan] = plan._replace(**work)
-        return self._module_plans[plan]
+        return self._module_plans.setdefault(plan, plan._replace(**work))
 
     def _key(self, plan: Plan, part: StagePart) -> tuple[Plan, bool, tuple[Chunk, ...]]:
-        chunks = tuple(map(shortened, self.kinds(plan, part)))
-        return self.module_plan(plan), splits_backward(plan.schedule), chunks
+        return self.module_plan(plan), splits_backward(plan.schedule), tuple(map(shortened, self.kinds(plan, part)))
 
-    def describe(self, plan: Plan, every: bool = True) -> StepLedger:
-        """Return the ledger of a step.
+    def describe(
+        self, plan: Plan, every: bool = True, fits: Callable[[StageLedger], bool] = lambda _: True
+    ) -> StepLedger:
+        """Return the ledger of a step, without further stages after one that does not fit.
 
         Unless `every` stage is wanted, one that holds as many micro-batches represents others with the same modules.
         """
@@ -269,8 +271,9 @@ class Program:
             described = part.stages if every else (max(part.stages, key=held.__getitem__),)
             found = {stage: program.ledger(stage_actions(schedule, stage), extra, groups) for stage in described}
             ledgers |= {stage: found.get(stage, found[described[0]]) for stage in part.stages}
-        stages = tuple(ledgers[stage] for stage in range(plan.pipeline))
-        return StepLedger(stages, message_bytes(config), schedule, extra)
+            if not all(map(fits, found.values())):
+                break
+        return StepLedger(tuple(ledgers[stage] for stage in sorted(ledgers)), message_bytes(config), schedule, extra)
 
     def _stage(self, config: RunConfig, plan: Plan, part: StagePart, schedule: Schedule) -> StageProgram:
         alike = plan._replace(**_ONE_CHUNK, schedule="")

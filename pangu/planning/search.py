@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import product
+from itertools import count, product
 from typing import Any, Literal, NamedTuple
 
 from pangu.common.errors import ConfigError, Problem
@@ -32,7 +32,7 @@ from pangu.schedule import orders
 from pangu.schedule.in_flight import peak_in_flight
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Coordinates
-from pangu.zero.choices import can_offload, worth_trying
+from pangu.zero.choices import STAGES, can_offload, worth_trying
 
 TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
@@ -52,7 +52,7 @@ AHEAD = 8
 ALIKE = 1000
 """Number of next layouts of which those with modules like one of the `AHEAD` are measured in the same dry run."""
 CONFIRMED = 3
-"""Number of fastest layouts that are carried out in a dry run."""
+"""Number of fastest layouts that are tried with other ZeRO groups and ZeRO 0, and carried out in a dry run."""
 
 
 class Candidate(NamedTuple):
@@ -129,13 +129,13 @@ def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]
 def search(space: Space, top: int = 10) -> SearchResult:
     """Return the `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
-    bounds = LayoutBounds(space.program, space.cluster)
+    bounds, numbers = LayoutBounds(space.program, space.cluster), count()
     alone = space.cluster.alone  # bounds assume that no core is shared
     plans = list(enumerate_plans(space, refused))
     space.program.sketch(plans)
-    waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
+    waiting = [(bounds.seconds(plan) / alone, next(numbers), plan) for plan in plans]
     heapify(waiting)
-    number, costed, worst, too_large = len(waiting), list[Candidate](), math.inf, list[tuple[float, int, int, Plan]]()
+    costed, worst, too_large = list[Candidate](), math.inf, list[tuple[float, int, int, Plan]]()
     room = space.cluster.memory.gib
     while waiting and waiting[0][0] <= worst:
         before, place, plan = heappop(waiting)
@@ -159,17 +159,20 @@ def search(space: Space, top: int = 10) -> SearchResult:
                 larger = (other for other in ahead if bounds.gib(other) > room)
                 space.program.sketch([*others, *(less for other in larger for less in smaller(space, other))])
             for other in others:
-                heappush(waiting, (bounds.seconds(other) / alone, number, other))
-                number += 1
+                heappush(waiting, (bounds.seconds(other) / alone, next(numbers), other))
             continue
         costed.append(one)
-        if len(costed) >= top:
-            worst = sorted(one.time.total for one in costed)[top - 1]
-    costed.sort(key=_preference)
-    for names, tried in ((CONTEXT, KINDS), (("chunks",), zip(CHUNKS, strict=True))):
+        worst = sorted([*(one.time.total for one in costed), *[math.inf] * top])[top - 1]
+    kinds, chunks = (CUT, CONTEXT, KINDS), (CUT, ("chunks",), zip(CHUNKS, strict=True))
+    groups = CONFIRMED, ("zero_group",), zip(_divisors(space.cluster.devices)[1:], strict=True)
+    for most, names, tried in (kinds, chunks, groups, (CONFIRMED, ("zero", "zero_group"), [(STAGES[0], 0)])):
+        costed.sort(key=_preference)
         changes = [dict(zip(names, values, strict=True)) for values in tried]
-        costed[: min(top, CUT)] = _refined(space, costed[: min(top, CUT)], changes)
-    costed.sort(key=_preference)
+        costed[: min(top, most)] = _refined(space, costed[: min(top, most)], changes)
+    distinct = {  # two layouts may have become equal, and a group of all replicas is what 0 means
+        one.plan._replace(zero_group=one.plan.zero_group % one.plan.layout.replicas): one for one in costed[::-1]
+    }
+    costed = sorted(distinct.values(), key=_preference)
     confirmed = _confirmed(space, costed, refused)
     smallest = None if confirmed or not too_large else _candidate(space, min(too_large)[-1], math.inf)
     return SearchResult(confirmed[:top], confirmed[top:], refused, len(plans), len(costed), smallest)
@@ -200,7 +203,8 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
         jobs.append((values, one.plan.layout.rank(Coordinates(largest, 0, 0))))
     measured = measured_gib(jobs, space.cluster.memory)
     for one, ledger, needed in zip(tried, ledgers, measured, strict=True):
-        yield one._replace(memory=tuple(memory_of(ledger, space.cluster)), measured=needed)
+        memory = tuple(memory_of(stage, space.cluster) for stage in ledger.stages)
+        yield one._replace(memory=memory, measured=needed)
 
 
 def _refined(space: Space, best: Sequence[Candidate], changes: Sequence[dict[str, Any]]) -> Iterator[Candidate]:
@@ -237,9 +241,10 @@ def _can_wait(part: str, plan: Plan) -> bool:
 
 def _candidate(space: Space, plan: Plan, room: float | None = None) -> Candidate | None:
     """Return a layout with its step time and memory, or None if it needs more than `room` GiB (None: the device's)."""
-    ledger = space.program.describe(plan, every=False)
-    memory = tuple(memory_of(ledger, space.cluster))
-    if max(stage.total for stage in memory) > (space.cluster.memory.gib if room is None else room):
+    most = space.cluster.memory.gib if room is None else room
+    ledger = space.program.describe(plan, False, lambda stage: memory_of(stage, space.cluster).total <= most)
+    memory = tuple(memory_of(stage, space.cluster) for stage in ledger.stages)
+    if max(stage.total for stage in memory) > most:
         return None
     return Candidate(plan, step_time(ledger, plan, space.cluster), memory)
 
@@ -322,8 +327,7 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 
 def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield a layout with each way to shard model states."""
-    layout = plan.layout
-    replicas = layout.replicas
+    layout, replicas = plan.layout, plan.layout.replicas
     shared = max(replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
     node, offload = max(1, space.cluster.node // plan.tensor), space.fixed.get("offload", ())
     on_node = node if 1 < node < replicas and replicas % node == 0 else 0

@@ -75,7 +75,9 @@ class Forecast:
         space = space_of(config, cluster_in(config.cluster), {"expert": layout.expert})
         cluster, plan = space.cluster, plan_of(config, layout, stages)
         ledger = space.program.describe(plan)
-        stage, memory = max(enumerate(memory_of(ledger, cluster)), key=lambda one: one[1].total)
+        stage, memory = max(
+            enumerate(memory_of(stage, cluster) for stage in ledger.stages), key=lambda one: one[1].total
+        )
         time, earlier = step_time(ledger, plan, cluster), list[float]()
         spaces = {config.model.sequence: space}
         for number in range(len(config.batch.stages)):

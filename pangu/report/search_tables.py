@@ -141,8 +141,8 @@ def untried(space: Space) -> Iterator[str]:
     others = {
         "schedule": f"schedules {', '.join(sorted(orders.SCHEDULES.keys() - {*orders.worth_trying()}))}",
         "micro_size": f"batch.micro_size above {search.LARGEST_MICRO_SIZE}",
-        "zero": "ZeRO 0 with replicas",
-        "zero_group": "ZeRO groups other than a node's and all",
+        "zero": f"ZeRO 0 with replicas, but for the fastest {search.CONFIRMED}",
+        "zero_group": f"ZeRO groups other than a node's and all, but for the fastest {search.CONFIRMED}",
         "tensor": "tensor parallelism across nodes",
         "virtual_stages": f"parallel.virtual_stages other than {', '.join(map(str, (1, *search.VIRTUAL)))}",
         "chunks": f"parallel.overlap_chunks other than {', '.join(map(str, (1, *search.CHUNKS)))}",
@@ -241,8 +241,8 @@ def explain(outcome: Outcome) -> Iterator[str]:
         if name not in valid:
             yield f"{name}: not valid: {reason}"
             continue
-        memory = memory_of(space.program.describe(valid[name]), space.cluster)
-        stage, needed = max(enumerate(one.total for one in memory), key=itemgetter(1))
+        stages = space.program.describe(valid[name]).stages
+        stage, needed = max(enumerate(memory_of(one, space.cluster).total for one in stages), key=itemgetter(1))
         if needed > room:
             yield f"{name}: {search.TOO_LARGE}: stage {stage} needs {needed:.1f} GiB of {room:.1f}"
             continue

@@ -94,7 +94,7 @@ def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]
     words |= {"s": model.sequence, "rows": sequence * batch}
     kinds: dict[str, dict[str, list[str]]] = {}
     for chunk in chunks:
-        parameters = parameters_by_module(model, table, chunk)
+        parameters = parameters_by_module(model, tuple(table.shapes), chunk)
         for module, kind in module_kinds(config, table, chunk).items():
             kinds.setdefault(kind, {})[module] = parameters[module]
     ends = {

@@ -13,6 +13,9 @@ from pangu.schedule.orders import SCHEDULES, Order, reduces_each
 _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
 """Kind of an action -> the part of a backward pass that it computes; 0: forward, 2: weights alone."""
 
+_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.BACKWARD_INPUT: (-1, 1), Kind.BACKWARD_WEIGHT: (0, -1)}
+"""Kind of an action -> changes of the numbers of micro-batches in `PeakInFlight`."""
+
 
 class PeakInFlight(NamedTuple):
     """Largest numbers of micro-batches in flight on a stage."""
@@ -35,13 +38,14 @@ def _peak(order: Order) -> PeakInFlight:
     held = dict.fromkeys(sorted({chunk for _, chunk, _ in order}), 0)
     forwards, weights, most, most_weights, chunks = 0, 0, 0, 0, tuple[int, ...]()
     for kind, chunk, _ in order:
-        change = (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        change, change_of_weights = _CHANGES[kind]
         held[chunk] += change
         forwards += change
-        weights += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
+        weights += change_of_weights
         if forwards > most:
             most, chunks = forwards, tuple(held.values())
-        most_weights = max(most_weights, weights)
+        if weights > most_weights:
+            most_weights = weights
     return PeakInFlight(most, most_weights, chunks)
 
 
@@ -71,10 +75,8 @@ def _states(order: Order, chunks: Sequence[int], sums: int, skipped: int) -> Ite
         if skipped <= 0:
             yield *held, *summed, slot, _PARTS[kind]
         skipped -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        if kind is Kind.BACKWARD_WEIGHT:
-            held[slot + count] -= 1
-        elif kind is not Kind.FORWARD:
-            held[slot] -= 1
-            held[slot + count] += kind is Kind.BACKWARD_INPUT
+        change, change_of_weights = _CHANGES[kind]
+        held[slot] += min(change, 0)
+        held[slot + count] += change_of_weights
         if sums:
             summed[slot] |= kind is not Kind.FORWARD

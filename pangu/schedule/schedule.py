@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -95,19 +95,17 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
     # A receive is posted one step before the step that waits for it: it overlaps with one step, and no more than one
     # step's worth of buffers waits. Sends follow the step that makes the tensors.
     last = {step[1]: step for step in order}
-    kinds = {step[:2] for step in order}
-    receives = {(kind, chunk): _receive(kind, chunk, stage_of) for kind, chunk in kinds}
-    sends = {(kind, chunk): _send(kind, chunk, stage_of) for kind, chunk in kinds}
-    yield from _message(order[0], receives)
+    ends = {one: _ends(*one, stage_of) for one in {step[:2] for step in order}}
+    yield from _message(order[0], ends, sends=False)
     for before, step, after in zip([None, *order[:-1]], order, [*order[1:], None], strict=True):
         if after is not None:
-            yield from _message(after, receives)
+            yield from _message(after, ends, sends=False)
         kind, chunk, micro = step
         if two_phases and (before is None or before[1] != chunk):
             yield Action(Kind.UNSHARD, chunk)
         completes = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         yield Action(kind, chunk, micro, None, completes and (reduce_each or step == last[chunk]))
-        yield from _message(step, sends)
+        yield from _message(step, ends, sends=True)
         if two_phases and (after is None or after[1] != chunk):
             yield Action(Kind.RESHARD, chunk)
 
@@ -116,28 +114,20 @@ End = tuple[Kind, int] | None
 """End of a message: its kind and the other stage; None if no message is needed."""
 
 
-def _message(step: Step, ends: Mapping[tuple[Kind, int], End]) -> tuple[Action, ...]:
+def _message(step: Step, ends: Mapping[tuple[Kind, int], Sequence[End]], sends: bool) -> tuple[Action, ...]:
     kind, chunk, micro = step
-    end = ends[kind, chunk]
+    end = ends[kind, chunk][sends]
     return () if end is None else (Action(end[0], chunk, micro, end[1]),)
 
 
-def _receive(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
-    forward = kind is Kind.FORWARD
-    peer = _peer(kind, chunk, chunk - 1 if forward else chunk + 1, stage_of)
-    return None if peer is None else (Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT, peer)
-
-
-def _send(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
-    forward = kind is Kind.FORWARD
-    peer = _peer(kind, chunk, chunk + 1 if forward else chunk - 1, stage_of)
-    return None if peer is None else (Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, peer)
-
-
-def _peer(kind: Kind, chunk: int, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
-    if kind is Kind.BACKWARD_WEIGHT or not 0 <= neighbour < len(stage_of) or stage_of[neighbour] == stage_of[chunk]:
-        return None
-    return stage_of[neighbour]
+def _ends(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> list[End]:
+    """Return the message that a step waits for, and the one that it sends."""
+    messages = ((Kind.RECV_GRADIENT, chunk + 1), (Kind.SEND_GRADIENT, chunk - 1))
+    if kind is Kind.FORWARD:
+        messages = ((Kind.RECV_ACTIVATION, chunk - 1), (Kind.SEND_ACTIVATION, chunk + 1))
+    peers = [stage_of[other] if 0 <= other < len(stage_of) else stage_of[chunk] for _, other in messages]
+    needed = [kind is not Kind.BACKWARD_WEIGHT and peer != stage_of[chunk] for peer in peers]
+    return [(name, peer) if sent else None for (name, _), peer, sent in zip(messages, peers, needed, strict=True)]
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:

@@ -285,7 +285,7 @@ def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> d
     recomputed = config.memory.recomputed_layers
     stop = part.layers.stop if recomputed is None else part.layers.start + recomputed
     offload = "activations" in config.memory.offload
-    for module, parameters in parameters_by_module(model, table, part).items():
+    for module, parameters in parameters_by_module(model, tuple(table.shapes), part).items():
         words = [module]
         if module.startswith("layers."):
             layer = int(module.partition(".")[2])

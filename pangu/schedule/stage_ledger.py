@@ -21,7 +21,7 @@ from pangu.schedule.expand import Expansion
 from pangu.schedule.groups import Group
 from pangu.schedule.ledger import Fold, Pass
 from pangu.schedule.schedule import Schedule
-from pangu.schedule.spans import Axis, Collective, Matmul, Trace, Work
+from pangu.schedule.spans import Axis, Collective, Matmul, Span, Trace, Work
 from pangu.topology.placement import TensorRank, in_fp8
 from pangu.zero.grouping import COPY_AXES, COPY_PARTS
 from pangu.zero.muon_schedule import exchanges, matrix_rounds, working_bytes
@@ -126,6 +126,7 @@ class StageProgram:
         self._expansion = Expansion(parameters, None)
         self._states: list[Any] = [(self._expansion.state, frozenset())]
         """States of the flat parameters between actions; a step begins in the first one."""
+        self._spans: dict[tuple[Kind, int], list[Span | None]] = {}
         self._passes: dict[tuple[int, Action | None], tuple[Pass, int]] = {}
         """Mapping from a state and an action to the action's ledger, and the state after it."""
         updated = sum(len(held.numels) for flat, held, _ in self._trained if not flat.main_on_host)
@@ -293,6 +294,9 @@ class StageProgram:
 
     def _pass(self, state: int, action: Action | None) -> tuple[Pass, int]:
         """Return the ledger of an action and the state of the flat parameters after it; None: the end of the step."""
+        if state and action is not None and action.kind in MESSAGES:  # a message leaves all flat parameters as they are
+            entry, _ = self._passes.get((0, action)) or self._pass(0, action)
+            return self._passes.setdefault((state, action), (entry, state))
         expansion, trace = self._expansion, self._trace
         expansion.state, begun = self._states[state][0], set(self._states[state][1])
         fold = Fold(self._buffers, self._flat_of, self._in_fp8, begun, self._hidden)
@@ -300,15 +304,17 @@ class StageProgram:
             expansion.reducing.finish_all()
             fold.operations(expansion.ops)
         elif action.kind in MESSAGES:
-            expansion.add(action)
             span = trace.message(self._split, action.kind, list(self._kinds[action.chunk].values()))
-            fold.span("", replace(span, work=replace(span.work, collectives=self._messages(action.kind))))
+            kind = cast(Any, "send" if action.kind in SENDS else "receive")
+            sent = tuple(Collective(kind, "pipeline", nbytes) for nbytes in message_bytes(self._config))
+            fold.span("", replace(span, work=replace(span.work, collectives=sent)))
         elif action.kind in COMPUTE:
             expansion.add(action)
             kinds = self._kinds[action.chunk]
             names = [*kinds] if action.kind is Kind.FORWARD else [*reversed([*kinds])]
-            spans = [span for _, span in trace.of_action(action.kind, list(kinds.values()))]
-            fold.modules(expansion.ops, zip(["", *names, ""], spans, strict=True))
+            if (key := (action.kind, action.chunk)) not in self._spans:
+                self._spans[key] = [span for _, span in trace.of_action(action.kind, list(kinds.values()))]
+            fold.modules(expansion.ops, zip(["", *names, ""], self._spans[key], strict=True))
         else:
             expansion.add(action)
             fold.operations(expansion.ops)
@@ -316,11 +322,6 @@ class StageProgram:
         if after not in self._states:
             self._states.append(after)
         return self._passes.setdefault((state, action), (fold.result(), self._states.index(after)))
-
-    def _messages(self, kind: Kind) -> tuple[Collective, ...]:
-        """Return the messages of an action, one for each tensor of the hidden states."""
-        sends = cast(Any, "send" if kind in SENDS else "receive")
-        return tuple(Collective(sends, "pipeline", nbytes) for nbytes in message_bytes(self._config))
 
 
 def _iterations(config: RunConfig, shape: tuple[int, ...], count: int) -> Iterator[Matmul]:

@@ -150,4 +150,5 @@ def place_stage(
     share = ExpertRank.of(layout, at) if layout.splits_experts else None
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
     table = place_tensors(config.model, [*chunks.values()], tensor_rank, config.train.frozen, share)
-    return table, {chunk: parameters_by_module(config.model, table, part) for chunk, part in chunks.items()}
+    names = tuple(table.shapes)
+    return table, {chunk: parameters_by_module(config.model, names, part) for chunk, part in chunks.items()}

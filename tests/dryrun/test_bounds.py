@@ -42,7 +42,7 @@ def assert_bounded(where: Space, plans: Iterable[Plan]) -> None:
     bounds = LayoutBounds(where.program, where.cluster)
     for plan in plans:
         sketched = bounds.seconds(plan), bounds.gib(plan)
-        gib = max(stage.total for stage in memory_of(where.program.describe(plan), where.cluster))
+        gib = max(memory_of(stage, where.cluster).total for stage in where.program.describe(plan).stages)
         time = time_of(where, plan).total
         for seconds, least in (sketched, (bounds.seconds(plan), bounds.gib(plan))):
             assert 0 < seconds <= time, plan

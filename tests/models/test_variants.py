@@ -506,7 +506,7 @@ def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str
     model, table = make(config)
     model.hooks = listed = Listed()
     whole_loss(model, batch_of(config))
-    uses = parameters_by_module(config, table, ModelPart.full(config))
+    uses = parameters_by_module(config, tuple(table.shapes), ModelPart.full(config))
     assert list(uses) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert listed.events == [f"{name} {event}" for name in uses for event in ("begins", "ends")]
     home = {

@@ -42,3 +42,12 @@ def test_few_micro_batches_tell_of_all(
         assert collectives_of(stage) == collectives_of(other)
         assert (stage.groups, stage.update) == (other.groups, other.update)
     assert step_time(whole, plan, A100).total == pytest.approx(step_time(short, plan, A100).total, rel=1e-9)
+
+
+def test_stages_after_one_that_does_not_fit_are_not_described() -> None:
+    plan = plan_of("1f1b", 1, 8)
+    program = Program(CONFIG)
+    whole = program.describe(plan).stages
+    assert len({id(stage) for stage in whole}) > 2
+    described = program.describe(plan, fits=lambda stage: stage.peak < whole[0].peak).stages
+    assert [stage.peak for stage in described] == [whole[0].peak]

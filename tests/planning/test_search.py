@@ -57,7 +57,7 @@ def space(devices: int, *overrides: str, gib: float = 79.2) -> Space:
 
 def needed(where: Space, plan: Plan) -> float:
     """GiB of the fullest stage of a layout."""
-    return max(stage.total for stage in memory_of(where.program.describe(plan), where.cluster))
+    return max(memory_of(stage, where.cluster).total for stage in where.program.describe(plan).stages)
 
 
 @pytest.mark.parametrize(("devices", "gib"), [(1, 79.2), (4, 6.0), (8, 5.0)])
@@ -73,6 +73,20 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
             plans += smaller(where, plan)
     found = search(where, top=5)
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
+
+
+def test_the_fastest_layouts_are_tried_with_every_zero_group() -> None:
+    """A tensor-parallel group fills a node, so no group of replicas is one of a node."""
+    where = space(64, *SMALL, "batch.global_size=64")
+    where = where._replace(fixed={"tensor": 8, "pipeline": 1, "zero": 3, "micro_size": 1})
+    assert {plan.zero_group for plan in enumerate_plans(where, Counter())} == {0}
+    pick = search(where).best[0]
+    tried = {group: time_of(where, pick.plan._replace(zero_group=group)).total for group in (0, 2, 4)}
+    assert pick.plan.zero_group == min(tried, key=tried.__getitem__) != 0
+    given = search(where._replace(fixed={**where.fixed, "zero_group": 4}))
+    assert {one.plan.zero_group for one in given.best} == {4}
+    plans = [one.plan for one in search(space(8, *SHORT)).best]
+    assert not any(plan.zero_group == plan.layout.replicas for plan in plans), "that is no group, but all replicas"
 
 
 def test_micro_batches_divide_the_batch() -> None:

@@ -20,7 +20,7 @@ def sizes(zero: int, replicas: int, *overrides: str) -> list[float]:
     run = config("+config=pangu_350m", f"parallel.zero={zero}", *overrides)
     part = ModelPart(range(run.model.layers), first=True, last=True)
     table = place_tensors(run.model, [part], TensorRank(0, 1))
-    uses = {0: parameters_by_module(run.model, table, part)}
+    uses = {0: parameters_by_module(run.model, tuple(table.shapes), part)}
     buckets: list[float] = []
 
     def add(chunk: int, names: list[str]) -> None:
