@@ -99,7 +99,7 @@ def test_the_product_is_added_by_apex_where_its_kernel_reads_the_operands_as_the
         (
             "weight_gradient",
             (),
-            "adds products of bf16 or fp16 to fp32, got precision.compute = fp32; set kernels.weig",
+            "adds matmuls of bf16 or fp16 to fp32, got precision.compute = fp32; set kernels.weig",
         ),
         ("optimizer", ("memory.offload=[optimizer]",), r"updates fp32 on the device, not with precision=fp64 or mem"),
         ("optimizer", ("precision=fp64",), r"updates .* or memory.offload=\[optimizer\]; set kernels.optimizer=auto"),
