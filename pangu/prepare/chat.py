@@ -6,11 +6,10 @@ Templates are written in Jinja, as in transformers, and may be untrusted; `sandb
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from jinja2 import TemplateSyntaxError
@@ -26,6 +25,8 @@ from pangu.data.token_spans import SEPARATOR, encode_parts
 from pangu.data.tokenizers import Tokenizer, cached_tokenizer
 from pangu.prepare.messages import BEGIN, END, Dialog, Message, map_text, unwritten
 from pangu.prepare.sandbox import Allowance, template_environment
+
+T = TypeVar("T")
 
 TEMPLATES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "templates.yaml").read_text(encoding="utf-8"))
 """Built-in chat templates by name."""
@@ -62,8 +63,8 @@ class ChatTemplate:
         """Template text for any program: it spells the pieces of this tokenizer, and what begins a text."""
         environment = template_environment()
         try:
-            with Allowance() as allowance, allowance.spend():
-                self._template = environment.from_string(text)
+            with Allowance() as allowance:
+                self._template = allowance.spend(lambda: environment.from_string(text))
         except TemplateSyntaxError as error:
             raise UserError(f"{name}: the chat template, line {error.lineno}: {shown(str(error.message))}") from error
         except Exception as error:  # constant expressions are evaluated here
@@ -77,9 +78,12 @@ class ChatTemplate:
         """
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
         tools = map_text(dialog.tools, self._hold_apart)
-        with self._spending(allowance, ValueError):
-            output = self._render(messages, tools, more=False)
-            parts = _marked(output) if BEGIN in output else self._by_turns(messages, tools, output, dialog.counted)
+
+        def render() -> tuple[str, list[tuple[str, bool]]]:
+            text = self._render(messages, tools, more=False)
+            return text, _marked(text) if BEGIN in text else self._by_turns(messages, tools, text, dialog.counted)
+
+        output, parts = self._spend(allowance, ValueError, render)
         if name := unwritten(Dialog(messages, tools, []), output):
             reason = f"does not write the function {shown(name)}; use qwen3 or the model's own"
             raise ValueError(f"the chat template {self._name} {reason}")
@@ -98,24 +102,22 @@ class ChatTemplate:
     def prompt(self, dialog: Dialog, allowance: Allowance) -> str:
         """Render a conversation up to its next response. Raises ValueError, with the reason, if the template fails."""
         messages = [map_text(message, self._hold_apart) for message in dialog.messages]
-        with self._spending(allowance, ValueError):
-            text = self._render(messages, map_text(dialog.tools, self._hold_apart), more=True)
+        tools = map_text(dialog.tools, self._hold_apart)
+        text = self._spend(allowance, ValueError, lambda: self._render(messages, tools, more=True))
         return text.replace(BEGIN, "").replace(END, "")
 
     def end_of_turn(self) -> str:
         """Return what the template writes after a response, without trailing space; "" if it writes nothing."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{SEPARATOR}"}]
-        with Allowance() as allowance, self._spending(allowance, UserError):
-            text = self._render(messages, [], more=False)
+        with Allowance() as allowance:
+            text = self._spend(allowance, UserError, lambda: self._render(messages, [], more=False))
         tail = text.rpartition(SEPARATOR)[2].partition(END)[0]
         return tail.rstrip() or tail
 
-    @contextmanager
-    def _spending(self, allowance: Allowance, kind: type[Exception]) -> Iterator[None]:
-        """Raise an error of this kind, with the reason, if the template fails in the block: it may raise anything."""
+    def _spend(self, allowance: Allowance, kind: type[Exception], render: Callable[[], T]) -> T:
+        """Return the result of `render`, or raise an error of this kind with the reason: a template may raise any."""
         try:
-            with allowance.spend():
-                yield
+            return allowance.spend(render)
         except Exception as error:
             raise kind(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
 

@@ -7,10 +7,10 @@ import json
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
@@ -27,6 +27,8 @@ BYTES = 1 << 30
 """Memory limit of a template, in bytes beyond the memory that the process already has."""
 _LARGEST = 4096  # maximum bits of a number that a template computes
 _RENDERING = threading.RLock()  # held while a template runs, because the memory limit is per process
+
+T = TypeVar("T")
 
 
 class Allowance:
@@ -53,30 +55,34 @@ class Allowance:
         self._closed.set()
         self._watch.join()
 
-    @contextmanager
-    def spend(self) -> Iterator[None]:
-        """Raise TimeoutError if the block exceeds the remaining time, MemoryError if it exceeds `BYTES`."""
+    def spend(self, action: Callable[[], T]) -> T:
+        """Run `action`; raise TimeoutError if it exceeds the remaining time, MemoryError if it exceeds `BYTES`."""
         with _RENDERING, _bounded_memory():
+            # the error of the watching thread may arrive at any bytecode in here, also when the action has just ended
             try:
+                if self._left <= 0:
+                    raise TimeoutError
                 with self._lock:
-                    self._runs_since, self._ended = self._now(), self._left <= 0
-                if self._ended:
-                    raise self._timeout()
-                yield
-            finally:
-                with self._lock:
-                    if self._runs_since is not None:
-                        self._left -= self._now() - self._runs_since
-                    self._runs_since = None
-                if self._ended:
-                    _raise_in_thread(self._thread, None)
-                    raise self._timeout()
+                    self._runs_since = self._now()
+                try:
+                    return action()
+                finally:
+                    self._stop()
+            except TimeoutError as error:
+                limit = f"{self._limit:g} s for the conversations of one chunk"
+                raise TimeoutError(f"it takes longer than {limit}") from error
+
+    def _stop(self) -> None:
+        with self._lock:
+            if self._runs_since is not None:
+                self._left -= self._now() - self._runs_since
+            self._runs_since = None
+        if self._ended:
+            _raise_in_thread(self._thread, None)
+            raise TimeoutError
 
     def _now(self) -> float:
         return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
-
-    def _timeout(self) -> TimeoutError:
-        return TimeoutError(f"it takes longer than {self._limit:g} s for the conversations of one chunk")
 
     def _watch_thread(self) -> None:
         while not self._closed.wait(0.02):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -322,6 +323,36 @@ def test_messages_that_are_none(message: dict[str, Any], says: str) -> None:
 SLOW = (
     "{% for m in messages %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
+
+
+class LateLock:
+    """Lock of an allowance that its template, at its end, gets only when the watching thread has stopped it."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self.allowance, self.lock = allowance, threading.Lock()
+
+    def __enter__(self) -> None:
+        is_template = threading.current_thread().name != "template-time"
+        while is_template and self.allowance._runs_since is not None:
+            pass
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_template_whose_time_ends_as_it_does_is_stopped_with_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 0.05)
+    template = ChatTemplate(written(tmp_path / "t.jinja", "{{ messages[0].content }}"), SPECIAL, 0)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with Allowance() as allowance:
+        monkeypatch.setattr(allowance, "_lock", LateLock(allowance))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"it takes longer than 0\.05 s for the conversations of one chunk"):
+                template.parts(dialog(TALK), allowance)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_the_time_of_a_template_is_that_of_a_chunk_in_every_thread(
