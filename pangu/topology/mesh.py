@@ -89,16 +89,19 @@ class Mesh:
         groups = {"world": dist.group.WORLD}
         store = dist.distributed_c10d._get_default_store()
         mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, store_rank)
-        for axis, ranks in mesh._axes():
-            if len(set(ranks)) > 1:
-                # torch names a group by its ranks and by how many groups this process has: every process must create
-                # equally many, and those outside this one create a group of one rank
-                is_member = mesh.rank in ranks
-                group = mesh.new_group(ranks if is_member else [mesh.rank], axis)
-                if is_member:
-                    mesh.groups[axis] = group
-        if dist.get_backend() in ("nccl", "hccl"):
-            connect_groups(mesh.groups, device)
+        try:
+            for axis, ranks in mesh._axes():
+                if len(set(ranks)) > 1:
+                    # torch names a group by its ranks and by how many groups this process has: every process must
+                    # create equally many, and those outside this one create a group of one rank
+                    is_member = mesh.rank in ranks
+                    group = mesh.new_group(ranks if is_member else [mesh.rank], axis)
+                    if is_member:
+                        mesh.groups[axis] = group
+            if dist.get_backend() in ("nccl", "hccl"):
+                connect_groups(mesh.groups, device)
+        except RuntimeError as error:
+            raise _lost(layout.world, timeout_s, store, error, have_met=True) from error
         return mesh
 
     @classmethod
@@ -126,20 +129,16 @@ class Mesh:
     def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
         """Create a group of global ranks along an axis, or for `messages` or `host`, which are tensors on the host.
 
-        All members call this in the same order; raise `LostError` if they cannot connect.
+        All members call this in the same order. Raise RuntimeError (see `is_silence`) if they cannot connect.
         """
         backend = "gloo" if axis == "host" else dist.get_backend()
         options = group_options(axis, timedelta(seconds=self.timeout_s)) if backend == "nccl" else None
         # only members take part: by default every process of the run would have to call this for every group
         create = partial(dist.new_group, list(ranks), backend=backend, use_local_synchronization=True)
+        if backend == "gloo" and self.store is not None:  # every process creates equally many
+            store_barrier(self.store, f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}", len(ranks))
         group: dist.ProcessGroup
-        try:
-            if backend == "gloo" and self.store is not None:  # every process creates equally many
-                name = f"group {len(dist.distributed_c10d._world.pg_names)} of {min(ranks)}"
-                store_barrier(self.store, name, len(ranks))
-            group = create_group(partial(create, pg_options=options), backend, len(ranks), self.timeout_s)
-        except RuntimeError as error:
-            raise _lost(self.layout.world, self.timeout_s, self.store, error, have_met=True) from error
+        group = create_group(partial(create, pg_options=options), backend, len(ranks), self.timeout_s)
         return group
 
     @property

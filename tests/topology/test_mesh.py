@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,12 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pangu.collectives.reduce import all_reduce
 from pangu.common.errors import LocalError, LostError
 from pangu.topology import backends
+from pangu.topology import mesh as mesh_module
 from pangu.topology.backends import describe_environment, record_collectives
 from pangu.topology.launch import CONNECTIONS, GROWING, MEMBER
 from pangu.topology.layout import Layout
@@ -66,12 +67,20 @@ def test_processes_that_met_but_cannot_connect_are_not_taken_for_missing(monkeyp
         Mesh.connect(Layout(data=2), torch.device("cpu"), timeout_s=77.0)
 
 
-def test_a_group_whose_members_do_not_come_is_one_message() -> None:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
-    mesh = Mesh(Layout(data=2), 1, torch.device("cpu"), store=store)
-    with pytest.raises(LostError, match=r"all 2 processes of this run met, but could not connect;"):
-        mesh.new_group(range(2), "host")
+@pytest.mark.parametrize("are_made", [False, True])
+def test_groups_whose_members_do_not_come_are_one_message(are_made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise dist.DistBackendError("nobody answers")
+
+    monkeypatch.setattr(Mesh, "new_group", (lambda *_: None) if are_made else fail)
+    monkeypatch.setattr(mesh_module, "connect_groups", fail)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(LostError, match=r"all 2 processes of this run met, but could not connect;"):
+            Mesh.connect(Layout(data=2), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 @at_some_pace
