@@ -75,7 +75,7 @@ def _copies(config: RunConfig, world: int) -> list[tuple[str, str]]:
     nbytes = 3 * itemsize * num_parameters(config.model) // world
     # two generations and one that is being written
     words = f"on average {size(nbytes)} of each rank for its buddy; up to {size(6 * nbytes)} of host memory per rank"
-    return [("copies", f"every {every} steps, {words}")]
+    return [("copies", f"every {every} steps, {words}, besides {size(nbytes)} to copy from")]
 
 
 def advise_less_memory(config: RunConfig) -> str:

@@ -193,7 +193,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
     def clear(self) -> None:
         """Delete all generations on all nodes, because the run continues from elsewhere; none is being written."""
-        agree(self._mesh, lambda: self._delete(list_checkpoints(self._folder)), runs_here=self._leads)
+        agree(self._mesh, lambda: self._delete(self._folder.iterdir()), runs_here=self._leads)
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         """Wait for the last generation, or end it if this process fails; free the memory if the run has ended."""
@@ -242,7 +242,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         """Write a generation together with the other ranks."""
         rank, partial_path = self._mesh.rank, partial_of(path)
         with discarding(path, self._leads):
-            (facts, *_) = self._meet(lambda: self._start(path, facts))
+            (facts, *_) = self._meet(lambda: self._start(path, facts if rank == 0 else {}))
             written = list[Written]()
 
             def write(on_progress: Callable[[], None]) -> None:
@@ -259,7 +259,13 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
                 if self._nodes[source] != self._nodes[buddy]
             ]
             self._move(partial_path, moves)
-            self._meet(lambda: commit(path, parts, facts), self._leads)
+            try:
+                self._meet(lambda: commit(path, parts, facts), self._leads)
+            except UserError:
+                # a node could not: were this one's counted, it would take the place of one that all nodes have
+                if self._leads:
+                    remove(path)
+                raise
         self._own.add(path)
         if moves and not self._has_logged_sizes:
             self._has_logged_sizes = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pangu.checkpoint.files import partial_of
 from pangu.common.errors import UserError
 from pangu.training import loop, memory_checkpoints
 from pangu.training.step import Trainer
@@ -33,6 +34,7 @@ import os
 from pathlib import Path
 
 from pangu.checkpoint.files import partial_of
+from pangu.common.errors import UserError
 from pangu.pretrain import pretrain
 from pangu.training import memory_checkpoints
 
@@ -48,6 +50,10 @@ def dying(*arguments):
         files = sorted(partial_of(arguments[0]).glob("tensors-*"))
         with Path(f"NODES-files-{{RANK}}").open("a") as file:
             print(*(path.stat().st_ino for path in files), file=file)
+        with Path(f"NODES-held-{{RANK}}").open("a") as file:
+            print(*(path.name for path in arguments[0].parent.glob("step-*")), file=file)
+        if calls[0] >= 4 and RANK == REFUSES:
+            raise UserError("no room for the index")
     if calls[0] == {DIES_IN // EVERY} and RANK == dies:
         os._exit(9)
     return original(*arguments)
@@ -59,12 +65,13 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, layout: str, *words: str, dies: int = -1, point: str = "commit") -> Program:
-    """Run on two "nodes", each with half of the ranks and a folder for its memory."""
+def start(folder: Path, layout: str, *words: str, dies: int = -1, point: str = "commit", refuses: int = -1) -> Program:
+    """Run on two "nodes", each with half of the ranks and a folder for its memory; one `refuses` to commit."""
     world, keys = LAYOUTS[layout]
     folder.mkdir(exist_ok=True)
     script = folder / "dying.py"
     text = SCRIPT.replace("NODES", str(folder / "node")).replace("DIES", str(dies)).replace("POINT", point)
+    text = text.replace("REFUSES", str(refuses))
     script.write_text(text, encoding="utf-8")
     every = (f"checkpoint.memory_every={EVERY}", "checkpoint.every=4", f"train.steps={STEPS}")
     return run_ranks(world, run_script, str(script), *WORDS, *keys, *every, f"train.output={folder / 'run'}", *words)
@@ -113,6 +120,15 @@ def test_a_generation_is_written_into_the_memory_of_the_third_one_before_it(tmp_
         assert {len(of_rank_and_buddy) for of_rank_and_buddy in files} == {2}
         assert files[3:] == files[:-3]
         assert len({*map(tuple, files)}) == 3
+
+
+def test_generations_that_one_node_cannot_commit_leave_those_that_all_have(tmp_path: Path) -> None:
+    done = start(tmp_path, "zero 3", "checkpoint.memory_every=1", refuses=1)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no copy in memory: no room for the index") == STEPS - 1 - 3
+    both = [(tmp_path / f"node-held-{rank}").read_text().splitlines() for rank in (0, 1)]
+    newest = [max({*first.split()} & {*second.split()}, default="") for first, second in zip(*both, strict=True)]
+    assert newest == ["", "step-00000001", "step-00000002", *["step-00000003"] * 5]
 
 
 def test_the_disk_is_used_if_a_node_and_its_buddy_are_lost(tmp_path: Path) -> None:
@@ -203,6 +219,26 @@ def test_the_update_after_a_copy_waits_until_the_copy_is_whole(tmp_path: Path, m
     monkeypatch.setattr(Trainer, "update", note)
     train(tmp_path / "run", 6, "checkpoint.memory_every=2")
     assert newest == ["", "", *["step-00000002"] * 2, *["step-00000004"] * 2]
+
+
+def test_a_mistyped_checkpoint_keeps_the_copies_and_a_new_beginning_deletes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = crash(tmp_path / "run", monkeypatch, "checkpoint.every=100")
+    with pytest.raises(UserError, match="nowhere: no checkpoint here"):
+        train(tmp_path / "run", 7, "checkpoint.memory_every=2", "checkpoint.resume=nowhere")
+    assert all(path.is_dir() for path in found)
+    for path in found:
+        path.rename(partial_of(path))  # as two that were being written when their processes died
+    held, update = [], Trainer.update
+
+    def note(trainer: Trainer, *arguments: Any) -> Any:
+        held.append([path.name for path in found[0].parent.iterdir()])
+        return update(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", note)
+    train(tmp_path / "run", 1, "checkpoint.memory_every=2")
+    assert held == [[]]
 
 
 def test_copies_of_another_run_in_the_same_folder_are_not_used(
