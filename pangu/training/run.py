@@ -191,6 +191,7 @@ def _train(
     in_memory: MemoryCheckpoints | None,
 ) -> int:
     output = Path(config.train.output)
+    checkpoint = find_checkpoint(config, mesh, in_memory)  # first: data may take long to prepare
     sources = _sources(config, mesh, launch, watchdog, corpora)
     # from here on, and in config.yaml, ids stand in place of what follows the tokenizer
     config = replace(config, data=with_ids(config.data))
@@ -202,7 +203,6 @@ def _train(
     validates = sources.validation is not None and config.validation.every
     validation = Validation(config, sources, mesh) if validates else None
     benchmarks = read_benchmarks(config) if read_benchmarks and config.evaluate.every else None
-    checkpoint = find_checkpoint(config, mesh, in_memory)
     warn_of_slow_format(config, mesh)
     recorded = None
     if checkpoint is not None:

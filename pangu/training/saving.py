@@ -45,7 +45,7 @@ def find_checkpoint(config: RunConfig, mesh: Mesh, in_memory: MemoryCheckpoints 
     A generation in memory, which may lack files on this node, is preferred to what a disk has of its step or before.
 
     Raises UserError on all ranks if `checkpoint.resume` forbids the content of the run folder or names no intact
-    checkpoint, or if the run folder holds none that can be continued.
+    checkpoint, if the run folder holds none that can be continued, or `checkpoint.init_from` is none.
     """
     resume = config.checkpoint.resume
     found, uploaded = agree_on_first(mesh, lambda: all_checkpoints(config, is_running=False))
@@ -60,6 +60,8 @@ def find_checkpoint(config: RunConfig, mesh: Mesh, in_memory: MemoryCheckpoints 
     def has_newer(step: int) -> bool:
         return any(step_of(path) > step and (path in uploaded or not damage(path, mesh)) for path, _ in found)
 
+    # before copies in memory are deleted: the path may be mistyped
+    given = None if resume in ("auto", "none") else intact(Path(resume), mesh)
     if in_memory is not None and resume == "auto":
         if (generation := in_memory.find(has_newer)) is not None:
             return generation
@@ -67,9 +69,11 @@ def find_checkpoint(config: RunConfig, mesh: Mesh, in_memory: MemoryCheckpoints 
         in_memory.clear()
     elif mesh.is_first:
         forget(Path(config.train.output))
-    if resume in ("auto", "none") and not found:
-        return None
-    return place_to_continue(config, mesh) if resume == "auto" else intact(Path(resume), mesh)
+    if found and given is None:
+        return place_to_continue(config, mesh)
+    if (first := config.checkpoint.init_from) is not None:
+        agree_on_first(mesh, lambda: bool(read_index(Path(first))))
+    return given
 
 
 def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pangu.checkpoint.files import amend, checksum
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import read_tensor
 from pangu.common.errors import UserError
+from pangu.training import run as run_module
 from pangu.training.process import only_run
 from pangu.training.run import run
 from tests.configs import composed
@@ -52,6 +53,15 @@ def truncate(path: Path) -> None:
 
 def age(index: Path) -> None:
     index.write_text(json.dumps({**json.loads(index.read_text()), "version": 1}))
+
+
+@pytest.mark.parametrize("key", ["resume", "init_from"])
+def test_a_path_without_a_checkpoint_is_refused_before_data_is_prepared(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(run_module, "_sources")
+    with pytest.raises(UserError, match="nowhere: no checkpoint here"):
+        train(tmp_path, 2, f"checkpoint.{key}=nowhere")
 
 
 DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
