@@ -60,8 +60,9 @@ def of_pangu(fake: FakeDevice, preset: str, *words: str) -> dict[str, float]:
 
     place, sums = (torch.device("cuda", 0), fake), []
     for layers in LAYERS:
-        config, layout, stages = choose_layout(values_of(preset, *words, f"model.layers={layers}"), 1)
-        with on_fake_tensors(0, layout.world), audited(config, layout, stages, *place) as (audit, trainer):
+        chosen = choose_layout(values_of(preset, *words, f"model.layers={layers}"), 1)
+        config, layout, _ = chosen
+        with on_fake_tensors(0, layout.world), audited(chosen, *place) as (audit, trainer):
             for _ in range(STEPS):
                 audit.by_action.clear()
                 audit.enter(None)

@@ -31,19 +31,7 @@ from pangu.pipeline.layouts import Chosen, choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.schedule.actions import COMPUTE, SENDS, Action, Durations, Kind
 from pangu.schedule.schedule import Schedule
-from pangu.schedule.spans import (
-    END,
-    START,
-    Mark,
-    Segment,
-    Span,
-    SpanKey,
-    Trace,
-    UpdateTrace,
-    backward,
-    keys_of,
-    module_kinds,
-)
+from pangu.schedule.spans import END, START, Mark, Segment, Span, SpanKey, Trace, UpdateTrace, keys_of, module_kinds
 from pangu.topology.placement import Placement, TensorRank
 from pangu.training.step import Trainer
 from pangu.zero.unshard import passing
@@ -259,7 +247,7 @@ def measure(
     # dry runs of full steps look for races
     with (
         on_fake_tensors(0, layout.world),
-        audited(config, layout, built, device, fake, thorough=False) as (audit, trainer),
+        audited(Chosen(config, layout, built), device, fake, thorough=False) as (audit, trainer),
     ):
         trainer.stages = replace(built, schedule=schedule)
         trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(trainer.mesh, schedule.channels))
@@ -332,11 +320,11 @@ def _trace(
 
 def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str], split: bool) -> SpanKey:
     """Return the key of a span of a chunk with these kinds of modules; `split`: weight gradients are apart."""
+    kind, modules = action.kind.value, list(kinds.values())
     if boundary.module == MOVE:
-        modules = list(kinds.values())
-        return SpanKey(backward(split), modules[0], action.kind.value, modules[-1])
+        return SpanKey.of_message(kind, modules, split)
     order = [START, *(kinds if action.kind is Kind.FORWARD else reversed([*kinds])), END]
-    return keys_of(action.kind.value, list(kinds.values()))[order.index(boundary.module)]
+    return keys_of(kind, modules)[order.index(boundary.module)]
 
 
 def _measure_update(audit: Audit, config: OptimizerConfig, device: torch.device) -> UpdateTrace:

@@ -104,13 +104,6 @@ class Memory:
             self.bytes[kind] += entry.size
             entry.kind = kind
 
-    def of_micro_batch(self, micro: int) -> Counter[str]:
-        """Return the live bytes by kind that were allocated for a micro-batch."""
-        total: Counter[str] = Counter()
-        for entry in self.live.values():
-            total[entry.kind] += entry.size * (entry.micro == micro)
-        return total
-
     def restart(self) -> None:
         """Reset the peak to the memory that is live now."""
         self.peak = 0

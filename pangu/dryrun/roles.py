@@ -53,12 +53,10 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
 
 
 class Workers(ExitStack):
-    """Processes in which torch finds the fake device, as many as there are cores and jobs."""
+    """Processes in which torch finds the fake device, as many as there are cores; none starts before the first job."""
 
-    def __init__(self, on_progress: Callable[[], None]) -> None:
-        """Start nothing before the first job; `run_with_progress` calls `on_progress` after each."""
-        super().__init__()
-        self.on_progress = on_progress
+    on_progress: Callable[[], None]
+    """Function that `run_with_progress` calls after each job."""
 
     @cached_property
     def pool(self) -> ProcessPoolExecutor:
@@ -88,7 +86,8 @@ def kept_workers(on_progress: Callable[[], None] = lambda: None) -> Iterator[Wor
         yield _workers
         return
     try:
-        with Workers(on_progress) as _workers:
+        with Workers() as _workers:
+            _workers.on_progress = on_progress
             yield _workers
     finally:
         _workers = None

@@ -26,7 +26,7 @@ from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.optim import build
 from pangu.pipeline.layouts import Chosen
-from pangu.pipeline.stages import Stages, plan_stages
+from pangu.pipeline.stages import plan_stages
 from pangu.schedule.in_flight import states_in_flight
 from pangu.schedule.orders import SCHEDULES, NumbersError
 from pangu.schedule.schedule import Schedule
@@ -39,20 +39,14 @@ from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.unshard import Unsharder
 
-_OWNERS: tuple[tuple[type, str, str], ...] = (
-    (ShardedParameters, "__init__", "parameters"),
-    (ShardedParameters, "norm_and_loss", "gradients"),
-    (ShardedParameters, "update", "optimizer"),
-    (Unsharder, "publish", "gathered"),
-    (Unsharder, "do", "gathered"),
-    (GradientSum, "start_step", "gradients"),
-    (GradientSum, "sum_of", "gradients"),
-    (GradientSum, "complete", "gradients"),
-    (GradientSum, "reduce", "gradients"),
-    (GradientSum, "finish", "gradients"),
-    (GradientSum, "_add", "gradients"),
+_OWNERS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (ShardedParameters, "parameters", ("__init__",)),
+    (ShardedParameters, "gradients", ("norm_and_loss",)),
+    (ShardedParameters, "optimizer", ("update",)),
+    (Unsharder, "gathered", ("publish", "do")),
+    (GradientSum, "gradients", ("start_step", "sum_of", "complete", "reduce", "finish", "_add")),
 )
-"""Class, method, and the kind of memory that its flat parameters allocate while the method runs."""
+"""Class, the kind of memory that its flat parameters allocate, and the methods that allocate it."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +103,10 @@ def dry_run(
         steps: number of steps.
         whole: carry out all micro-batches instead of the fewest after which they repeat.
     """
+    total = chosen.stages.schedule.micro_batches
+    chosen = chosen if whole else shortened(chosen, chosen.layout.coordinates(rank).pipeline)
     config, layout, stages = chosen
-    total = stages.schedule.micro_batches
-    if not whole:
-        config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
-    with on_fake_tensors(rank, layout.world), audited(config, layout, stages, device, fake) as (audit, trainer):
+    with on_fake_tensors(rank, layout.world), audited(chosen, device, fake) as (audit, trainer):
         lasting = dict(audit.memory.bytes)
         for _ in range(steps):
             audit.by_action.clear()
@@ -123,20 +116,21 @@ def dry_run(
         return report_of(audit, trainer.mesh, total, _repeated(stages.schedule), lasting)
 
 
-def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> tuple[RunConfig, Stages]:
+def shortened(chosen: Chosen, stage: int) -> Chosen:
     """Return the same run with the fewest micro-batches after which they repeat.
 
     The stage still reaches its highest number of micro-batches in flight for each chunk, with the gradients summed
     meanwhile, and there is one micro-batch between the first and the last.
     """
-    schedule, wanted = stages.schedule, _held(stages.schedule, stage, stages.schedule.micro_batches)
+    config, layout, schedule = chosen.config, chosen.layout, chosen.stages.schedule
+    wanted = _held(schedule, stage, schedule.micro_batches)
     for count in range(_repeated(schedule) + 2, schedule.micro_batches):
         with suppress(NumbersError):  # the schedule does not support so few
             if _held(schedule, stage, count) == wanted:
                 fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
                 config = replace(config, batch=fewer)
-                return config, plan_stages(config, layout)
-    return config, stages
+                return Chosen(config, layout, plan_stages(config, layout))
+    return chosen
 
 
 def _repeated(schedule: Schedule) -> int:
@@ -165,18 +159,14 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def audited(
-    config: RunConfig,
-    layout: Layout,
-    stages: Stages,
-    device: torch.device,
-    fake: FakeDevice | None = None,
-    thorough: bool = True,
+    chosen: Chosen, device: torch.device, fake: FakeDevice | None = None, thorough: bool = True
 ) -> Iterator[tuple[Audit, Trainer]]:
     """Yield the trainer of this process's rank, ready for any step but the first, and an audit of its operations.
 
     Nothing compiles, and block-sparse models use FlexAttention, the fastest in trials, where it supports them. Unless
     it is `thorough`, the optimizer has no moments, which take long to create for hundreds of experts.
     """
+    config, layout, stages = chosen
     config = replace(config, compile=False, train=replace(config.train, check_step=False))
     sparse, share = config.model.sparse, 1.0
     if sparse is not None:
@@ -187,8 +177,9 @@ def audited(
     vocab = room(config.model.vocab, layout.tensor, VOCABULARY_MULTIPLE)
     groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
     with Audit(device, groups, fake, vocab, share, thorough) as audit, ExitStack() as stack:
-        for owner, name, kind in _OWNERS:
-            stack.enter_context(patch.object(owner, name, _owned(audit, getattr(owner, name), kind)))
+        for owner, kind, names in _OWNERS:
+            for name in names:
+                stack.enter_context(patch.object(owner, name, _owned(audit, getattr(owner, name), kind)))
         stack.enter_context(patch.object(expert_exchange, "host_numbers", partial(row_counts, config)))
         with patch.object(build, "start_moments", build.start_moments if thorough else lambda *_: None):
             trainer = Trainer(config, mesh, stages)
@@ -245,7 +236,9 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
     def finished() -> None:
         audit.enter(None)
         finish()  # until then, the last reductions are in flight
-        audit.staying = audit.memory.of_micro_batch(1)
+        audit.staying.clear()
+        for entry in audit.memory.live.values():
+            audit.staying[entry.kind] += entry.size * (entry.micro == 1)
 
     with (
         patch.object(trainer.runner, "on_action", audit.enter),

@@ -24,7 +24,7 @@ from pangu.schedule.ledger import Pass
 from pangu.schedule.schedule import Schedule
 from pangu.schedule.simulate import idle_ends, makespan
 from pangu.schedule.spans import Axis, Collective, Matmul, Replicas, Work
-from pangu.schedule.stage_ledger import StageLedger, Window
+from pangu.schedule.stage_ledger import StageLedger, Window, stage_actions
 
 GIB = 2.0**30
 REPLICAS = get_args(Replicas)
@@ -281,7 +281,9 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
     distinct = {id(stage): stage for stage in ledger.stages}
     data, update = max((_after(stage, groups, cluster, last) for stage in distinct.values()), key=sum)
-    data += _at_ends(ledger.stages, phases, idle_ends(schedule, durations), groups, cluster)
+    ends = [stage.windows(stage_actions(schedule, number)) for number, stage in enumerate(ledger.stages)]
+    for windows, idles in zip(zip(*ends, strict=True), zip(*idle_ends(schedule, durations), strict=True), strict=True):
+        data += max(_exposed(*one, groups, cluster) for one in zip(windows, phases, idles, strict=True))
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
     of_chunks = durations.per_chunk(len(schedule.stage_of))
     even = m * (sum(of_chunks[Kind.FORWARD]) + sum(of_chunks[Kind.BACKWARD])) / schedule.stages
@@ -306,35 +308,24 @@ def durations_of(
     return Durations(list(map(add, forward, ends)), [*map(add, map(add, backward, to_input), ends)], to_weight, link)
 
 
-def _at_ends(
-    stages: Sequence[StageLedger],
-    phases: Sequence[Mapping[tuple[Kind, int], Phase]],
-    idle: Sequence[tuple[float, float]],
+def _exposed(
+    window: Window,
+    phases: Mapping[tuple[Kind, int], Phase],
+    idle: float,
     groups: Mapping[Axis, Group],
     cluster: ClusterConfig,
 ) -> float:
-    """Return the seconds that stages wait for weights when a step begins, and for reductions when it ends.
-
-    `idle`: seconds that each stage waits for others at both ends, during which it also communicates.
-    """
-
-    def exposed(window: Window, of_stage: Mapping[tuple[Kind, int], Phase], idle: float) -> float:
-        # collectives run one after the other; the i-th of n is needed after i / n of its computation
-        needed, sending, waited, sent = 0.0, 0.0, idle, list[Collective]()
-        for key, collectives in window:
-            computing = 0.0 if key is None else of_stage[key].total
-            for place, each in enumerate(collectives):
-                sending += collective_seconds(each, groups[each.axis], cluster)
-                waited = max(waited, sending - needed - computing * place / len(collectives))
-            needed += computing
-            sent += collectives
-        return phase_seconds(Work(collectives=tuple(sent)), groups, cluster, sending - waited + idle).total
-
-    ends = [
-        (exposed(stage.gathers, of_stage, before), exposed(stage.reductions, of_stage, after))
-        for stage, of_stage, (before, after) in zip(stages, phases, idle, strict=True)
-    ]
-    return sum(map(max, zip(*ends, strict=True)))
+    """Return the seconds that a stage waits for a window's collectives, which also hide behind `idle` seconds."""
+    # collectives run one after the other; the i-th of n is needed after i / n of its computation
+    needed, sending, waited, sent = 0.0, 0.0, idle, list[Collective]()
+    for key, collectives in window:
+        computing = 0.0 if key is None else phases[key].total
+        for place, each in enumerate(collectives):
+            sending += collective_seconds(each, groups[each.axis], cluster)
+            waited = max(waited, sending - needed - computing * place / len(collectives))
+        needed += computing
+        sent += collectives
+    return phase_seconds(Work(collectives=tuple(sent)), groups, cluster, sending - waited + idle).total
 
 
 def _after(

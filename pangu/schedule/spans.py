@@ -165,15 +165,15 @@ class SpanKey(NamedTuple):
     """
 
     action: str
-    """Kind of action, `F`, `B`, `I` or `W` as in `actions.Kind`; for a message, the `backward` kind of its chunk."""
+    """Kind of action, `F`, `B`, `I` or `W` as in `actions.Kind`; for a message, that of input gradients."""
     before: str
     module: str
     after: str
 
-
-def backward(split: bool) -> str:
-    """Return the kind of action that computes input gradients, with weight gradients unless these are `split` off."""
-    return "I" if split else "B"
+    @classmethod
+    def of_message(cls, kind: str, modules: Sequence[str], split: bool) -> SpanKey:
+        """Return the key of a message of a chunk; `split`: its weight gradients are computed apart."""
+        return cls("I" if split else "B", modules[0], kind, modules[-1])
 
 
 START, END = "start", "end"
@@ -250,7 +250,7 @@ class Trace:
 
     def message(self, split: bool, kind: str, modules: Sequence[str]) -> Span:
         """Return the span of a message of a chunk, or of any chunk with such a message and such a backward pass."""
-        key = SpanKey(backward(split), modules[0], kind, modules[-1])
+        key = SpanKey.of_message(kind, modules, split)
         alike = (span for other, span in self.spans.items() if other[::2] == key[::2] and span is not None)
         return self.spans.get(key) or next(alike)
 

@@ -51,16 +51,26 @@ class StageLedger:
     """Number of process groups in which the rank communicates."""
     passes: Mapping[tuple[Kind, int], Pass]
     """Mapping from the kind of an action and its chunk to the action's ledger for most micro-batches."""
-    gathers: Window
-    """Computations from the update on, with the gathers of updated weights that are needed from this one on."""
-    reductions: Window
-    """Computations from the end of the step back, with the reductions that start in this one once per step."""
+    gathers: Mapping[int, tuple[Collective, ...]]
+    """Gathers of updated weights, by the chunk that needs them first."""
+    reductions: Mapping[int | None, tuple[Collective, ...]]
+    """Reductions once per step, last one first, by the chunk that completes them (None: the end of the step)."""
     other_collectives: Mapping[Collective, float]
     """Counts of the step's collectives besides these and those of `passes`; negative if `passes` have too many."""
     update: Work
     """Optimizer step, and the copies between device and host for it."""
     host_update_bytes: float
     """Bytes that an optimizer on the host reads and writes."""
+
+    def windows(self, stage: StageActions) -> tuple[Window, Window]:
+        """Return computations from the first one on, with the gathers that they need, and from the last one back.
+
+        The latter are those with the reductions that they start.
+        """
+        actions = [action for action in map(stage.distinct.__getitem__, stage.order) if action.kind in COMPUTE]
+        last = dict(self.reductions)
+        reductions = (None, last.pop(None, ())), *_window(reversed(actions), last)
+        return tuple(_window(actions, dict(self.gathers))), reductions
 
 
 class StageActions(NamedTuple):
@@ -90,6 +100,15 @@ def stage_actions(schedule: Schedule, stage: int) -> StageActions:
     return StageActions(tuple(numbers), order, middle, period, schedule.micro_batches)
 
 
+def _window(actions: Iterable[Action], left: dict[Any, tuple[Collective, ...]]) -> Iterator[Any]:
+    """Yield the actions up to the one with the last of the collectives `left`, which are by chunk."""
+    for action in actions:
+        if not left:
+            break
+        meets = action.kind is Kind.FORWARD or action.reduce
+        yield (action.kind, action.chunk), left.pop(action.chunk, ()) if meets else ()
+
+
 class StageProgram:
     """Stage whose step can be folded for any list of actions."""
 
@@ -115,6 +134,12 @@ class StageProgram:
             for flat, held in zip(flats, shards, strict=True)
         ]
         self._trained = [each for each in zip(flats, shards, self._buffers, strict=True) if each[0].trained]
+        self._gathers: dict[int, tuple[Collective, ...]] = {}
+        for flat, _, buffers in self._trained:
+            if buffers.gathers and not buffers.weights:
+                chunk = max(flat.chunk, 0)  # the first one needs what several chunks use
+                sent = tuple(each._replace(hidden=self._hidden) for each in buffers.gathers)
+                self._gathers[chunk] = self._gathers.get(chunk, ()) + sent
         summed = flats if config.faults.verify_weights else ()
         self._compared = len(summed), float(formats.weights * sum(flat.padded for flat in summed))
         """Flat parameters whose weights are summed once per step, and the bytes of these."""
@@ -180,8 +205,7 @@ class StageProgram:
         for entry, count in [*((entry, counts[key]) for key, entry in distinct_passes.items()), *repeated]:
             for collective in entry.collectives:
                 other_collectives[collective] += count * (collective.kind == "all_gather")
-        gathers, reductions = self._gathers(stage), self._reductions(stage, passes, typical)
-        sent.update(chain.from_iterable(collectives for _, collectives in gathers))
+        sent.update(chain.from_iterable(self._gathers.values()))
         channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
         axes = {each.axis for each in sent if each.axis != "pipeline" or each.kind not in ("send", "receive")}
         axes |= {each.axis for buffers in self._buffers for each in buffers.gathers}  # frozen weights are gathered once
@@ -191,8 +215,8 @@ class StageProgram:
             sent,
             len(axes) + len(channels),
             typical,
-            gathers,
-            reductions,
+            self._gathers,
+            self._reductions(stage, passes, typical),
             other_collectives,
             self._update,
             self._host_update_bytes,
@@ -207,30 +231,20 @@ class StageProgram:
             passes.append(entry)
         return [*passes, (known.get((state, None)) or self._pass(state, None))[0]]
 
-    def _gathers(self, stage: StageActions) -> Window:
-        """Return `StageLedger.gathers`; flat parameters of several chunks are needed by the first one."""
-        published: dict[int, list[Collective]] = {}
-        for flat, _, buffers in self._trained:
-            sent = () if buffers.weights else buffers.gathers
-            published.setdefault(max(flat.chunk, 0), []).extend(each._replace(hidden=self._hidden) for each in sent)
-        window: list[Any] = []
-        for action in map(stage.distinct.__getitem__, stage.order):
-            if published and action.kind in COMPUTE:
-                window.append(((action.kind, action.chunk), tuple(published.pop(action.chunk, ()))))
-        return tuple(window)
-
-    def _reductions(self, stage: StageActions, passes: list[Pass], typical: Mapping[tuple[Kind, int], Pass]) -> Window:
+    def _reductions(
+        self, stage: StageActions, passes: list[Pass], typical: Mapping[tuple[Kind, int], Pass]
+    ) -> dict[int | None, tuple[Collective, ...]]:
         """Return `StageLedger.reductions`, which `passes` have besides those of the `typical` ones."""
-        window: list[Any] = []
+        reductions: dict[int | None, tuple[Collective, ...]] = {}
         for number, entry in zip([*stage.order, None], passes, strict=True):
             action = None if number is None else stage.distinct[number]
-            if action is None or action.kind in COMPUTE:
-                key = None if action is None else (action.kind, action.chunk)
-                sums = Counter(entry.collectives) - Counter(typical[key].collectives if key else ())
-                starts = [each._replace(hidden=self._hidden) for each in sums.elements() if each.kind != "all_gather"]
-                if starts or window:
-                    window.append((key, tuple(reversed(starts))))
-        return tuple(reversed(window))
+            if action is None or action.reduce:
+                chunk, usual = (action.chunk, typical[action.kind, action.chunk].collectives) if action else (None, ())
+                sums = (Counter(entry.collectives) - Counter(usual)).elements()
+                starts = [each._replace(hidden=self._hidden) for each in sums if each.kind != "all_gather"]
+                if starts:
+                    reductions[chunk] = (*reversed(starts), *reductions.get(chunk, ()))
+        return reductions
 
     def _sent_once(self, shard_axes: list[Axis]) -> list[Collective]:
         """Return the once-per-step collectives besides gathers and reductions.

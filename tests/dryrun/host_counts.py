@@ -59,9 +59,9 @@ def of_step(fake: FakeDevice, words: str, layers: int) -> Counts:
     from tests.dryrun.layouts import values
 
     stages = 2 if "pipeline" in words else 1
-    config, layout, built = choose_layout(values(words, *OVERRIDES, f"model.layers={layers * stages}"), 1)
-    place = torch.device("cuda", 0), fake
-    with on_fake_tensors(0, layout.world), audited(config, layout, built, *place) as (audit, trainer):
+    chosen = choose_layout(values(words, *OVERRIDES, f"model.layers={layers * stages}"), 1)
+    config, layout, _ = chosen
+    with on_fake_tensors(0, layout.world), audited(chosen, torch.device("cuda", 0), fake) as (audit, trainer):
         update = trainer.optimizer.step
 
         def optimizer_step(*args: Any) -> Any:

@@ -34,7 +34,7 @@ def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
     layout = chosen.layout
     rank = layout.rank(Coordinates(stage, 0, 0))
     fakes = on_fake_tensors(rank, layout.world)
-    with fakes, audited(chosen.config, layout, chosen.stages, device, fake) as (audit, trainer):
+    with fakes, audited(chosen, device, fake) as (audit, trainer):
         parts = chosen.stages.of(stage)
         table = place_tensors(chosen.config.model, list(parts.values()), TensorRank(), chosen.config.train.frozen)
         kinds = {chunk: module_kinds(chosen.config, table, part) for chunk, part in parts.items()}

@@ -41,7 +41,7 @@ def carried_out(rank: int, world: int, layout: str) -> RankReport:
     """A real step on a CPU."""
     chosen = choose_layout(values(layout, KERNEL), 1)
     config, layout, stages = chosen
-    with audited(config, layout, stages, torch.device("cpu")) as (audit, trainer):
+    with audited(chosen, torch.device("cpu")) as (audit, trainer):
         audit.by_action.clear()
         audit.enter(None)
         audit.memory.restart()

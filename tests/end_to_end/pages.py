@@ -187,6 +187,7 @@ def _few(overrides: list[str], processes: int) -> tuple[str, ...]:
         "parallel.data": replicas,
         "batch.global_size": replicas * run.batch.micro_size * max(MICRO_BATCHES, stages),
     }
+    few |= {"parallel.layers": "null"} if parallel.layers else {}
     return tuple(f"{key}={value}" for key, value in few.items())
 
 

@@ -71,7 +71,7 @@ def test_a_wheel_has_configurations_and_programs_and_trains(tmp_path: Path) -> N
     said = run("pangu", "launch", "--nproc-per-node=2", "train", *words)
     assert (tmp_path / "runs" / "quickstart" / "summary.json").exists()
     assert "\n  pangu launch --nproc-per-node=2 train +config=quickstart " in said
-    assert "\n  pangu generate runs/quickstart --prompt " in said
+    assert "\n  pangu train --help\n" in said
     assert "quickstart" in run("pangu", "inspect", "runs/quickstart/checkpoints/step-00000002")
     assert "\n  pangu train +config=quickstart " in run(sys.executable, "-m", "pangu.pretrain", *words, "train.steps=3")
     # a measured cluster is used where it was written, not from the folder of the package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from pangu.planning.program import Plan, Program, StepLedger
 from pangu.schedule.actions import COMPUTE, Kind
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.spans import Collective, Matmul, Work
-from pangu.schedule.stage_ledger import Window
+from pangu.schedule.stage_ledger import stage_actions
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
 from tests.configs import config
@@ -209,31 +210,35 @@ def test_a_host_works_on_messages_and_only_the_rest_of_their_way_is_hidden(
 
 ENDS = Plan(1, 2, 2, 8, 1, 1, False, "none", 1, 8, "zb_v", (10,) * 4)
 """Two stages whose ends of a step communicate with eight replicas."""
+Sums = tuple[Collective, ...]
 
 
 @pytest.mark.usefixtures("formulas")
 def test_weights_and_gradients_hide_behind_what_comes_before_their_use_and_after_their_sum() -> None:
     """And behind the time in which their stage waits for the other one."""
     ledger, cluster, groups = described(ENDS), replace(A100, overlap=1.0), groups_of(ENDS.layout, A100.node)
-    first, weights = (Kind.FORWARD, 0), (Kind.BACKWARD_WEIGHT, 0)
     phases = phases_of(ledger, groups, cluster)
-    forward, backward = (phases[0][key].total for key in (first, weights))
+    forward, backward = phases[0][Kind.FORWARD, 0].total, phases[1][Kind.BACKWARD_WEIGHT, 0].total
+    done = [action.chunk for action in ledger.schedule.actions[1] if action.kind in COMPUTE]
+    behind = done[::-1].index(2)
+    assert behind > 1  # weight gradients of the second stage's lower chunk after those of its upper one
 
-    def exposed(stage: int, gathers: Window = (), reductions: Window = ()) -> float:
-        silent = [replace(each, gathers=(), reductions=(), other_collectives={}) for each in ledger.stages]
+    def exposed(stage: int, gathers: Mapping[int, Sums], reductions: Mapping[int | None, Sums]) -> float:
+        silent = [replace(each, gathers={}, reductions={}, other_collectives={}) for each in ledger.stages]
         silent[stage] = replace(silent[stage], gathers=gathers, reductions=reductions)
         return step_time(replace(ledger, stages=tuple(silent)), ENDS, cluster).data
 
-    sent = (Collective("reduce_scatter", "shard", 8e10 * backward / 0.05, hidden=1.0),)
+    sent = (Collective("reduce_scatter", "shard", 2e11 * backward / 0.05, hidden=1.0),)
     alone = collective_seconds(sent[0], groups["shard"], cluster)
-    assert alone > 2 * max(forward, backward)
-    assert exposed(0, gathers=((first, sent),)) == pytest.approx(alone)
-    assert exposed(0, gathers=((first, ()), (first, sent))) == pytest.approx(alone - forward)
-    assert exposed(1, gathers=((first, sent),)) < alone - forward  # the second stage waits for the first one
-    assert exposed(1, reductions=((None, ()), (weights, sent))) == pytest.approx(alone)
-    assert exposed(1, reductions=((weights, ()), (weights, ()), (weights, sent))) == pytest.approx(alone - 2 * backward)
-    assert exposed(1, reductions=((weights, 2 * sent),)) == pytest.approx(2 * alone - backward / 2)
-    assert exposed(0, reductions=((None, ()), (weights, sent))) < alone  # the second stage ends last
+    assert alone > max(3 * forward, behind * backward)
+    assert exposed(0, {0: sent}, {}) == pytest.approx(alone)
+    assert exposed(0, {1: sent}, {}) == pytest.approx(alone - 3 * forward)
+    assert exposed(1, {0: sent}, {}) <= alone - forward  # the second stage waits for the first one
+    assert exposed(1, {}, {None: sent}) == pytest.approx(alone)
+    assert exposed(1, {}, {0: sent}) == pytest.approx(alone)
+    assert exposed(1, {}, {1: sent}) == pytest.approx(alone - behind * backward)
+    assert exposed(1, {}, {1: 2 * sent}) == pytest.approx(2 * alone - (behind + 0.5) * backward)
+    assert exposed(0, {}, {0: sent}) < alone  # the second stage ends last
 
 
 @pytest.mark.usefixtures("formulas")
@@ -242,7 +247,7 @@ def test_what_hides_the_reductions_of_a_step_is_read_from_its_actions() -> None:
     for stage, chunks in ((0, (0, 3)), (1, (1, 2))):
         actions = [action for action in ledger.schedule.actions[stage] if action.kind in COMPUTE]
         last = actions[next(place for place, action in enumerate(actions) if action.reduce) :]
-        window = ledger.stages[stage].reductions[::-1]
+        window = ledger.stages[stage].windows(stage_actions(ledger.schedule, stage))[1][::-1]
         keys = [(action.kind, chunks.index(action.chunk)) for action in last]
         assert [key for key, _ in window if key] == keys
         assert [bool(sums) for key, sums in window if key] == [action.reduce for action in last]
