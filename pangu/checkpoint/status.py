@@ -36,7 +36,7 @@ class CheckpointStatus:
     faults: tuple[str, ...] = ()
     """Faults of steps that followed it before the next proven one, newest last."""
     saved_s: float | None = None
-    """When it was saved, in seconds since 1970 (UTC); None: a version that did not record it has saved it."""
+    """Time of saving in seconds since 1970 (UTC); None: a version that did not record it has saved it."""
     validation_loss: float | None = None
     """Validation loss of its step; None: not measured."""
 

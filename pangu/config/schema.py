@@ -86,11 +86,11 @@ class ParallelConfig:
     """Tensor-parallel devices that split each expert. null: all `tensor` of them; 1: none, so that each device holds
     full experts and sends them a part of the tokens."""
     fixed_exchange: bool = False
-    """In training, devices that divide experts exchange as many rows as the router could choose at most, so that the
-    host never waits to learn how many there are. It costs memory and bytes where that is more than an even share; where
-    it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
+    """Exchange as many rows between devices that divide experts as the router could choose at most, in training, so
+    that the host never waits to learn how many there are. It costs memory and bytes where that is more than an even
+    share; where it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
     two_batch_overlap: bool = False
-    """In training, compute both halves of a micro-batch in turns: attention and experts of one half hide the exchange
+    """Compute both halves of a micro-batch in turns, in training: attention and experts of one half hide the exchange
     of tokens and experts of the other. It needs `expert` and `batch.micro_size` greater than 1."""
     expert_imbalance: Annotated[float, Bounds(least=1)] = 1.0
     """Tokens that the fullest of the devices that divide experts computes, over the mean, as plans and dry runs assume:
