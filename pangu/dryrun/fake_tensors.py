@@ -195,8 +195,8 @@ def flex(
     if rows is not None:
         shares.append(_Sums.apply(qkv.query, qkv.key, qkv.value[..., : gpu_kernels.FEWEST_COLUMNS].detach()))
     if sinks is not None:
-        of_keys = log_sum.detach()
-        shares.append((of_keys - attention_blocks.with_sinks(of_keys, sinks)).exp().to(output.dtype))
+        key_log_sum = log_sum.detach()
+        shares.append((key_log_sum - attention_blocks.with_sinks(key_log_sum, sinks)).exp().to(output.dtype))
     return output * math.prod(shares)[..., None] if shares else output
 
 
@@ -206,7 +206,7 @@ def row_counts(config: RunConfig, counts: Tensor, most: Sequence[int]) -> list[l
     ranks = counts.shape[1]
     fullest = peak_expert_load(config.model, config.parallel.expert_imbalance, ranks)
     sent = [[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)]
-    return [sent, [[math.ceil(fullest * rows) for rows in of_rank] for of_rank in sent]]
+    return [sent, [[math.ceil(fullest * rows) for rows in row] for row in sent]]
 
 
 REPLACED: tuple[tuple[Any, dict[str, Any]], ...] = (

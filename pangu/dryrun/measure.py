@@ -176,11 +176,11 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
         is_backward = getattr(entry.action, "kind", None) in _BACKWARD
         if entry.module not in (START, END) and is_backward:
             left.add((entry.module, *entry.action[1:3]))
-        of_span, level, peak = list[Segment](), 0, 0
+        span_segments, level, peak = list[Segment](), 0, 0
         for one in piece:
             match one:
                 case Mark() | Boundary():
-                    of_span.append(Segment(peak, level, one if isinstance(one, Mark) else None))
+                    span_segments.append(Segment(peak, level, one if isinstance(one, Mark) else None))
                     peak = level
                 case storage, change if storage.kind not in OWNED:
                     maker = born.setdefault(id(storage), len(ends) - 1)
@@ -193,7 +193,7 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
                     else:
                         level += change
                         peak = max(peak, level)
-        segments.append(tuple(of_span))
+        segments.append(tuple(span_segments))
         piece.clear()
     for end, parts, until in zip(ends, segments, kept, strict=True):
         yield end, Span(parts, work_of(end.counts), tuple(sorted(until.items())))

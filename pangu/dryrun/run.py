@@ -278,8 +278,8 @@ def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict
     found |= {name: counts[name,] for name in ("launches", "memory_bound_bytes", "copy_bytes", "flops")}
     for (what, *of), amount in counts.items():
         if what in ("calls", "bytes", "hidden_bytes"):
-            of_kind = found["collectives"].setdefault(of[0], {}).setdefault(of[1], {})
-            of_kind[what] = of_kind.get(what, 0) + amount
+            kind_counts = found["collectives"].setdefault(of[0], {}).setdefault(of[1], {})
+            kind_counts[what] = kind_counts.get(what, 0) + amount
         elif what in found and of:
             found[what][of[0]] = amount
     found["collectives"] = {axis: dict(sorted(kinds.items())) for axis, kinds in sorted(found["collectives"].items())}

@@ -144,19 +144,19 @@ class LayoutBounds:
         for name, span in trace.spans.items():
             if span is None:
                 continue
-            of_kind = found.setdefault(name.module, {})
+            kind_times = found.setdefault(name.module, {})
             # a backward pass in two parts adds weight gradients to their sums by the matmuls
             work = replace(span.work, sums=0.0, sum_bytes=0.0) if span.work.sums else span.work
             seconds = phase_seconds(work, groups, self._cluster).total
-            of_kind[name.action] = min(seconds, of_kind.get(name.action, math.inf))
+            kind_times[name.action] = min(seconds, kind_times.get(name.action, math.inf))
             if name.action == Kind.FORWARD:
-                of_kind["saved"] = min(span.end, of_kind.get("saved", math.inf))
+                kind_times["saved"] = min(span.end, kind_times.get("saved", math.inf))
         least = {}
-        for kind, of_kind in found.items():
-            forward, whole, back, weight, saved = (of_kind.get(name, 0.0) for name in ("F", "B", "I", "W", "saved"))
+        for kind, kind_times in found.items():
+            forward, whole, back, weight, saved = (kind_times.get(name, 0.0) for name in ("F", "B", "I", "W", "saved"))
             if not apart:
                 back, weight = whole, 0.0
-            elif of_kind.keys().isdisjoint("IW"):  # measured in one part: the input gradient's share is not known
+            elif kind_times.keys().isdisjoint("IW"):  # measured in one part: the input gradient's share is not known
                 weight = whole
             least[kind] = Least(forward, back, weight, saved)
         self._kinds[id(trace), apart] = trace, least
@@ -191,8 +191,8 @@ class LayoutBounds:
             for name in dict.fromkeys(chain.from_iterable(chain.from_iterable(map(dict.values, chunks)))):
                 kind, numel = parameters[name]
                 numels[kind] += numel
-        of_kinds = [[numel * one for one in self._element(plan, *kind)] for kind, numel in numels.items()]
-        return Weights(*map(sum, zip(*of_kinds, strict=True)))
+        kind_weights = [[numel * one for one in self._element(plan, *kind)] for kind, numel in numels.items()]
+        return Weights(*map(sum, zip(*kind_weights, strict=True)))
 
     def _element(self, plan: Plan, expert: bool, trained: bool) -> Weights:
         """Return the lower bounds per weight element."""
@@ -208,14 +208,14 @@ class LayoutBounds:
             gather, reduction = (self._least_sent(plan, sent) for sent in (buffers.gathers, buffers.reductions))
             comes = buffers.weights > 0
             often = comes and not SCHEDULES[plan.schedule].two_phases
-            of_all = (
+            kind_sums = (
                 lasting_bytes(flat, (), formats) + moments * numel / sharding.size,
                 buffers.total * (not reduce_each),
                 gather * often + reduction * reduce_each,
                 gather * (trained or comes) * (not often) + reduction * (not reduce_each),
                 copied_bytes(flat, formats) / (self._cluster.host_gb_s * 1e9),
             )
-            self._elements[key] = Weights(*(one / numel for one in of_all))
+            self._elements[key] = Weights(*(one / numel for one in kind_sums))
         return self._elements[key]
 
     def _least_sent(self, plan: Plan, sent: Sequence[Collective]) -> float:

@@ -192,8 +192,8 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
         device, launches = device + work.sum_bytes / (cluster.host_memory_gb_s * 1e9), launches + work.sums
     # the device is idle until the kernel after a host sync is launched
     compute = started(device, launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
-    everything, beside = sum(hidden.values()), computing + compute
-    exposed = max(0.0, everything - beside) + (cluster.overlap - 1) * min(beside, everything)  # overlap slows down both
+    everything, busy = sum(hidden.values()), computing + compute
+    exposed = max(0.0, everything - busy) + (cluster.overlap - 1) * min(busy, everything)  # overlap slows down both
     added = exposed / everything if everything else 0.0
     return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
 
@@ -272,7 +272,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     end = sum(timed_seconds(cluster.inside.measured, "message", 2, nbytes) or 0.0 for nbytes in ledger.message)
     durations = durations_of(schedule, phases, max(0.0, link - 2 * end), end)
     whole = makespan(schedule, durations, ledger.extra_micro_batches)
-    sums = [_sum_of(of_stage.values()) for of_stage in phases]
+    sums = [_sum_of(stage_phases.values()) for stage_phases in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
     compute, tensor, replicas, expert, host = (m * term for term in sums[longest])
     busy = m * sums[longest].total
@@ -285,8 +285,8 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     for windows, idles in zip(zip(*ends, strict=True), zip(*idle_ends(schedule, durations), strict=True), strict=True):
         data += max(_exposed(*one, groups, cluster) for one in zip(windows, phases, idles, strict=True))
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
-    of_chunks = durations.per_chunk(len(schedule.stage_of))
-    even = m * (sum(of_chunks[Kind.FORWARD]) + sum(of_chunks[Kind.BACKWARD])) / schedule.stages
+    chunk_seconds = durations.per_chunk(len(schedule.stage_of))
+    even = m * (sum(chunk_seconds[Kind.FORWARD]) + sum(chunk_seconds[Kind.BACKWARD])) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
     parts = (compute, tensor, waiting, idle - waiting, replicas, expert, host)
     compute, tensor, waiting, bubble, replicas, expert, host = (part * faster for part in parts)

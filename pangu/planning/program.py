@@ -90,8 +90,8 @@ KEYS = {
 
 def key_values(plan: Plan) -> dict[str, Any]:
     """Return the configuration keys that a layout sets, with their values."""
-    of_all = {name: getattr(plan, name) or None for name in ("zero_group", "expert_tensor")}
-    values = plan._asdict() | of_all | {"offload": list(plan.offload)}
+    defaults = {name: getattr(plan, name) or None for name in ("zero_group", "expert_tensor")}
+    values = plan._asdict() | defaults | {"offload": list(plan.offload)}
     return {key: values[field] for field, key in KEYS.items()}
 
 
@@ -282,8 +282,8 @@ class Program:
             at = Coordinates(0, 0, 0)
             parameters = StageParameters.of_run(config, plan.layout, at, part.chunks, schedule.reduce_each)
             kinds = {
-                chunk: dict(zip(parameters.uses[chunk], of_chunk, strict=True))
-                for chunk, of_chunk in zip(part.chunks, self.kinds(plan, part), strict=True)
+                chunk: dict(zip(parameters.uses[chunk], chunk_kinds, strict=True))
+                for chunk, chunk_kinds in zip(part.chunks, self.kinds(plan, part), strict=True)
             }
             trace = self._known[self._key(plan, part)]
             self._stages[key] = StageProgram(config, parameters, kinds, trace, schedule.splits_backward)

@@ -295,10 +295,10 @@ def _degrees(space: Space) -> Iterator[Plan]:
                     continue
                 plan = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST, **given)
                 for value in space.options("expert_tensor", (0, 1) if experts > 1 and tensor > 1 else (0,)):
-                    of_each = value or 0
-                    ranks = data * context * (tensor // (of_each or tensor))
+                    expert_tensor = value or 0
+                    ranks = data * context * (tensor // (expert_tensor or tensor))
                     for expert in space.options("expert", _divisors(math.gcd(experts, ranks))):
-                        yield plan._replace(expert=expert, expert_tensor=of_each)
+                        yield plan._replace(expert=expert, expert_tensor=expert_tensor)
 
 
 def problem_of(space: Space, plan: Plan) -> str:
@@ -333,12 +333,12 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
     on_node = node if 1 < node < replicas and replicas % node == 0 else 0
     group = space.fixed.get("zero_group", on_node) or 0  # null means all replicas
     recompute: Any = space.fixed.get("recompute") or "none"
-    for zero, of_zero in worth_trying(shared, [group] if group else [], space.fixed.get("zero"), offload):
-        if "zero_group" in space.fixed and (of_zero != group or replicas % (group or 1)):
+    for zero, group_size in worth_trying(shared, [group] if group else [], space.fixed.get("zero"), offload):
+        if "zero_group" in space.fixed and (group_size != group or replicas % (group or 1)):
             continue
-        saving = plan._replace(zero=zero, zero_group=of_zero, offload=offload, recompute=recompute)
-        whole = of_zero * (plan.tensor // (plan.expert_tensor or plan.tensor))
-        if (not of_zero or holds_groups(whole, plan.expert)) and all(_can_wait(part, saving) for part in offload):
+        saving = plan._replace(zero=zero, zero_group=group_size, offload=offload, recompute=recompute)
+        whole = group_size * (plan.tensor // (plan.expert_tensor or plan.tensor))
+        if (not group_size or holds_groups(whole, plan.expert)) and all(_can_wait(part, saving) for part in offload):
             yield saving
 
 

@@ -145,8 +145,8 @@ class Expansion:
         """Append one module of a backward pass, or of its input or weight part."""
         reads_weights = reads_weights and action.kind is not Kind.BACKWARD_WEIGHT
         if reads_weights:
-            goes_on = module == self.parameters.regions.last
-            self.unsharding.begin(module, self.unsharding.backward, goes_on)
+            has_begun = module == self.parameters.regions.last
+            self.unsharding.begin(module, self.unsharding.backward, has_begun)
         self.ops.append(StepOp(action.kind.value, module, None, action.chunk, action.micro))
         if action.reduce:
             places = self.reducing.flat_parameters.get(action.chunk, [])

@@ -28,8 +28,8 @@ def groups_of(layout: Layout, node: int) -> dict[Axis, Group]:
         "pipeline": (tensor * replicas, layout.pipeline),
         "world": (1, layout.world),
     }
-    of_experts = experts.tensor * layout.expert, experts.replicas, experts.shards
-    for prefix, stride, size, shards in (("", tensor, replicas, layout.shards), ("expert_", *of_experts)):
+    expert_sizes = experts.tensor * layout.expert, experts.replicas, experts.shards
+    for prefix, stride, size, shards in (("", tensor, replicas, layout.shards), ("expert_", *expert_sizes)):
         strides |= dict.fromkeys((f"{prefix}shard", f"{prefix}gather"), (stride, shards))
         strides |= {f"{prefix}replicas": (stride, size), f"{prefix}copies": (stride * shards, size // shards)}
     groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}

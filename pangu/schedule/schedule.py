@@ -54,7 +54,7 @@ class Schedule:
         """
         added = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
         changes = [[added[action.kind] for action in actions if action.kind in added] for actions in self.actions]
-        return tuple(max(accumulate(of_stage)) for of_stage in changes)
+        return tuple(max(accumulate(per_stage)) for per_stage in changes)
 
 
 def chunk_stages(name: str, stages: int, virtual_stages: int) -> tuple[int, ...]:
@@ -133,6 +133,6 @@ def _ends(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> list[End]:
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
     """Return a schedule of the forward passes of `micro_batches` micro-batches, chunk by chunk."""
     chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
-    orders = [[(Kind.FORWARD, c, micro) for c in of_stage for micro in range(micro_batches)] for of_stage in chunks]
+    orders = [[(Kind.FORWARD, c, micro) for c in per_stage for micro in range(micro_batches)] for per_stage in chunks]
     actions = tuple(tuple(_complete(order, schedule.stage_of, schedule.two_phases, False)) for order in orders)
     return replace(schedule, name=f"{schedule.name}, forwards", micro_batches=micro_batches, actions=actions)

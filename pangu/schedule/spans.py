@@ -62,10 +62,10 @@ def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float =
         return [*shared * (1 + (operator == "attend_backward")), mixed, grad_query, grad_query]
     if operator.startswith("grouped"):  # assume equal groups; the last operand has their ends
         (rows, depth), other, (groups,) = shapes
-        of_each = math.ceil(rows / groups)
+        group_rows = math.ceil(rows / groups)
         if len(other) == 2:  # weight gradients sum over rows
-            return [Matmul(depth, other[1], of_each, groups, grouped="depth")]
-        return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
+            return [Matmul(depth, other[1], group_rows, groups, grouped="depth")]
+        return [Matmul(group_rows, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
     fp8 = operator.startswith("_scaled_mm")  # the scales follow
     first, second = shapes[:2] if fp8 else shapes[-2:]
     return [Matmul(first[-2], second[-1], first[-1], first[0] if len(first) == 3 else 1, fp8=fp8)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -53,8 +53,8 @@ class StageLedger:
     """Mapping from the kind of an action and its chunk to the action's ledger for most micro-batches."""
     gathers: Mapping[int, tuple[Collective, ...]]
     """Gathers of updated weights, by the chunk that needs them first."""
-    reductions: Mapping[int | None, tuple[Collective, ...]]
-    """Reductions once per step, last one first, by the chunk that completes them (None: the end of the step)."""
+    reductions: Mapping[int, tuple[Collective, ...]]
+    """Reductions once per step, last one first, by the chunk that completes them; -1: those at the end of the step."""
     other_collectives: Mapping[Collective, float]
     """Counts of the step's collectives besides these and those of `passes`; negative if `passes` have too many."""
     update: Work
@@ -63,13 +63,10 @@ class StageLedger:
     """Bytes that an optimizer on the host reads and writes."""
 
     def windows(self, stage: StageActions) -> tuple[Window, Window]:
-        """Return computations from the first one on, with the gathers that they need, and from the last one back.
-
-        The latter are those with the reductions that they start.
-        """
+        """Return computations in order with the gathers that they need, and from the end with reductions they start."""
         actions = [action for action in map(stage.distinct.__getitem__, stage.order) if action.kind in COMPUTE]
         last = dict(self.reductions)
-        reductions = (None, last.pop(None, ())), *_window(reversed(actions), last)
+        reductions = (None, last.pop(-1, ())), *_window(reversed(actions), last)
         return tuple(_window(actions, dict(self.gathers))), reductions
 
 
@@ -101,12 +98,11 @@ def stage_actions(schedule: Schedule, stage: int) -> StageActions:
 
 
 def _window(actions: Iterable[Action], left: dict[Any, tuple[Collective, ...]]) -> Iterator[Any]:
-    """Yield the actions up to the one with the last of the collectives `left`, which are by chunk."""
+    """Yield each action until no collectives are left, with those of its chunk if it is the first one of it."""
     for action in actions:
         if not left:
             break
-        meets = action.kind is Kind.FORWARD or action.reduce
-        yield (action.kind, action.chunk), left.pop(action.chunk, ()) if meets else ()
+        yield (action.kind, action.chunk), left.pop(action.chunk, ())
 
 
 class StageProgram:
@@ -135,11 +131,12 @@ class StageProgram:
         ]
         self._trained = [each for each in zip(flats, shards, self._buffers, strict=True) if each[0].trained]
         self._gathers: dict[int, tuple[Collective, ...]] = {}
+        self._reductions: dict[int, tuple[Collective, ...]] = {}
         for flat, _, buffers in self._trained:
-            if buffers.gathers and not buffers.weights:
-                chunk = max(flat.chunk, 0)  # the first one needs what several chunks use
-                sent = tuple(each._replace(hidden=self._hidden) for each in buffers.gathers)
-                self._gathers[chunk] = self._gathers.get(chunk, ()) + sent
+            if not buffers.weights:
+                self._add(self._gathers, max(flat.chunk, 0), buffers.gathers)
+            if flat.chunk < 0 or not parameters.reduce_each:
+                self._add(self._reductions, flat.chunk, buffers.reductions[::-1])
         summed = flats if config.faults.verify_weights else ()
         self._compared = len(summed), float(formats.weights * sum(flat.padded for flat in summed))
         """Flat parameters whose weights are summed once per step, and the bytes of these."""
@@ -183,7 +180,7 @@ class StageProgram:
             growth_bytes += rounds * entry.change
             if action.kind in COMPUTE:
                 steady.setdefault((action.kind, action.chunk), Counter())[id(entry)] += 1
-        typical = {key: distinct_passes[of_key.most_common(1)[0][0]] for key, of_key in steady.items()}
+        typical = {key: distinct_passes[histogram.most_common(1)[0][0]] for key, histogram in steady.items()}
         if not self._expansion.parameters.reduce_each:  # the last micro-batch reduces, also if it is the only one
             typical = {
                 key: one._replace(collectives=tuple(each for each in one.collectives if each.kind == "all_gather"))
@@ -216,11 +213,14 @@ class StageProgram:
             len(axes) + len(channels),
             typical,
             self._gathers,
-            self._reductions(stage, passes, typical),
+            self._reductions,
             other_collectives,
             self._update,
             self._host_update_bytes,
         )
+
+    def _add(self, sums: dict[int, tuple[Collective, ...]], chunk: int, sent: Collection[Collective]) -> None:
+        sums[chunk] = sums.get(chunk, ()) + tuple(each._replace(hidden=self._hidden) for each in sent)
 
     def _walk(self, stage: StageActions) -> list[Pass]:
         """Return the ledger of each action of a step, and that of the step's end."""
@@ -230,21 +230,6 @@ class StageProgram:
             entry, state = known.get((state, action)) or self._pass(state, action)
             passes.append(entry)
         return [*passes, (known.get((state, None)) or self._pass(state, None))[0]]
-
-    def _reductions(
-        self, stage: StageActions, passes: list[Pass], typical: Mapping[tuple[Kind, int], Pass]
-    ) -> dict[int | None, tuple[Collective, ...]]:
-        """Return `StageLedger.reductions`, which `passes` have besides those of the `typical` ones."""
-        reductions: dict[int | None, tuple[Collective, ...]] = {}
-        for number, entry in zip([*stage.order, None], passes, strict=True):
-            action = None if number is None else stage.distinct[number]
-            if action is None or action.reduce:
-                chunk, usual = (action.chunk, typical[action.kind, action.chunk].collectives) if action else (None, ())
-                sums = (Counter(entry.collectives) - Counter(usual)).elements()
-                starts = [each._replace(hidden=self._hidden) for each in sums if each.kind != "all_gather"]
-                if starts:
-                    reductions[chunk] = (*reversed(starts), *reductions.get(chunk, ()))
-        return reductions
 
     def _sent_once(self, shard_axes: list[Axis]) -> list[Collective]:
         """Return the once-per-step collectives besides gathers and reductions.
@@ -293,7 +278,7 @@ class StageProgram:
         moved, launches, working = trace.at(sum(one_by_one), len(one_by_one), UPDATED_AT_ONCE)
         moved += trace.bytes_of_matrix * (sum(numels) - sum(one_by_one))
         launches += trace.launches_of_matrix * (len(numels) - len(one_by_one))
-        rounds = [one for of_kind in self._rounds.values() for one in of_kind]
+        rounds = [one for kind_rounds in self._rounds.values() for one in kind_rounds]
         alias, wide = formats.weights == formats.sums, min(sum(numels) - sum(one_by_one), UPDATED_AT_ONCE)
         widened = wide * formats.sums * (formats.moments < formats.sums)
         working = max(working, widened, working_bytes(rounds, formats.weights, alias))

@@ -359,7 +359,7 @@ def _watch(
 def _end_if_cut_off(children: dict[int, subprocess.Popen[bytes]], answers: SimpleQueue[bool]) -> None:
     """Kill all processes of this node, and end, if the launchers' store stays silent, until `answers` has False.
 
-    Otherwise processes that have been given up would write into the run folder beside those that replace them. Time in
+    Otherwise processes that have been given up would write into the run folder next to those that replace them. Time in
     which this process is stopped does not count: it is told what to kill when it continues.
     """
     silences = 0

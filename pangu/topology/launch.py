@@ -235,10 +235,10 @@ def num_threads(local_world: int, environment: Mapping[str, str]) -> int:
         return int(given)
     allowed = len(os.sched_getaffinity(0))
     try:
-        of_launcher = len(os.sched_getaffinity(os.getppid()))
+        launcher_cores = len(os.sched_getaffinity(os.getppid()))
     except OSError:  # the parent belongs to another user, or is gone
-        of_launcher = allowed
-    cores = min(max(allowed, of_launcher), cpu_quota())
+        launcher_cores = allowed
+    cores = min(max(allowed, launcher_cores), cpu_quota())
     return max(1, min(allowed, math.floor(cores / local_world)))
 
 

@@ -162,7 +162,7 @@ class Mesh:
         return self.named([self.rank])
 
     def named(self, ranks: Sequence[int], most: int | None = None) -> str:
-        """Return ranks as text, at most so many: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in multi-node runs."""
+        """Return up to `most` ranks as text: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in multi-node runs."""
         texts = [f"{rank} on {self.hosts[rank]}" if self.hosts else str(rank) for rank in ranks[:most]]
         return f"rank {', '.join(texts)}" + f" and {len(ranks) - len(texts)} more" * (len(ranks) > len(texts))
 

@@ -223,7 +223,7 @@ def test_weights_and_gradients_hide_behind_what_comes_before_their_use_and_after
     behind = done[::-1].index(2)
     assert behind > 1  # weight gradients of the second stage's lower chunk after those of its upper one
 
-    def exposed(stage: int, gathers: Mapping[int, Sums], reductions: Mapping[int | None, Sums]) -> float:
+    def exposed(stage: int, gathers: Mapping[int, Sums], reductions: Mapping[int, Sums]) -> float:
         silent = [replace(each, gathers={}, reductions={}, other_collectives={}) for each in ledger.stages]
         silent[stage] = replace(silent[stage], gathers=gathers, reductions=reductions)
         return step_time(replace(ledger, stages=tuple(silent)), ENDS, cluster).data
@@ -234,7 +234,7 @@ def test_weights_and_gradients_hide_behind_what_comes_before_their_use_and_after
     assert exposed(0, {0: sent}, {}) == pytest.approx(alone)
     assert exposed(0, {1: sent}, {}) == pytest.approx(alone - 3 * forward)
     assert exposed(1, {0: sent}, {}) <= alone - forward  # the second stage waits for the first one
-    assert exposed(1, {}, {None: sent}) == pytest.approx(alone)
+    assert exposed(1, {}, {-1: sent}) == pytest.approx(alone)
     assert exposed(1, {}, {0: sent}) == pytest.approx(alone)
     assert exposed(1, {}, {1: sent}) == pytest.approx(alone - behind * backward)
     assert exposed(1, {}, {1: 2 * sent}) == pytest.approx(2 * alone - (behind + 0.5) * backward)
@@ -252,6 +252,19 @@ def test_what_hides_the_reductions_of_a_step_is_read_from_its_actions() -> None:
         assert [key for key, _ in window if key] == keys
         assert [bool(sums) for key, sums in window if key] == [action.reduce for action in last]
         assert len(keys) > 2
+
+
+@pytest.mark.usefixtures("formulas")
+def test_reductions_keep_their_order() -> None:
+    """Each shard is summed over the groups of replicas before the next one is reduced inside a group."""
+    (_, reductions), *_ = (
+        stage.windows(stage_actions(ledger.schedule, number))
+        for ledger in [described(ENDS._replace(zero_group=2))]
+        for number, stage in enumerate(ledger.stages)
+    )
+    kinds = [each.kind for _, sums in reductions[::-1] for each in reversed(sums)]
+    assert kinds == ["reduce_scatter", "all_reduce"] * (len(kinds) // 2)
+    assert len(kinds) >= 4
 
 
 @pytest.mark.usefixtures("formulas")
