@@ -118,8 +118,7 @@ class GradientSum(ReduceRules[FlatParameter]):
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
         """Start or finish a reduction."""
-        if self.on_operation is not None:
-            self.on_operation(operation, flat)
+        super().do(operation, flat)
         if operation is Operation.REDUCE:
             self._handles.append(self._start(flat))
         else:
@@ -144,17 +143,16 @@ class GradientSum(ReduceRules[FlatParameter]):
         this = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
-            if (gradients := this()) is not None:
+            if parameter.grad is not None and (gradients := this()) is not None:  # the accumulator adds the others
                 gradients._add(parameter)
 
         return hook
 
     def _add(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:
-            return  # the weight-gradient store computes it
+        assert parameter.grad is not None
         total, begins = self.sum_of(parameter)
         (total.copy_ if begins else total.add_)(parameter.grad)
-        parameter.grad = None
+        del total, parameter.grad  # reductions that this completes free the sum
         self.complete(parameter)
 
     def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:

@@ -58,6 +58,7 @@ class GradientAccumulator:
             add_matmul(total, left, right, begins, self._with_apex)
         else:
             fp8.add_weight_gradient(total, left, right, begins)
+        del total  # reductions that this completes free the sum
         if completes and id(weight) not in self._looked_up and not (self._twice and self._awaits_other_half(weight)):
             self._gradients.complete(weight)
 
@@ -68,8 +69,7 @@ class GradientAccumulator:
 
     def _awaits_other_half(self, parameter: Tensor) -> bool:
         """Record that one half of a micro-batch has added its gradient; return whether that of the other is missing."""
-        if id(parameter) in self._twice:
-            self._of_one_half ^= {id(parameter)}
+        self._of_one_half ^= {id(parameter)} & self._twice
         return id(parameter) in self._of_one_half
 
     def add_rows(self, bias: Tensor, grad: Tensor) -> None:
@@ -79,6 +79,7 @@ class GradientAccumulator:
             torch.sum(grad, 0, dtype=total.dtype, out=total)
         else:
             total.add_(grad.sum(0, dtype=total.dtype))
+        del total
         if not (self._twice and self._awaits_other_half(bias)):
             self._gradients.complete(bias)
 
@@ -91,5 +92,6 @@ class GradientAccumulator:
             total.index_add_(0, rows.flatten(), grad.flatten(0, -2))
         else:
             total.index_put_((rows,), grad, accumulate=True)
+        del total
         if completes:
             self._gradients.complete(table)
