@@ -24,6 +24,8 @@ COMMANDS = repository() / "tools", repository() / "scripts"
 PLANNING = ("dryrun", "planning")
 PERIPHERY = (*PLANNING, "calibration", "interop", "prepare", "tasks", "report")
 """Folders under pangu/ that a training run does not need."""
+STUDY = repository() / "benchmarks" / "planner_accuracy"
+"""Accuracy of the planner on published measurements."""
 COMMITS = 50
 """Commits that changed the limits, back from the newest one, whose bodies are checked."""
 
@@ -52,6 +54,7 @@ def figures() -> dict[str, int]:
         "lines of the package": package + commands,
         "lines of the core": package - lines(*PERIPHERY),
         "lines of planning and dry run": lines(*PLANNING),
+        "lines of the accuracy study": lines(STUDY),
         "class names with several meanings": shared_class_names(),
     }
 

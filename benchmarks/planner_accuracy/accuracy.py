@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
-from benchmarks.planner_accuracy.fit import MEMORY, NOISE, TIMES, Factors, fit, scaled
 from benchmarks.planner_accuracy.measurements import Row, Scope, grouped, kind_of
-from benchmarks.planner_accuracy.published import Setup
+from benchmarks.planner_accuracy.published import RULES, Setup, data
 from benchmarks.planner_accuracy.step import memory_gib, step_seconds
+from pangu.config.cluster import ClusterConfig
 
-MOST_ROWS = 150
-"""Rows of a scope that are fitted to."""
-FOLDS = 5
-"""Folds of a cross-validation that does not leave out models."""
-MODELS_AT_MOST = 40
-"""Rows up to which one model after the other is left out, rather than a fifth of the rows."""
-FAULTY = "BigScience"
-"""Source that does not speak for others: on its cluster PCIe and NUMA settings were wrong for half of the runs."""
-LEAST_ROWS = 4
-"""Rows of a scope that has coefficients of its own; one with fewer is predicted like one that was never seen."""
-MANY_DEVICES = 64
-"""Devices of a source that speaks for others."""
-ROWS_IN_POOL = 12
-"""Rows of each source in a pool."""
-DISAGREEMENT = 0.1
-"""Logarithm of a source's median time over those of all others."""
-UNUSUAL = math.log(2)
-"""Logarithm of how far a row may be off without being left out of a fit."""
-FARTHER = 4.0
-"""Limit of `UNUSUAL` as a multiple of the median error, where there are more than `MODELS_AT_MOST` rows."""
-LEAST_STALL = 0.1
-"""Seconds of a message that are no latency of a network."""
-LEAST_SWEEP = 3
-"""Rows of a sweep that say something of an order."""
+TIMES, MEMORY, MOST = (data("figures")[name] for name in ("times", "memory", "most"))
+"""Figures that times and memory depend on, with their priors, and the most that some can be (`figures.yaml`)."""
+Factors = Mapping[str, float]
+"""Fitted figures over those of the cluster's file, by dotted name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +35,6 @@ class Fitted:
     program: str = ""
     """Name of the system, where the source is `*`."""
     rows: int = 0
-    """Number of rows."""
     times: Factors = field(default_factory=dict)
     """Factors of the cluster's figures that times depend on."""
     memory: Factors = field(default_factory=dict)
@@ -77,6 +57,32 @@ class Prediction(NamedTuple):
     def fits(self) -> bool:
         """Whether the device has so much memory."""
         return self.memory <= self.row.cluster.memory.gib
+
+
+def scaled(cluster: ClusterConfig, factors: Factors) -> ClusterConfig:
+    """Return the cluster with its figures times `factors`, none above what can be reached."""
+    for name, factor in factors.items():
+        group, _, field = name.rpartition(".")
+        part: Any = getattr(cluster, group) if group else cluster
+        part = replace(part, **{field: min(getattr(part, field) * factor, MOST.get(name, math.inf))})
+        cluster = replace(cluster, **{group: part}) if group else part
+    return cluster
+
+
+def fit(errors: Callable[[Factors], Sequence[float]], freedom: Mapping[str, float]) -> dict[str, float]:
+    """Return the factors of figures, `TIMES` or `MEMORY`, that make `errors` small, the logarithms of predicted over
+    measured of all rows: least squares with priors on factors; large residuals count linearly (Huber 1964)."""
+    width = np.array(list(freedom.values()))
+
+    def factors(x: np.ndarray) -> dict[str, float]:
+        return dict(zip(freedom, np.exp(x * width).tolist(), strict=True))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        rows = np.asarray(errors(factors(x))) / RULES.noise
+        huber = np.sign(rows) * np.sqrt(np.where(abs(rows) < 2, rows**2, 4 * abs(rows) - 4))
+        return np.concatenate([huber, x])
+
+    return factors(least_squares(residuals, np.zeros(len(width)), diff_step=1e-3, ftol=1e-4).x)
 
 
 def shape_of(setup: Setup) -> str:
@@ -112,7 +118,7 @@ def log_errors(rows: Sequence[Row], fitted: Fitted, of: str = "seconds") -> list
 
 
 def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "") -> Fitted:
-    """Return the coefficients of a scope, fitted to at most `MOST_ROWS` of its rows."""
+    """Return the coefficients of a scope, fitted to at most `RULES.most_rows` of its rows."""
     everyone = [row for row in rows if row.seconds]
     timed, filled = _spread(everyone), _spread([row for row in rows if row.memory])
     # Networks between nodes are no property of the device, so those of a pool tell little of another source's.
@@ -120,7 +126,11 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
     figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), freedom) if timed else {}
     # A row that takes much longer than its like has another cause, and tells nothing of the figures.
     errors = log_errors(timed, Fitted(times=figures))
-    limit = FARTHER * max(NOISE, median(map(abs, errors))) if len(timed) > MODELS_AT_MOST else UNUSUAL
+    limit = (
+        RULES.farther * max(RULES.noise, median(map(abs, errors)))
+        if len(timed) > RULES.models_at_most
+        else RULES.unusual
+    )
     usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < limit]
     if 2 * len(usual) > len(timed) > len(usual):
         figures = fit(lambda factors: log_errors(usual, Fitted(times=factors)), freedom)
@@ -131,8 +141,12 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
 
 
 def _spread(rows: list[Row]) -> list[Row]:
-    """Return at most `MOST_ROWS` of the rows, evenly spread."""
-    return [rows[place * len(rows) // MOST_ROWS] for place in range(MOST_ROWS)] if len(rows) > MOST_ROWS else rows
+    """Return at most `RULES.most_rows` of the rows, evenly spread."""
+    return (
+        [rows[place * len(rows) // RULES.most_rows] for place in range(RULES.most_rows)]
+        if len(rows) > RULES.most_rows
+        else rows
+    )
 
 
 def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:
@@ -141,7 +155,7 @@ def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:
     kinds = grouped((row for row in rows if row.nodes > 1), lambda row: f"{row.nodes} {waits_of(row.setups[0])[0]}")
     for kind, group in kinds.items():
         late = sorted(((one.seconds or 0) - predict(one, fitted).seconds) / waits_of(one.setups[0])[1] for one in group)
-        if len(late) >= ROWS_IN_POOL and (least := late[len(late) // 4]) > LEAST_STALL:
+        if len(late) >= RULES.rows_in_pool and (least := late[len(late) // 4]) > RULES.least_stall:
             # the messages of a step wait alike; gradients go once, and half of the runs wait for them much longer
             stalls[kind] = median(late) if kind.endswith("send") else least
     return stalls
@@ -152,7 +166,7 @@ def _shapes(rows: Sequence[Row], fitted: Fitted) -> Factors:
     shapes = {}
     certain = (row for row in rows if len(row.setups) == 1)
     for shape, group in grouped(certain, lambda row: shape_of(row.setups[0])).items():
-        errors = [error for error in log_errors(group, fitted) if abs(error) < UNUSUAL]
+        errors = [error for error in log_errors(group, fitted) if abs(error) < RULES.unusual]
         if len(errors) > 1:
             shapes[shape] = math.exp(-median(errors) * len(errors) / (len(errors) + 1))
     return shapes
@@ -162,8 +176,8 @@ def cross_validated(rows: Sequence[Row]) -> list[Prediction]:
     """Predict the rows of a scope, each with coefficients that were fitted without it: without its model where there
     are few rows, otherwise without its fifth of the rows."""
     folds: list[object] = [row.model for row in rows]
-    if len(rows) > MODELS_AT_MOST or len(set(folds)) == 1:
-        folds = [place % FOLDS for place in range(len(rows))]
+    if len(rows) > RULES.models_at_most or len(set(folds)) == 1:
+        folds = [place % RULES.folds for place in range(len(rows))]
     pairs = list(zip(rows, folds, strict=True))
     fits = {fold: fit_rows([row for row, other in pairs if other != fold]) for fold in set(folds)}
     return [predict(row, fits[fold]) for row, fold in pairs]
@@ -171,20 +185,20 @@ def cross_validated(rows: Sequence[Row]) -> list[Prediction]:
 
 def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
     """Return the coefficients for sources that were never seen, of each family of devices, format and system, where
-    sources of runs on many devices count alike, but those that differ by more than `DISAGREEMENT` do not."""
+    sources of runs on many devices count alike, but those that differ by more than `RULES.disagreement` do not."""
     groups: dict[tuple[str, str, str], dict[Scope, list[Row]]] = defaultdict(dict)
     for scope, rows in scopes.items():
         timed = [row for row in rows if row.seconds and not row.out_of_memory]
-        if timed and FAULTY not in scope[0] and max(row.cluster.devices for row in timed) >= MANY_DEVICES:
-            chosen = timed[:: max(1, len(timed) // ROWS_IN_POOL)][:ROWS_IN_POOL]
-            groups[*kind_of(scope), timed[0].setups[0].system.name][scope] = chosen
+        if timed and RULES.faulty not in scope[0] and max(row.cluster.devices for row in timed) >= RULES.many_devices:
+            members = groups[*kind_of(scope), timed[0].setups[0].system.name]
+            members[scope] = timed[:: max(1, len(timed) // RULES.rows_in_pool)][: RULES.rows_in_pool]
     pools = []
     for (family, format_, program), members in groups.items():
         while True:
             fitted = fit_rows([row for timed in members.values() for row in timed], ("*", family, format_), program)
             bias = {scope: abs(median(log_errors(timed, fitted))) for scope, timed in members.items()}
             worst = max(bias, key=bias.__getitem__)
-            if len(members) < 3 or bias[worst] <= DISAGREEMENT:
+            if len(members) < 3 or bias[worst] <= RULES.disagreement:
                 break
             del members[worst]
         pools.append(fitted)
@@ -209,11 +223,6 @@ def fitted_for(row: Row, fits: Sequence[Fitted]) -> Fitted:
     return replace(times, memory=next((one.memory for one in near if one.memory), {}))
 
 
-def predict_rows(rows: Sequence[Row], fits: Sequence[Fitted]) -> list[Prediction]:
-    """Predict rows, each by the fit that is nearest to it."""
-    return [predict(row, fitted_for(row, fits)) for row in rows]
-
-
 def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Return the errors of rows, as fractions; None where no row says anything of it."""
     timed = [one for one in predictions if one.row.seconds and not one.row.out_of_memory]
@@ -221,7 +230,7 @@ def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
     errors = [abs(bias) for bias in biases]
     memories = [abs(one.memory / one.row.memory - 1) for one in predictions if one.row.memory]
     failed = [one for one in predictions if one.row.out_of_memory]
-    large = [group for group in grouped(timed, lambda one: one.row.sweep).values() if len(group) >= LEAST_SWEEP]
+    large = [group for group in grouped(timed, lambda one: one.row.sweep).values() if len(group) >= RULES.least_sweep]
     sweeps = [np.array([(one.seconds, one.row.seconds) for one in group], float).T for group in large]
     taus = [tau for sweep in sweeps if not math.isnan(tau := float(kendalltau(*sweep).statistic))]
     slowdowns = [float(measured[predicted.argmin()] / measured.min()) - 1 for predicted, measured in sweeps]

@@ -11,14 +11,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.planner_accuracy.accuracy import LEAST_SWEEP, Fitted, predict
+from benchmarks.planner_accuracy.accuracy import Fitted, predict
 from benchmarks.planner_accuracy.measurements import Row, grouped, kind_of
+from benchmarks.planner_accuracy.published import RULES
 from pangu.report.intervals import SHARE, Interval, groups_of_kind, nearest
-
-NEAR = 1.25
-"""Layouts whose predicted time is within this factor of the fastest of their sweep tell which layouts are ties."""
-LEAST_SOURCES = 4
-"""Sources of a group that has an interval of its own: two on each side of their median tell how far they spread."""
 
 
 class Residual(NamedTuple):
@@ -40,7 +36,7 @@ def residuals_of(rows: Iterable[Row]) -> Iterator[Residual]:
         errors = [math.log((one.row.seconds or math.nan) / one.seconds) for one in sweep]
         least, pick = min((one.seconds, place) for place, one in enumerate(sweep))
         for place, (one, error) in enumerate(zip(sweep, errors, strict=True)):
-            told = len(sweep) >= LEAST_SWEEP and place != pick and one.seconds <= NEAR * least
+            told = len(sweep) >= RULES.least_sweep and place != pick and one.seconds <= RULES.near * least
             kind = (*kind_of(one.row.scope), one.row.setups[0].plan.pipeline > 1)
             yield Residual(one.row.source, kind, error, abs(error - errors[pick]) if told else None)
 
@@ -51,7 +47,7 @@ def intervals_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
     for name in dict.fromkeys(name for one in residuals for name in groups_of_kind(*one.kind)):
         group = [one for one in residuals if name in groups_of_kind(*one.kind)]
         errors = [[one.error for one in own] for own in grouped(group, attrgetter("source")).values()]
-        if len(errors) >= LEAST_SOURCES or name == "all":
+        if len(errors) >= RULES.least_sources or name == "all":
             # a plan says one time, which its interval contains
             middle, tie = median(median(one) for one in errors), _tie(group) or everyone or 0.0
             factors = min(0.0, _limit(errors, -1)), max(0.0, _limit(errors, 1)), middle, tie

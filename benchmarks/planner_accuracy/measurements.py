@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from benchmarks.planner_accuracy.published import DECODER, DEVICES, SYSTEMS, Setup, System
+from benchmarks.planner_accuracy.published import DECODER, DEVICES, OPTIONS, RULES, SYSTEMS, Setup, System
 from pangu.common.errors import UserError, reading
 from pangu.config.cluster import ClusterConfig
 from pangu.config.model import LatentConfig, ModelConfig
@@ -22,23 +22,15 @@ from pangu.models.size import layer_matrices, num_parameters, training_flops_per
 from pangu.planning.clusters import cluster_names, load_cluster
 from pangu.planning.program import Plan
 
-SINCE_2022, SINCE_2023 = "2205", "2301"
-"""Months of papers since which Megatron-LM is that of Korthikanti et al. 2022; it is Megatron-Core, PyTorch is 2."""
-FP4 = 1.9
-"""Rate of matmuls in fp4 over that in fp8: a smaller share of twice the peak is reached."""
-NOMINAL = {"A100": 25.0, "H100": 50.0, "H200": 50.0, "V100": 12.5}
-"""Nominal GB/s of a network interface, of which a cluster file's `between.gb_s` is what is reached."""
 Scope = tuple[str, str, str]
 """Source, device and format of measurements that share coefficients."""
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
+_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
+CLUSTERS = {name: load_cluster(_FOLDER / f"{name}.yaml") for name in cluster_names(_FOLDER, whole=True)}
+"""Clusters by the names of their files, without those of another size."""
 _NETWORK = re.compile(r"([1-9]\d{0,4}) NICs x ([1-9]\d{0,4}) ?Gb|([1-9]\d{0,4}) ?Gb(?:ps|/s) (?:inter-node|node-node)")
 """Network of a node, such as `4 NICs x 100Gb` or `800 Gb/s inter-node`."""
-
-
-def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
-    """Return the clusters by the names of their files, without those of another size."""
-    return {name: load_cluster(folder / f"{name}.yaml") for name in cluster_names(folder, whole=True)}
 
 
 def family_of(device: str) -> tuple[str, float, float]:
@@ -125,7 +117,7 @@ class Row(NamedTuple):
         return *self.scope, self.table, self.cluster.devices, self.setups[0].model, *sorted(batches)
 
 
-def read_rows(path: Path, clusters: Mapping[str, ClusterConfig]) -> tuple[list[Row], Counter[str]]:
+def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
     """Return the usable rows of a table, and the number of others by what is wrong with them. Raises UserError if the
     file cannot be read, or is no table of measurements."""
     skipped: Counter[str] = Counter()
@@ -139,13 +131,13 @@ def read_rows(path: Path, clusters: Mapping[str, ClusterConfig]) -> tuple[list[R
         for values in reader:
             try:
                 texts = {name: (value or "").strip() for name, value in values.items() if isinstance(name, str)}
-                rows.append(_row(_Values(str, texts), clusters))
+                rows.append(_row(_Values(str, texts)))
             except UserError as error:
                 skipped[str(error)] += 1
     return rows, skipped
 
 
-def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
+def _row(values: _Values) -> Row:
     model = _model(values)
     _refuse(not values["source"] or not values["gpu"], "source or gpu is not told")
     devices, tensor, stages = (values.count(name) for name in ("gpus", "tp", "pp"))
@@ -155,39 +147,37 @@ def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     _refuse(model.ffn_size < tensor or model.hidden % tensor, "tp does not divide the model")
     _refuse(stages > model.layers, "there are more stages than layers")
     told, named = values["note"] + values["table"], re.search("schedule (zb-[12]p)", values["table"], re.IGNORECASE)
-    zero, recompute = values["zero"].removesuffix(".0") or "0", _recompute(values, model, devices)
+    zero, splits = values["zero"].removesuffix(".0") or "0", values.count("etp", 1) if model.experts else 0
     _refuse(zero not in ("-1", "0", "1", "2", "3"), "zero is not 0, 1, 2 or 3")
-    sharing = context, max(0, int(zero)), values["sp"] == "yes" and tensor > 1
-    plan = Plan(tensor, stages, 1, data, *sharing, recompute, 1, 1, named[1].lower() if named else "1f1b")
-    node, splits = values.count("gpus_per_node", 8), values.count("etp", 1) if model.experts else 0
+    sharing = context, max(0, int(zero)), values["sp"] == "yes" and tensor > 1, _recompute(values, model, devices)
+    plan = Plan(tensor, stages, 1, data, *sharing, 1, 1, named[1].lower() if named else "1f1b")
     plan = plan._replace(expert=values.count("ep", 1), expert_tensor=splits)
     wrong = (model.experts or 1) % plan.expert or tensor * context * data % (plan.expert * (splits or tensor))
     _refuse(wrong or splits not in (0, 1, tensor), "ep and etp do not divide the experts and ranks")
     too_few = model.num_chosen > (model.experts or 2) or model.expert_size < splits
     _refuse(too_few, "there are too few or narrow experts")
-    setups = _setups(values, model, plan, _format(told) != "bf16", node)
+    format_, cluster = _format(told), _cluster(values["gpu"], told)
+    cluster = replace(cluster, devices=devices, node=values.count("gpus_per_node", 8))
+    setups = _setups(values, model, plan, format_ != "bf16", cluster.node)
     seconds, memory = values.number("step_time_s"), values.number("mem_gb")
     failed = bool(re.search(r"\bOOM\b|out of memory", values["note"])) and seconds is None
-    cluster = _cluster(values["gpu"], told, clusters)
-    seconds = seconds or _seconds(values, setups[0], cluster.matmul.tflops if _format(told) == "bf16" else None)
-    cluster = replace(cluster, devices=devices, node=node)
-    names = values["source"], values["table"], values["model"], values["gpu"], _format(told)
+    seconds = seconds or _seconds(values, setups[0], cluster.matmul.tflops if format_ == "bf16" else None)
+    names = values["source"], values["table"], values["model"], values["gpu"], format_
     return Row(*names, cluster, setups, seconds, memory, failed)
 
 
-def _cluster(device: str, told: str, clusters: Mapping[str, ClusterConfig]) -> ClusterConfig:
+def _cluster(device: str, told: str) -> ClusterConfig:
     """Return the cluster of a row, from that of its device's family."""
     family, matmul, nvlink = family_of(device)
-    cluster = clusters.get(f"{family.lower()}_40gb" if "40G" in device else family.lower())
+    cluster = CLUSTERS.get(f"{family.lower()}_40gb" if "40G" in device else family.lower())
     if cluster is None:
         raise UserError(f"no file of configs/cluster for {device}")
     rates, link, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
-    rate = (rates.tflops_fp8 or rates.tflops) * matmul * (FP4 if _format(told) == "fp4" else 1.0)
+    rate = (rates.tflops_fp8 or rates.tflops) * matmul * (RULES.fp4 if _format(told) == "fp4" else 1.0)
     rates = replace(rates, tflops=rates.tflops * matmul, tflops_fp8=rate)
     if network := _NETWORK.search(told):
-        gbits = int(network[3]) if network[3] else int(network[1]) * int(network[2])
-        nominal = NOMINAL.get(family, between.gb_s) * cluster.nics
-        between = replace(between, gb_s=between.gb_s * gbits / 8 / nominal)
+        gbits = int(network[3] or int(network[1]) * int(network[2]))
+        between = replace(between, gb_s=RULES.reached * gbits / 8 / cluster.nics)
     if "HBM2e" in device and family == "H100":  # six stacks; the H100 PCIe has five and 2,000 GB/s
         memory = replace(memory, gib=94.9, gb_s=2400.0)
     return replace(cluster, matmul=rates, inside=replace(link, gb_s=link.gb_s * nvlink), between=between, memory=memory)
@@ -225,11 +215,11 @@ def _model(values: _Values) -> ModelConfig:
 def _recompute(values: _Values, model: ModelConfig, devices: int) -> Literal["none", "selective", "full"]:
     """Return what is told, or else what the printed FLOP rate counts: recomputing the forward pass adds a third."""
     told = values["recompute"]
-    if told == "full" or told.startswith("selective"):
-        return "full" if told == "full" else "selective"
+    if told.startswith("selective"):
+        return "selective"
     seconds, rate = values.number("step_time_s"), values.number("tflops_per_gpu")
     if told or seconds is None or rate is None:
-        return "none"
+        return "full" if told == "full" else "none"
     counted = rate * 1e12 * devices * seconds / _flops(values, model)
     return "full" if counted > (1 + 4 / 3) / 2 else "none"
 
@@ -247,25 +237,29 @@ def _format(told: str) -> str:
     return next((format_ for word, format_ in formats.items() if word in told.lower()), "bf16")
 
 
+def _with_options(system: System, kind: str, text: str) -> System:
+    """Return the system with what a text says of it."""
+    changed = (fields for pattern, fields in OPTIONS[kind].items() if re.search(pattern, text))
+    return system._replace(**ChainMap({}, *changed))
+
+
 def _system(values: _Values, model: ModelConfig, plan: Plan) -> System:
     """Return the system, by its name or else by what it can do."""
     text = f"{values['source']} {values['note']}".lower()
     month = next(iter(re.findall(r"arxiv:(\d{4})", text)), "")
     if plan.zero == 3 or (plan.pipeline == 1 and (plan.zero == 2 or "fsdp" in text)):
-        fused, overlapped = bool(re.search("compile|async|bridge", text)), 1.0 if re.search("async ?tp", text) else 0.0
-        system = SYSTEMS["fully sharded"]._replace(fused=fused, hidden_tensor=overlapped, rescales="torchtitan" in text)
-        return system._replace(stops_early=not month or month >= SINCE_2023)
+        return _with_options(SYSTEMS["fully sharded"], "fully sharded", text)
     if named := [name for name in SYSTEMS if name in text]:
         return SYSTEMS[max(named, key=len)]
     if "zero bubble" in text or plan.schedule != "1f1b":
         return SYSTEMS["deferred gradients"]
-    if month >= SINCE_2023 or family_of(values["gpu"])[0] not in ("A100", "V100", "ASCEND910"):
+    if month >= RULES.since_2023 or family_of(values["gpu"])[0] not in ("A100", "V100", "ASCEND910"):
         return SYSTEMS["megatron-core"]
     if model.is_gated:
         return SYSTEMS["unfused layers"]
     if plan.zero == 1 or "deepspeed" in text:
         return SYSTEMS["deepspeed fp16"] if "fp16" in text else SYSTEMS["deepspeed bf16"]
-    newer = plan.recompute == "selective" or values["sp"] == "yes" or month >= SINCE_2022
+    newer = plan.recompute == "selective" or values["sp"] == "yes" or month >= RULES.since_2022
     return SYSTEMS["megatron of 2022"] if newer else SYSTEMS["megatron of 2021"]
 
 
@@ -273,37 +267,26 @@ def _setups(values: _Values, model: ModelConfig, plan: Plan, fp8: bool, node: in
     """Return the setups that a row may mean."""
     system, stages, layers = _system(values, model, plan), plan.pipeline, model.layers
     if model.experts:
-        told = values["note"].lower()
-        system = system._replace(
-            hidden_experts=float("exchange overlaps" in told),
-            sends_once="deepep" in told or "hybridep" in told,
-            graphs="cuda graphs" in told,
-        )
+        system = _with_options(system, "experts", values["note"].lower())
     each, micro = values.count("global_batch") / plan.data, values.count("micro_batch", 0)
     _refuse(each < 1, "the batch is smaller than the number of replicas")
     # Where only embedding and head make the layers even, the first and last stage have one fewer (Llama 3).
     needs_ends = system.name == "megatron-core" and layers % stages != 0 and (layers + 2) % stages == 0
     counts_ends = needs_ends or bool(re.search("one layer fewer|counted as a layer", values["note"]))
-    virtual_stages = _virtual_stages(values, system, plan, layers + 2 * needs_ends)
-    chunks, by_cost = stages * virtual_stages, system is SYSTEMS["nanotron"]
-    _refuse(chunks > layers + 2 * needs_ends, "there are more chunks than layers")
+    cut, by_cost = layers + 2 * needs_ends, system is SYSTEMS["nanotron"]
+    # The fewest chunks that divide the layers, if all that a paper says is that Megatron interleaves.
+    interleaves = "interleaved" in values["note"] and "megatron" in system.name and plan.schedule == "1f1b"
+    counts = range(2, cut // stages + 1) if interleaves and stages > 1 else ()
+    virtual_stages = values.count("vpp", next((count for count in counts if cut % (stages * count) == 0), 1))
+    _refuse((chunks := stages * virtual_stages) > cut, "there are more chunks than layers")
     fewer = int((re.search(r"([1-9]) layers fewer in the last chunk", values["note"]) or "00")[1])
-    counts = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers + fewer, chunks, counts_ends)
-    counts = *counts[:-1], counts[-1] - fewer
-    _refuse(counts[-1] < 0, "the last chunk has too few layers")
+    *parts, last = cut_by_cost(model, chunks) if by_cost else cut_evenly(layers + fewer, chunks, counts_ends)
+    _refuse(last < fewer, "the last chunk has too few layers")
     schedule = "interleaved" if virtual_stages > 1 else plan.schedule
-    plan = plan._replace(virtual_stages=virtual_stages, schedule=schedule, layers=counts)
+    plan = plan._replace(virtual_stages=virtual_stages, schedule=schedule, layers=(*parts, last - fewer))
     sizes = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
     plans = [plan._replace(micro_size=size, micro_batches=max(1, round(each / size))) for size in sizes]
     return tuple(Setup(model, system, one, fp8, node) for one in plans)
-
-
-def _virtual_stages(values: _Values, system: System, plan: Plan, layers: int) -> int:
-    """Return the chunks per stage as told, or 1; the fewest that divide the layers if all that a paper says is that
-    Megatron interleaves."""
-    interleaves = "interleaved" in values["note"] and "megatron" in system.name and plan.schedule == "1f1b"
-    counts = range(2, layers // plan.pipeline + 1) if interleaves and plan.pipeline > 1 else ()
-    return values.count("vpp", next((count for count in counts if layers % (plan.pipeline * count) == 0), 1))
 
 
 def cut_evenly(layers: int, chunks: int, counts_ends: bool) -> tuple[int, ...]:
@@ -330,9 +313,7 @@ def _seconds(values: _Values, setup: Setup, peak: float | None) -> float | None:
     flops = _flops(values, setup.model) / setup.plan.layout.world
     utilization, rate = values.number("mfu_pct"), values.number("tflops_per_gpu")
     if utilization is not None and peak is not None:
-        return flops / (utilization / 100 * peak * 1e12)
-    if rate is None:
-        return None
-    if setup.plan.recompute == "full" and "model tflops" not in values["note"].lower():
-        flops *= 4 / 3  # older papers count recomputed FLOPs
-    return flops / (rate * 1e12)
+        rate = utilization / 100 * peak
+    elif rate and setup.plan.recompute == "full" and "model tflops" not in values["note"].lower():
+        rate *= 3 / 4  # older papers count recomputed FLOPs
+    return flops / (rate * 1e12) if rate else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import yaml
@@ -18,59 +19,39 @@ from pangu.schedule.groups import groups_of
 from pangu.schedule.spans import Axis, Collective, Matmul, Work
 from pangu.topology.placement import room
 
-DECODER = ModelConfig(
-    "gpt", 1, 1, 1, 1, 1, None, "gelu", "layernorm", "pre", True, True, None, "learned", None, None, None, None, False,
-    0.1, 0.1, 1e-5, 0.02, "before_query", "auto",
-)  # fmt: skip
-"""GPT-3's decoder, of any size; Llama's has `activation="swiglu"`, rotary positions and an untied head."""
-
 
 class System(NamedTuple):
-    """Properties of a training system that its step depends on."""
+    """Properties of a training system that its step depends on; `systems.yaml` describes them."""
 
     name: str
     flash: bool
-    """True if attention is one kernel that keeps no scores and skips masked ones. Systems with it drop nothing."""
     fused: bool
-    """Whether element-wise operations are fused into few kernels."""
     launches: float
-    """Kernel launches of a layer's forward pass; the backward pass has twice as many."""
     gradient_bytes: int
-    """Bytes of a gradient that is accumulated and reduced."""
     accumulation_bytes: float
-    """Bytes moved per weight and micro-batch to add its gradient to the accumulated one."""
-    rotary: float = 10.0
-    """16-bit elements that rotary positions move for each element of queries and keys, unless all is fused."""
-    hidden_tensor: float = 0.0
-    """Share of tensor-parallel communication that overlaps with matmuls."""
-    hidden_backward: float = 0.0
-    """Share of it that overlaps with the wgrad matmuls of the backward pass."""
-    bucketed: bool = False
-    """Whether replicas send gradients and parameters in buckets, of which the last one overlaps nothing."""
-    hidden_messages: float = 0.0
-    """Share of messages between stages that overlaps with computation."""
     spare_bytes: int = 0
-    """Bytes per gradient that are kept besides the accumulated one."""
-    contended_us: float = 0.0
-    """Host microseconds per step of a tensor-parallel ring while messages between stages cross nodes."""
-    deferred_head: bool = False
-    """Whether weight gradients of the head are computed while a pipeline drains, as many as there is time for."""
-    fused_loss: bool = False
-    """Whether the loss is one kernel that keeps logits in 16 bits."""
-    rescales: bool = False
-    """Whether scales of FP8 are of the tensor itself, which is read for that, and not of earlier ones (torchao)."""
-    doubled: bool = False
-    """Whether a stage holds the activations of twice as many micro-batches as in 1F1B."""
-    stops_early: bool = False
-    """Whether recomputing ends with the last tensor that the backward pass reads, before the last matmul."""
+    optimizer_bytes: float = 12
+    update_bytes: float = 34
+    update_launches: float = 24
+    message_buffers: int = 4
+    score_elements: float = 0.0
+    rotary: float = 10.0
+    permuted: float = 4.5
+    expert_launches: float = 2
+    routing_launches: float = 400
+    hidden_tensor: float = 0.0
+    hidden_backward: float = 0.0
     hidden_context: float = 0.9
-    """Share of the gathering of keys and values that overlaps with attention."""
     hidden_experts: float = 0.0
-    """Share of the exchange of tokens with experts that overlaps with another micro-batch."""
+    overlapped: bool = False
+    contended_us: float = 0.0
+    deferred_head: bool = False
+    fused_loss: bool = False
+    rescales: bool = False
+    doubled: bool = False
+    stops_early: bool = False
     sends_once: bool = False
-    """Whether a token goes once to each node, or on one node to each rank, with experts of it (DeepEP, HybridEP)."""
     graphs: bool = False
-    """Whether CUDA graphs launch all kernels of a layer but those of its experts."""
 
 
 class Setup(NamedTuple):
@@ -96,32 +77,21 @@ class Setup(NamedTuple):
         return self.plan.zero > (2 if self.plan.pipeline > 1 else 1) and not self.plan.schedule.startswith("zb")
 
 
-def _data(name: str) -> Any:
+def data(name: str) -> Any:
+    """Return the content of a YAML file of this folder."""
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def _systems() -> dict[str, System]:
-    """Return the systems of `systems.yaml`, each with the fields of the one it is like besides its own."""
-    systems: dict[str, System] = {}
-    for name, own in _data("systems").items():
-        like = systems[own.pop("like")]._asdict() if "like" in own else {}
-        systems[name] = System(**like | own)
-    return systems
-
-
-SYSTEMS = _systems()
+DECODER = ModelConfig(**data("systems")["decoder"])
+"""GPT-3's decoder, of any size; Llama's has `activation="swiglu"`, rotary positions and an untied head."""
+SYSTEMS = {name: System(**fields) for name, fields in data("systems")["systems"].items()}
 """Published systems by their names."""
-DEVICES: Mapping[str, Mapping[str, Any]] = _data("devices")
+OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = data("systems")["options"]
+"""Pattern in the words of a row -> the fields that it changes, of fully sharded systems and of models with experts."""
+RULES = SimpleNamespace(**data("figures")["rules"])
+"""Numbers by which rows are read, chosen and fitted."""
+DEVICES: Mapping[str, Mapping[str, Any]] = data("devices")
 """Devices that are like others, by their names."""
-EXPERT_LAUNCHES, ROUTING_LAUNCHES = 2, 400
-"""Kernel launches of a forward pass: of each expert on a rank, up and down, and as many casts in FP8; fitted: without
-CUDA graphs, the host takes as long for router, permutations and exchange as for so many."""
-PERMUTED = 4.5
-"""Fitted: permutations of tokens, and casts of permuted ones, take as long as other kernels that move so many times as
-much."""
-FUSED_SCORES, UNFUSED_SCORES = 6.5, 18.0
-"""16-bit elements that each score moves when scale, mask and softmax are one kernel beside dropout, and when they, the
-casts of an fp32 softmax and dropout are separate kernels."""
 
 
 class Module(NamedTuple):
@@ -201,15 +171,15 @@ def feed_forward(setup: Setup, layer: int) -> FeedForward:
     beside = matmuls(tokens, shared * width // t) if shared else ()
     # A token is copied for each of its experts and summed again: before it is sent and sorted, or after.
     copies = chosen + (_distinct(chosen, plan.expert) if system.sends_once else 2 * chosen)
-    launches = EXPERT_LAUNCHES * own * (2 if fp8 else 1)
+    launches = system.expert_launches * own * (2 if fp8 else 1)
     return FeedForward(
         (Matmul(max(1, tokens // t), model.experts, h), *routed, *beside),
         (chosen + shared) * width / t,
-        PERMUTED * each * chosen * splits / t + (each - 2) * (shared > 0),
+        system.permuted * each * chosen * splits / t + (each - 2) * (shared > 0),
         (up + 1) * h * shared * width / t + h * model.experts,
         (up + 1) * h * width * own / splits,
-        PERMUTED * 2 * h * (2 + 2 * copies) / t,
-        launches + ROUTING_LAUNCHES * (not (system.graphs and system.sends_once)),
+        system.permuted * 2 * h * (2 + 2 * copies) / t,
+        launches + system.routing_launches * (not (system.graphs and system.sends_once)),
     )
 
 
@@ -224,10 +194,9 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
     # Sequence parallelism gathers the inputs of matmuls once more for the weight gradients.
     again = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
-    axes: tuple[tuple[Axis, float], ...] = ("shard", parameters), ("expert_shard", feed.experts)
-    held = [(axis, number) for axis, number in axes if number and plan.zero == 3]
-    gather = tuple(Collective("all_gather", axis, 2 * number, 1, 1.0) for axis, number in held)
-    sums = tuple(Collective("reduce_scatter", axis, system.gradient_bytes * number, 1, 1.0) for axis, number in held)
+    held: Mapping[Axis, float] = {"shard": parameters, "expert_shard": feed.experts} if plan.zero == 3 else {}
+    gather = tuple(Collective("all_gather", axis, 2 * count, 1, 1.0) for axis, count in held.items() if count)
+    sums = tuple(one._replace(kind="reduce_scatter", bytes=system.gradient_bytes / 2 * one.bytes) for one in gather)
     bytes_forward, bytes_backward = _layer_bytes(setup, feed)
     heads = max(1, model.heads // t)
     # Megatron's fused softmax takes the scores of four heads at a time.
@@ -292,8 +261,7 @@ def _layer_bytes(setup: Setup, feed: FeedForward) -> tuple[float, float]:
     rotary = system.rotary * (model.positions == "rope" and not system.fused) * (model.query_size + model.kv_size) / h
     forward = residual / shared + (2 * down + up + projected + rotary) / t
     backward = 1.9 * residual / shared + (2 * up + 2 * down + 12 + rotary) / t
-    each = 0.0 if system.flash else FUSED_SCORES if system.fused else UNFUSED_SCORES
-    scores = model.heads / t * model.sequence / h * each
+    scores = model.heads / t * model.sequence / h * system.score_elements
     unit = 2.0 * setup.tokens * h
     permuted = setup.tokens * feed.permuted_bytes
     return unit * (forward + scores) + permuted, unit * (backward + scores * 1.6) + permuted

@@ -3,11 +3,10 @@ et al. 2021, section 2.2; Qi et al. 2024, section 5. Model states: Rajbhandari e
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +21,6 @@ from pangu.schedule.in_flight import states_in_flight
 from pangu.schedule.orders import SCHEDULES
 from pangu.schedule.spans import Axis, Collective, Work
 from pangu.topology.experts import ExpertLayout
-
-OPTIMIZER_BYTES = 12
-"""Bytes of a parameter's fp32 copy and Adam moments."""
-UPDATE_BYTES = 34.0
-"""Bytes that fused Adam moves per parameter."""
-UPDATE_LAUNCHES = 24.0
-"""Kernel launches of the update per layer."""
-MESSAGES = 4
-"""Message buffers of a stage: one that is awaited and one that is sent, in each direction."""
 
 
 class Step(NamedTuple):
@@ -55,10 +45,10 @@ class Step(NamedTuple):
 def describe(setup: Setup) -> Step:
     """Return the step of a system."""
     model, system, plan = setup[:3]
-    kinds = {_kind(model, layer): layer for layer in range(model.num_blocks)}  # a layer of each kind
+    kinds = {kind: layer for layer, kind in enumerate(_kinds(model))}  # a layer of each kind
     layers = tuple(published.layer_work(setup, layer) for layer in kinds.values())
     modules = published.embedding_work(setup), *layers, published.head_work(setup)
-    chunks = _chunks(setup, tuple(kinds))
+    chunks = _chunks(setup)
     counts = chunks.sum(0)
     owned = np.hstack([counts[:, :-1], counts[:, -1:] > 0])  # multi-token prediction shares the head
     # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
@@ -77,40 +67,39 @@ def describe(setup: Setup) -> Step:
     groups = {"": (parameters, plan.layout.shards)}
     if experts.any():
         groups["expert_"] = experts, ExpertLayout(plan.layout).shards
-    updated: Any = 0.0
-    states: Any = 0.0
+    updated, states = np.zeros((2, plan.pipeline))
     for held, shards in groups.values():
-        updated += held * (UPDATE_BYTES / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1))
+        updated += held * (
+            system.update_bytes / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
+        )
         gradients = system.gradient_bytes / (shards if setup.reduces_each else 1) + system.spare_bytes
-        states += held * (2 / (shards if plan.zero == 3 else 1) + gradients + OPTIMIZER_BYTES / shards)
+        states += held * (2 / (shards if plan.zero == 3 else 1) + gradients + system.optimizer_bytes / shards)
     ends = set()
     for stage, number in enumerate(counts[:, 1:-1].sum(1).tolist()):
         pairs = [_reductions(float(held[stage]), setup, prefix) for prefix, (held, _) in groups.items()]
         reductions, gathers = (sum(works, ()) for works in zip(*pairs, strict=True))
         if shared and stage in (0, plan.pipeline - 1):
             reductions += (Collective("all_reduce", "ends", shared * system.gradient_bytes),)
-        update = Work((), float(updated[stage]), UPDATE_LAUNCHES * number)
+        update = Work((), float(updated[stage]), system.update_launches * number)
         ends.add((Work(collectives=reductions), update, Work(collectives=gathers)))
-    activations += MESSAGES * sent if plan.pipeline > 1 else 0
+    activations += system.message_buffers * sent if plan.pipeline > 1 else 0
     return Step(modules, counts, Collective("send", "pipeline", sent), ends, states, activations)
 
 
-def _kind(model: ModelConfig, layer: int) -> tuple[bool, bool]:
-    """Return whether a layer has experts, and whether it is one of multi-token prediction."""
-    return model.has_experts(layer), layer >= model.layers
+def _kinds(model: ModelConfig) -> list[tuple[bool, bool]]:
+    """Return whether each layer has experts, and whether it is one of multi-token prediction."""
+    return [(model.has_experts(layer), layer >= model.layers) for layer in range(model.num_blocks)]
 
 
-def _chunks(setup: Setup, kinds: tuple[tuple[bool, bool], ...]) -> Any:
+def _chunks(setup: Setup) -> Any:
     """Return how many of each module a chunk has: embedding, layers of each kind, head; multi-token prediction comes
     last and uses the head once more for each layer."""
-    model, plan = setup.model, setup.plan
-    ends = list(accumulate(plan.layers))
-    rows = []
-    for chunk, (count, end) in enumerate(zip(plan.layers, ends, strict=True)):
-        is_last = chunk == len(ends) - 1
-        own = Counter(_kind(model, layer) for layer in range(end - count, end + is_last * model.mtp_layers))
-        rows.append((chunk == 0, *(own[kind] for kind in kinds), is_last * (1 + model.mtp_layers)))
-    return np.array(rows, float).reshape(plan.virtual_stages, plan.pipeline, len(kinds) + 2)
+    model, plan, last = setup.model, setup.plan, len(setup.plan.layers) - 1
+    kinds, ends = _kinds(model), [0, *accumulate(plan.layers)]
+    ends[-1] += model.mtp_layers
+    counts = [[kinds[slice(*span)].count(kind) for kind in dict.fromkeys(kinds)] for span in pairwise(ends)]
+    rows = [(chunk == 0, *own, (chunk == last) * (1 + model.mtp_layers)) for chunk, own in enumerate(counts)]
+    return np.array(rows, float).reshape(plan.virtual_stages, plan.pipeline, -1)
 
 
 @lru_cache(maxsize=1000)
@@ -127,7 +116,7 @@ def _reductions(parameters: float, setup: Setup, prefix: Any) -> tuple[tuple[Col
     experts, except those of ZeRO-3 in the layers."""
     system, plan = setup.system, setup.plan
     # The size of Megatron-Core's DistributedDataParallelConfig.
-    buckets = max(1.0, parameters / max(40e6, 1e6 * plan.layout.replicas)) if system.bucketed else 1.0
+    buckets = max(1.0, parameters / max(40e6, 1e6 * plan.layout.replicas)) if system.overlapped else 1.0
     sent, hidden = parameters * system.gradient_bytes / buckets, 1.0 if setup.reduces_each else 1 - 1 / buckets
     if plan.zero in (0, 3):
         return (Collective("all_reduce", f"{prefix}replicas", sent, buckets, hidden),) * (plan.zero == 0), ()
@@ -139,8 +128,8 @@ def _reductions(parameters: float, setup: Setup, prefix: Any) -> tuple[tuple[Col
 def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
     """Return the GiB of the stage that needs most memory."""
     step, memory = describe(setup), cluster.memory
-    tensors = (step.states + (1 + memory.fragmentation) * step.activations).max()
-    return float(tensors) / 2**30 + memory.overhead_gib(setup.plan.axes)
+    tensors = float((step.states + (1 + memory.fragmentation) * step.activations).max())
+    return tensors / 2**30 + memory.overhead_gib(setup.plan.axes)
 
 
 def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) -> float:
@@ -150,27 +139,21 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     groups = groups_of(plan.layout, cluster.node)
     phases = [[pass_time(work, system, groups, cluster) for work in module.passes] for module in step.modules]
     seconds = step.counts @ [[phase.total for phase in passes] for passes in phases]
-    longest = seconds.sum(1).argmax()
+    longest = (stages := seconds.sum(1)).argmax()
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
-    link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - system.hidden_messages)
+    link = collective_seconds(step.message, groups["pipeline"], cluster) * (not system.overlapped)
     link += cluster.message_us * 1e-6
-    total = makespan(seconds, setup, link) - _deferred(seconds, m * phases[-1][3].total, setup)
-    waiting = min(2 * link * chunks * m, total - m * float(seconds[longest].sum()))
+    total = makespan(seconds, setup, link)
+    # The last stage computes weight gradients of the head while the others drain the pipeline, if it is the longest.
+    draining = (plan.pipeline - 1) / chunks * seconds[-1, 1:].sum(), m * (stages[-1] - stages[:-1].max(initial=0.0))
+    total -= system.deferred_head * max(0.0, min(m * phases[-1][3].total, *map(float, draining)))
+    waiting = min(2 * link * chunks * m, total - m * float(stages[longest]))
     # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
     window = (1 + (chunks - 1) * min(m, plan.pipeline)) / chunks
     beside = window * seconds[longest, 1:].sum(), 0.0, window * seconds[longest, 0]
     ends = [zip(works, beside, strict=True) for works in step.ends]
     end = max(sum(phase_seconds(work, groups, cluster, float(least)).total for work, least in one) for one in ends)
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
-
-
-def _deferred(seconds: Any, head: float, setup: Setup) -> float:
-    """Return the seconds that the last stage saves by computing weight gradients of the head, `head` seconds in all,
-    while the other stages drain the pipeline."""
-    plan, stages = setup.plan, seconds.sum(1)
-    draining = (plan.pipeline - 1) / plan.virtual_stages * seconds[-1, 1:].sum()
-    longer = plan.micro_batches * (stages[-1] - stages[:-1].max(initial=0.0))
-    return setup.system.deferred_head * max(0.0, min(head, float(draining), float(longer)))
 
 
 def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_accuracy import accuracy
-from benchmarks.planner_accuracy.accuracy import Fitted, fit_rows, fitted_for, pooled, predict
-from benchmarks.planner_accuracy.fit import TIMES, Factors
-from benchmarks.planner_accuracy.measurements import Row
-from tests.planner_accuracy.test_measurements import CLUSTERS, row
+from benchmarks.planner_accuracy.accuracy import TIMES, Factors, Fitted, fit_rows, fitted_for, pooled, predict
+from benchmarks.planner_accuracy.measurements import CLUSTERS, Row
+from tests.planner_accuracy.test_measurements import row
 
 
 def measured(folder: Path, devices: int, stall: float = 0.0) -> list[Row]:

@@ -11,7 +11,6 @@ from benchmarks.planner_accuracy.__main__ import main
 from benchmarks.planner_accuracy.accuracy import Prediction, summarise
 from benchmarks.planner_accuracy.measurements import read_rows
 from pangu.common.files import read_json
-from tests.planner_accuracy.test_measurements import CLUSTERS
 from tests.spawn import repository
 
 TABLE = repository().parent / "shared" / "reference" / "tables" / "measurements.csv"
@@ -75,19 +74,18 @@ def test_fitted_sources_are_cross_validated_and_predict_the_others(
     table: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = tmp_path / "fit.json"
-    sources = report(capsys, "--table", table, "--fit", "vtrain", "--write", written)["sources"]
+    sources = report(capsys, "--table", table, "--fit", "--write", written)["sources"]
     assert 0 < sources["SC21"]["time_mean_error"] <= 0.1
     assert 0 < sources["vTrain"]["time_mean_error"] <= 0.15
-    assert " --fit vtrain --write fit.json" in read_json(written)["made_by"]
+    assert " --fit --write fit.json" in read_json(written)["made_by"]
     monkeypatch.setattr("benchmarks.planner_accuracy.__main__._SHIPPED", written)
     again = report(capsys, "--table", table)["sources"]
-    assert again["SC21"]["time_mean_error"] == pytest.approx(sources["SC21"]["time_mean_error"], rel=0.01)
-    assert again["vTrain"]["time_mean_error"] < sources["vTrain"]["time_mean_error"]
+    assert all(again[name]["time_mean_error"] < sources[name]["time_mean_error"] for name in ("SC21", "vTrain"))
 
 
 def test_held_out_sources_are_predicted_by_all_others(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = report(capsys, "--table", table, "--held-out")
-    alone = report(capsys, "--table", table, "--fit", "vtrain")
+    alone = report(capsys, "--table", table, "--fit")
     assert told["sources"]["SC21"] == alone["sources"]["SC21"]
     assert told["sources"]["vTrain"] != alone["sources"]["vTrain"]
     assert told["kinds"]["all A100 bf16"] == told["all"]
@@ -152,7 +150,7 @@ def test_hostile_tables_end_in_one_message(
 )
 def test_rows_that_make_no_sense_are_counted(row: str, reason: str, table: Path) -> None:
     table.write_text(f"{EXCERPT}{row}\n", encoding="utf-8")
-    rows, skipped = read_rows(table, CLUSTERS)
+    rows, skipped = read_rows(table)
     assert len(rows) == 7
     assert sum(skipped.values()) == 1
     assert reason in next(iter(skipped))
@@ -164,15 +162,13 @@ def test_schedules_that_are_not_known_count_as_1f1b(table: Path, capsys: pytest.
     assert report(capsys, "--table", table)["sources"]["x"]["rows"] == 1
 
 
-def test_words_that_name_no_source_are_refused(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--table", str(table), "--fit", "nobody"]) != 0
-    assert "names no source" in capsys.readouterr().err
+def test_only_what_is_fitted_can_be_written(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--table", str(table), "--write", "x.json"]) != 0
     assert "--write needs --fit" in capsys.readouterr().err
 
 
 def test_sweeps_that_are_predicted_alike_have_no_order(table: Path) -> None:
-    one = read_rows(table, CLUSTERS)[0][0]
+    one = read_rows(table)[0][0]
 
     def tau(*predicted: float) -> float | None:
         rows = (one._replace(seconds=float(place)) for place in range(1, 5))

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from benchmarks.planner_accuracy.__main__ import main
-from benchmarks.planner_accuracy.intervals import LEAST_SOURCES, Residual, coverage, intervals_of, residuals_of
+from benchmarks.planner_accuracy.intervals import Residual, coverage, intervals_of, residuals_of
 from benchmarks.planner_accuracy.measurements import read_rows
+from benchmarks.planner_accuracy.published import RULES
 from pangu.report.intervals import SHARE, nearest, shipped
 from tests.planner_accuracy.test_command import TABLE
-from tests.planner_accuracy.test_measurements import CLUSTERS
 
 
 def drawn(sources: int, rows: int, device: str = "A100", bias: float = 0.0) -> list[Residual]:
@@ -42,7 +42,7 @@ def test_unseen_sources_of_the_same_distribution_are_covered() -> None:
 
 
 def test_few_sources_borrow_the_interval_of_others() -> None:
-    known = [*drawn(LEAST_SOURCES, 50), *drawn(LEAST_SOURCES - 1, 50, "V100", bias=1.0)]
+    known = [*drawn(RULES.least_sources, 50), *drawn(RULES.least_sources - 1, 50, "V100", bias=1.0)]
     table = intervals_of(known)
     assert nearest(table, "A100", "bf16", False)[0] == "A100 bf16 without pipeline"
     name, borrowed = nearest(table, "V100", "bf16", False)
@@ -63,7 +63,7 @@ def test_the_benchmark_writes_the_shipped_table(tmp_path: Path, capsys: pytest.C
 @pytest.mark.skipif(not TABLE.exists(), reason="the whole table is not at hand")
 def test_the_shipped_intervals_are_those_of_the_table() -> None:
     """To the four digits that are written."""
-    found = intervals_of(list(residuals_of(read_rows(TABLE, CLUSTERS)[0])))
+    found = intervals_of(list(residuals_of(read_rows(TABLE)[0])))
     assert found.keys() == shipped().keys()
     for name, one in found.items():
         assert one == pytest.approx(shipped()[name], rel=1e-3)

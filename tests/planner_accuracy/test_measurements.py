@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_accuracy.measurements import Row, cut_by_cost, cut_evenly, load_clusters, read_rows
+from benchmarks.planner_accuracy.measurements import Row, cut_by_cost, cut_evenly, read_rows
 from benchmarks.planner_accuracy.published import DECODER, SYSTEMS, System
 from pangu.models.size import training_flops_per_token
-from tests.spawn import repository
-
-CLUSTERS = load_clusters(repository() / "configs" / "cluster")
 
 GPT = {
     "source": "paper", "layers": "48", "hidden": "8192", "heads": "64", "vocab": "51200", "seq": "2048",
@@ -29,7 +26,7 @@ def row(folder: Path, **values: str) -> Row:
         writer = csv.DictWriter(file, list(whole))
         writer.writeheader()
         writer.writerow(whole)
-    rows, skipped = read_rows(path, CLUSTERS)
+    rows, skipped = read_rows(path)
     assert not skipped
     return rows[0]
 
