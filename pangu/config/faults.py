@@ -34,7 +34,7 @@ class FaultsConfig:
     Pipeline waits do not count; ranks that split matrices, or weights under ZeRO-3, are slow together."""
     stragglers: Literal["name", "act"] = "name"
     """Reaction to slow ranks. `name`: a line in the log; `act`: a rank that is slow in 3 of 5 comparisons is exchanged
-    for a spare of `scripts/launch.py --spares`, if there is one."""
+    for a spare of `scripts/launch.py --spares`, or else its replica gets fewer micro-batches."""
     proven_after: Count = 50
     """Good steps after which a checkpoint is proven. A fault before that, or a second one after it, condemns the
     checkpoint, and no run continues from it automatically. The last proven one is always kept."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import count, islice
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ class LoaderStage(NamedTuple):
     global_size: int
     parts: int = 1
     """Equal sequences into which each sample of the stream is cut; divides `global_size`."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each data-parallel rank; empty: equal numbers, see `step_samples`."""
 
 
 class _Loaded(NamedTuple):
@@ -37,19 +40,26 @@ class _Loaded(NamedTuple):
     padding: float | None
 
 
-def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
+def step_samples(
+    consumed: int, global_size: int, micro_size: int, rank: int, size: int, shares: Sequence[int] = ()
+) -> list[range]:
     """Return the global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step.
 
     The `global_size` samples after the `consumed` ones go to the ranks in turn, by micro-batches, so neither `size` nor
     `micro_size` changes the sequence of global batches. The last ranks may get one micro-batch less than the first.
+    With `shares`, each rank's number of micro-batches, a rank that has all of its own is passed over.
     Raises ValueError if `micro_size` does not divide `global_size`, or a rank would get none.
     """
     if global_size % micro_size or global_size < micro_size * size:
         raise ValueError(
             f"a global batch of {global_size} cannot be divided among {size} ranks in micro-batches of {micro_size}"
         )
-    first, stop = consumed + rank * micro_size, consumed + global_size
-    return [range(start, start + micro_size) for start in range(first, stop, micro_size * size)]
+    total = global_size // micro_size
+    assert not shares or sum(shares) == total
+    turns = (other for turn in count() for other in range(size) if not shares or turn < shares[other])
+    starts = range(consumed, consumed + global_size, micro_size)
+    owners = zip(starts, islice(turns, total), strict=True)
+    return [range(start, start + micro_size) for start, owner in owners if owner == rank]
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -121,9 +131,9 @@ class Loader(AbstractContextManager["Loader"]):
         micro_size, _, size = self._sizes
         batches = [
             batch_of([self._sequence(index, stage.parts) for index in indices], indices, self._packing)
-            for indices in step_samples(consumed * stage.parts, stage.global_size, *self._sizes)
+            for indices in step_samples(consumed * stage.parts, stage.global_size, *self._sizes, stage.shares)
         ]
-        if len(batches) * micro_size * size < stage.global_size:
+        if not stage.shares and len(batches) * micro_size * size < stage.global_size:
             # all ranks meet in the same collectives; a repeated batch changes no maximum, as of fp8 or attention logits
             batches.append(batches[-1].uncounted())
         elif stage.global_size % (micro_size * size) and batches[-1].padding is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import heapreplace
+from operator import le, mul
 
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
@@ -80,11 +82,50 @@ def one_micro_batch(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def plan_stages(config: RunConfig, layout: Layout) -> Stages:
-    """Split the model into chunks of equal time, or as in `parallel.layers`, and make the schedule."""
+def compute_apart(schedule: Schedule, layout: Layout) -> bool:
+    """Return whether replicas may compute different numbers of micro-batches, as they only meet once per step."""
+    gathers_each = layout.zero == 3 and layout.shards > 1
+    return layout.data > 1 and not (schedule.reduce_each or gathers_each or layout.splits_experts)
+
+
+def deal(total: int, slowness: Sequence[float], unit: int = 1) -> tuple[int, ...]:
+    """Return how many of `total` micro-batches each replica gets so that they end as early as possible.
+
+    Numbers are positive multiples of `unit`, which divides `total`; `slowness` is the replicas' time per micro-batch.
+    """
+    counts = [unit] * len(slowness)
+    ends = sorted((2 * unit * slow, replica) for replica, slow in enumerate(slowness))  # with one unit more: a heap
+    for _ in range(total // unit - len(slowness)):
+        replica = ends[0][1]
+        counts[replica] += unit
+        heapreplace(ends, ((counts[replica] + unit) * slowness[replica], replica))
+    return tuple(counts)
+
+
+def shares_of(config: RunConfig, layout: Layout, slowness: Sequence[float]) -> tuple[int, ...]:
+    """Return each replica's micro-batches with which a step takes least time; empty: equal numbers.
+
+    They stay equal where replicas do not compute apart, where others save no time, and where the replicas that compute
+    more would keep more activations.
+    """
+    even = plan_stages(config, layout).schedule
+    unit, total = one_micro_batch(even).micro_batches, config.batch.global_size // config.batch.micro_size
+    if not compute_apart(even, layout) or total % unit or total < unit * layout.data:
+        return ()
+    shares = deal(total, slowness, unit)
+    saves = max(map(mul, shares, slowness)) < even.micro_batches * max(slowness)
+    most = plan_stages(config, layout, max(shares)).schedule
+    return shares if saves and all(map(le, most.peak_live(), even.peak_live())) else ()
+
+
+def plan_stages(config: RunConfig, layout: Layout, micro_batches: int | None = None) -> Stages:
+    """Split the model into chunks of equal time, or as in `parallel.layers`, and make the schedule.
+
+    `micro_batches`: of a replica; None: as many as each has if all have equal numbers.
+    """
     # Raises ConfigError, which names the keys, if the schedule does not allow these numbers or the layers do not fit.
     parallel, chunks = config.parallel, layout.pipeline * layout.virtual_stages
-    micro_batches = config.batch.accumulation(layout.data)
+    micro_batches = micro_batches or config.batch.accumulation(layout.data)
     problems = []
     try:
         numbers = layout.pipeline, layout.virtual_stages, micro_batches

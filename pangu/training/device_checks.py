@@ -18,6 +18,7 @@ from pangu.collectives.reduce import gather_objects
 from pangu.config.faults import FaultsConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
+from pangu.pipeline.stages import compute_apart
 from pangu.schedule.actions import COMPUTE, Action
 from pangu.topology.launch import MEMBER
 from pangu.topology.layout import Layout
@@ -28,6 +29,7 @@ from pangu.training.faults import not_finite
 from pangu.training.process import Heartbeat
 from pangu.training.profile import breakdown
 from pangu.training.replicas import find_weight_difference, named
+from pangu.training.stages import BatchStages
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
 
@@ -106,15 +108,15 @@ class DeviceChecks:
             return fault, None
         has_scales = config.precision.loss_scale is not None or trainer.scales is not None  # which have changed since
         in_place = result.skipped and not has_scales
-        current = trainer.config
-        trainer.enter_stage(config)
+        current, number = trainer.config, trainer.stages.schedule.micro_batches
+        trainer.enter_stage(config, len(batches))
         trainer.step -= 1
         try:
             wrong = self._repeat(batches, result.norms) if in_place else None
             wrong = wrong or self._compute(batches, self._origin(result.norms))
         finally:
             trainer.step += 1
-            trainer.enter_stage(current)
+            trainer.enter_stage(current, number)
         if wrong is not None:
             return self._record_fault(f"{fault}; {wrong}", self._intact)
         again = "in place and on all replicas with the same bits, so no device is at fault"
@@ -138,8 +140,9 @@ class DeviceChecks:
         """Let all replicas compute the micro-batches of replica `owner`; return who is wrong as a text (None: none)."""
         trainer, mesh = self._trainer, self._trainer.mesh
         is_owner = mesh.at.data == owner and mesh.at.context == 0
-        for batch in batches:
-            shared = _share(batch, is_owner, mesh)
+        counts = gather_objects(len(batches) if is_owner else 0, mesh.group("world"))
+        for place in range(max(counts)):
+            shared = _share(batches[place] if is_owner else None, mesh)
             rounds = list[Digests]()
             while len(rounds) < 2:  # the second time shows which rank differs from itself
                 rounds.append(gather_objects(trainer.digest(shared), mesh.group("world")))
@@ -185,10 +188,11 @@ def wrong_ranks(layout: Layout, rounds: Sequence[Digests]) -> list[int]:
     return sorted(wrong)
 
 
-def _share(batch: Batch, is_owner: bool, mesh: Mesh) -> Batch:
-    """Return the owner's micro-batch on all replicas."""
-    content = {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in vars(batch).items()}
-    everyone = gather_objects(content if is_owner else None, mesh.group("replicas"))
+def _share(batch: Batch | None, mesh: Mesh) -> Batch:
+    """Return on all replicas the micro-batch of the one that gives it."""
+    fields = {} if batch is None else vars(batch)
+    content = {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+    everyone = gather_objects(content or None, mesh.group("replicas"))
     (received,) = (one for one in everyone if one is not None)
     made: dict[str, Any] = {
         name: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in received.items()
@@ -199,15 +203,19 @@ def _share(batch: Batch, is_owner: bool, mesh: Mesh) -> Batch:
 class Stragglers:
     """Comparisons of the ranks' compute times, with the ranks that are slow again and again."""
 
-    def __init__(self, trainer: Trainer, config: FaultsConfig) -> None:
-        """Prepare for a trainer's steps; warn if `faults.stragglers=act` has no launcher that could act."""
-        self._trainer, self._config = trainer, config
+    def __init__(self, trainer: Trainer, config: FaultsConfig, stages: BatchStages) -> None:
+        """Prepare for a trainer's steps; warn if nothing can be done with `faults.stragglers=act`."""
+        self._trainer, self._config, self._stages = trainer, config, stages
         self._looks = deque[dict[int, float]](maxlen=LOOKS)
         self.slow: list[int] = []
         """Ranks to exchange, equal on all ranks."""
         self._acts = config.stragglers == "act"
-        if self._acts and MEMBER not in os.environ:
-            log.warning("faults.stragglers=act: slow ranks are only named without scripts/launch.py --spares")
+        apart = compute_apart(trainer.stages.schedule, trainer.mesh.layout)
+        if self._acts and not apart and MEMBER not in os.environ:
+            log.warning(
+                "faults.stragglers=act: slow ranks are only named, without scripts/launch.py --spares and as replicas "
+                "wait for each other in every micro-batch"
+            )
             self._acts = False
 
     def forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
@@ -220,8 +228,12 @@ class Stragglers:
         if self._acts:
             self._looks.append(found)
             counts = Counter(rank for look in self._looks for rank in look)
-            self.slow = sorted(rank for rank, count in counts.items() if count >= SLOW_LOOKS)
-            if self.slow and not replace_ranks(trainer.mesh, self.slow, now=False):  # so that nothing is saved for it
+            slow = sorted(rank for rank, count in counts.items() if count >= SLOW_LOOKS)
+            if replace_ranks(trainer.mesh, slow, now=False):  # otherwise nothing is saved for it
+                self.slow = slow
+            elif slow or len(self._looks) == LOOKS:
+                times = {rank: median_low(look[rank] for look in self._looks if rank in look) for rank in slow}
+                self._stages.share(trainer, times)
                 self.forget()
         return found or None
 

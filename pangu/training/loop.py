@@ -63,7 +63,7 @@ class Loop:
         self.signals, self.heartbeat, self.forecast, self._in_memory = signals, heartbeat, forecast, in_memory
         self.spikes = SpikeDetector(config.faults)
         self.devices = DeviceChecks(trainer, heartbeat)
-        self._stragglers = Stragglers(trainer, config.faults)
+        self._stragglers = Stragglers(trainer, config.faults, self.stages)
         self._goodput = Goodput(signals.began)
         self.samples = 0
         """Position in the data, over all replicas: samples consumed, and those skipped by rollbacks."""

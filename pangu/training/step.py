@@ -197,11 +197,14 @@ class Trainer:
         if isinstance(self.optimizer, Lamb):
             self.optimizer.share_steps()
 
-    def enter_stage(self, config: RunConfig) -> None:
-        """Prepare for steps with the batch and sequence length of a stage of the configuration."""
+    def enter_stage(self, config: RunConfig, micro_batches: int | None = None) -> None:
+        """Prepare for steps with the batch and sequence length of a stage of the configuration.
+
+        `micro_batches`: of this replica; None: as many as each has if all have equal numbers.
+        """
         self.config = config
         # the layers stay where they are, however their costs change
-        self.stages = replace(self.stages, schedule=plan_stages(config, self.mesh.layout).schedule)
+        self.stages = replace(self.stages, schedule=plan_stages(config, self.mesh.layout, micro_batches).schedule)
         if self.check is not None:
             self.check.follow(self.stages.schedule)
 

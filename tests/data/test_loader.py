@@ -48,6 +48,15 @@ def test_ranks_share_the_global_batch(step: int, micro: int, ranks: int, more: i
     assert [index for one in rounds for part in one for index in part] == list(range(step * size, (step + 1) * size))
 
 
+@given(step=st.integers(0, 1000), micro=st.integers(1, 4), shares=st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_ranks_take_turns_until_each_has_its_share(step: int, micro: int, shares: list[int]) -> None:
+    size = micro * sum(shares)
+    dealt = [step_samples(step * size, size, micro, rank, len(shares), shares) for rank in range(len(shares))]
+    assert list(map(len, dealt)) == shares
+    rounds = zip_longest(*dealt, fillvalue=range(0))
+    assert [index for one in rounds for part in one for index in part] == list(range(step * size, (step + 1) * size))
+
+
 def test_a_rank_with_fewer_micro_batches_repeats_one_that_does_not_count() -> None:
     stream = Recorded()
     with Loader(stream, PACKING, 8, 1, rank=2, size=3) as loader:
@@ -58,6 +67,11 @@ def test_a_rank_with_fewer_micro_batches_repeats_one_that_does_not_count() -> No
     assert not repeated.weights.any()
     assert all(batch.weights.any() for batch in counted)
     assert not stream.read[7], "it is of another rank"
+
+
+def test_a_rank_with_a_smaller_share_repeats_none() -> None:
+    with Loader(Recorded(), PACKING, 8, 1, rank=2, size=3, stage_at=lambda _: LoaderStage(8, 1, (3, 4, 1))) as loader:
+        assert [batch.samples for batch in loader.micro_batches(0)] == [(2,)]
 
 
 def test_formula() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from operator import mul
 from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pangu.common.errors import ConfigError
 from pangu.config.build import hints_of
 from pangu.config.checks import check
 from pangu.config.schema import ParallelConfig
 from pangu.pipeline.layouts import choose_layout
-from pangu.pipeline.stages import plan_stages
+from pangu.pipeline.stages import deal, plan_stages, shares_of
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b
 from pangu.topology.layout import Layout
 from tests.configs import composed, tiny
@@ -84,3 +88,33 @@ def test_the_head_counts_as_much_as_it_costs() -> None:
     assert layers() == [4, 4]
     assert layers("model.vocab=10000") == [7, 1]
     assert layers("parallel.layers=[2,6]") == [2, 6]
+
+
+@given(slowness=st.lists(st.sampled_from((1.0, 1.3, 2.0, 3.5)), min_size=1, max_size=4), more=st.integers(0, 6))
+def test_no_other_division_of_micro_batches_ends_earlier(slowness: list[float], more: int) -> None:
+    total = len(slowness) + more
+    for unit in (1, 2):
+        shares = deal(unit * total, slowness, unit)
+        others = (o for o in product(range(1, total + 1), repeat=len(slowness)) if sum(o) == total)
+        ends = max(map(mul, shares, slowness))
+        assert ends == unit * min(max(map(mul, other, slowness)) for other in others)
+        assert sum(shares) == unit * total
+        assert all(share % unit == 0 for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "slowness", "shares"),
+    [
+        ((), Layout(data=2), (1.0, 1.0), ()),
+        ((), Layout(data=2), (1.0, 3.0), (6, 2)),
+        ((), Layout(data=2), (1.0, 1.2), ()),
+        (("batch.global_size=7",), Layout(data=2), (1.0, 3.0), (6, 1)),
+        (("batch.global_size=10",), Layout(1, 4, 4, virtual_stages=2), (1.0, 1.0, 1.0, 3.0), (3, 3, 3, 1)),
+    ],
+)
+def test_shares_differ_where_that_saves_time(
+    words: tuple[str, ...], layout: Layout, slowness: tuple[float, ...], shares: tuple[int, ...]
+) -> None:
+    schedule = "interleaved" if layout.pipeline > 1 else "1f1b"
+    config = tiny("model.layers=8", "batch.micro_size=1", f"parallel.schedule={schedule}", *words)
+    assert shares_of(config, layout, slowness) == shares

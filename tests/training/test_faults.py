@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from pangu.config.faults import FaultsConfig
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
+from pangu.schedule.schedule import make_schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import device_checks
@@ -404,24 +405,57 @@ def test_slow_ranks_are_those_far_above_the_median() -> None:
     assert above_median([1.0, 1.4], 1.5) == {}
 
 
+def comparing(layout: Layout) -> MagicMock:
+    """A trainer that compares the times of its ranks in the next step."""
+    trainer = MagicMock(step=0)
+    trainer.mesh.recorder.active, trainer.mesh.layout = None, layout
+    trainer.stages.schedule = make_schedule("1f1b", 1, 1, 4)
+    return trainer
+
+
 @pytest.mark.parametrize(("has_spares", "slow"), [(True, [[], [], [1], [1]]), (False, [[]] * 4)])
 def test_slow_ranks_are_those_for_which_there_are_spares_before_anything_is_saved(
     has_spares: bool, slow: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, trainer = [], MagicMock(step=0)
-    trainer.mesh.recorder.active = None
+    asked, trainer = [], comparing(Layout(data=2))
     monkeypatch.setenv(device_checks.MEMBER, "0@host:1")
     monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: {1: 4.0})
     monkeypatch.setattr(
         device_checks, "replace_ranks", lambda *question, now: asked.append((*question, now)) or has_spares
     )
-    found = Stragglers(trainer, config("faults.stragglers=act", "faults.straggler_every=1").faults)
+    stages = MagicMock()
+    found = Stragglers(trainer, config("faults.stragglers=act", "faults.straggler_every=1").faults, stages)
     seen = []
     for _ in range(4):
         found.forward_backward([])
         seen.append(found.slow)
     assert seen == slow
-    assert asked == [(trainer.mesh, [1], False)] * (2 if has_spares else 1)
+    assert asked[2] == (trainer.mesh, [1], False)
+    assert stages.share.mock_calls == [] if has_spares else [call(trainer, {1: 4.0})]
+
+
+def test_replicas_of_ranks_that_are_slow_no_more_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, stages = comparing(Layout(data=2)), MagicMock()
+    looks: list[dict[int, float]] = [{1: 2.0}, {}, {1: 9.0}, {1: 3.0}, *[{}] * 6]
+    monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: looks.pop(0))
+    found = Stragglers(trainer, config("faults.stragglers=act", "faults.straggler_every=1").faults, stages)
+    while looks:
+        found.forward_backward([])
+    assert stages.share.mock_calls == [call(trainer, {1: 3.0}), call(trainer, {})]
+
+
+def test_without_spares_slow_ranks_are_only_named_where_replicas_meet_in_every_micro_batch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, stages = config("faults.stragglers=act", "faults.straggler_every=1").faults, MagicMock()
+    monkeypatch.setattr(device_checks, "find_stragglers", lambda *_: {1: 4.0})
+    for zero, named in ((1, False), (3, True)):
+        caplog.clear()
+        found = Stragglers(comparing(Layout(data=2, zero=zero)), faults, stages)
+        for _ in range(3):
+            found.forward_backward([])
+        assert ("slow ranks are only named" in caplog.text) == named
+    assert stages.share.call_count == 1
 
 
 def test_a_heartbeat_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path: Path) -> None:
