@@ -27,7 +27,7 @@ from pangu.zero.stage_parameters import StageParameters
 
 _SINGLE = Layout()
 _ONE_CHUNK: dict[str, Any] = {"pipeline": 1, "virtual_stages": 1, "layers": (), "micro_batches": 1}
-_ONE_REPLICA: dict[str, Any] = {"data": _SINGLE.data, "zero_group": _SINGLE.zero_group}
+_ONE_REPLICA: dict[str, Any] = {"data": _SINGLE.data, "zero_group": _SINGLE.zero_group, "bucket_mib": None}
 LAYOUT = tuple(field.name for field in fields(Layout))
 """Fields of a plan that are those of its layout."""
 CONTEXT = "context_kind", "context_ulysses"
@@ -62,6 +62,8 @@ class Plan(NamedTuple):
     """Expert-parallel size: ranks that share the experts of each layer."""
     expert_tensor: int = 0
     """Tensor-parallel ranks that share each expert; 0: all."""
+    bucket_mib: float | None = None
+    """Size of the messages of gradients; see `parallel.bucket_mib`."""
     context_kind: str = "auto"
     context_ulysses: int = 1
     """Exchange of context parallelism; see `parallel.context_kind` and `context_ulysses`."""
@@ -78,8 +80,9 @@ class Plan(NamedTuple):
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "schedule", "data", "context", *CONTEXT, "expert")
+_OTHERS = "expert_tensor", "sequence", "zero", "zero_group", "bucket_mib"
 KEYS = {
-    **{field: f"parallel.{field}" for field in (*_PARALLEL, "expert_tensor", "sequence", "zero", "zero_group")},
+    **{field: f"parallel.{field}" for field in (*_PARALLEL, *_OTHERS)},
     "micro_size": "batch.micro_size",
     "recompute": "memory.recompute",
     "offload": "memory.offload",

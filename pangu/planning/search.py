@@ -52,7 +52,9 @@ AHEAD = 8
 ALIKE = 1000
 """Number of next layouts of which those with modules like one of the `AHEAD` are measured in the same dry run."""
 CONFIRMED = 3
-"""Number of fastest layouts that are tried with other ZeRO groups and ZeRO 0, and carried out in a dry run."""
+"""Number of fastest layouts that are tried with other ZeRO groups, ZeRO 0 and buckets, and carried out in a dry run."""
+BUCKETS = (64, 128, 256, 512, 1024)
+"""Sizes of buckets in MiB, tried for these."""
 
 
 class Candidate(NamedTuple):
@@ -165,7 +167,8 @@ def search(space: Space, top: int = 10) -> SearchResult:
         worst = sorted([*(one.time.total for one in costed), *[math.inf] * top])[top - 1]
     kinds, chunks = (CUT, CONTEXT, KINDS), (CUT, ("chunks",), zip(CHUNKS, strict=True))
     groups = CONFIRMED, ("zero_group",), zip(_divisors(space.cluster.devices)[1:], strict=True)
-    for most, names, tried in (kinds, chunks, groups, (CONFIRMED, ("zero", "zero_group"), [(STAGES[0], 0)])):
+    buckets = CONFIRMED, ("bucket_mib",), zip(BUCKETS, strict=True)
+    for most, names, tried in (kinds, chunks, buckets, groups, (CONFIRMED, ("zero", "zero_group"), [(STAGES[0], 0)])):
         costed.sort(key=_preference)
         changes = [dict(zip(names, values, strict=True)) for values in tried]
         costed[: min(top, most)] = _refined(space, costed[: min(top, most)], changes)
@@ -286,6 +289,7 @@ def _degrees(space: Space) -> Iterator[Plan]:
     """Yield all ways to spread the model over the devices; long sequences only are split, as each way is measured."""
     world, fixed, experts = space.cluster.devices, space.fixed, space.config.model.experts or 1
     given = {name: fixed[name] for name in ("chunks", *CONTEXT) if name in fixed}
+    given["bucket_mib"] = space.config.parallel.bucket_mib
     is_long = space.config.model.sequence >= LONG
     for tensor in space.options("tensor", _divisors(min(world, space.cluster.node))):
         for pipeline in space.options("pipeline", _divisors(world // tensor)):

@@ -26,7 +26,7 @@ from pangu.schedule.simulate import simulate
 from pangu.zero.choices import STAGES
 
 KEPT = (
-    *("parallel.layers", "parallel.bucket_mib", "parallel.two_batch_overlap"),
+    *("parallel.layers", "parallel.two_batch_overlap"),
     *("loss.chunk", "precision.reduce", "optimizer.moments", "compile"),
 )
 """Keys that change time or memory of a step, of which a search tries no values."""
@@ -143,6 +143,7 @@ def untried(space: Space) -> Iterator[str]:
         "micro_size": f"batch.micro_size above {search.LARGEST_MICRO_SIZE}",
         "zero": f"ZeRO 0 with replicas, but for the fastest {search.CONFIRMED}",
         "zero_group": f"ZeRO groups other than a node's and all, but for the fastest {search.CONFIRMED}",
+        "bucket_mib": f"values of parallel.bucket_mib, but for the fastest {search.CONFIRMED}",
         "tensor": "tensor parallelism across nodes",
         "virtual_stages": f"parallel.virtual_stages other than {', '.join(map(str, (1, *search.VIRTUAL)))}",
         "chunks": f"parallel.overlap_chunks other than {', '.join(map(str, (1, *search.CHUNKS)))}",

@@ -24,6 +24,7 @@ from pangu.planning.cost import StepTime, memory_of, step_time
 from pangu.planning.find import refusals
 from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values
 from pangu.planning.search import (
+    BUCKETS,
     LONG,
     Candidate,
     Space,
@@ -89,6 +90,18 @@ def test_the_fastest_layouts_are_tried_with_every_zero_group() -> None:
     assert not any(plan.zero_group == plan.layout.replicas for plan in plans), "that is no group, but all replicas"
 
 
+def test_the_fastest_layouts_are_tried_with_other_buckets() -> None:
+    where = space(64, "+config=pangu_2_6b", "batch.global_size=1024")
+    where = where._replace(fixed={"tensor": 1, "pipeline": 1, "zero": 1, "zero_group": None, "micro_size": 16})
+    assert {plan.bucket_mib for plan in enumerate_plans(where, Counter())} == {None}
+    pick = search(where).best[0]
+    tried = {size: time_of(where, pick.plan._replace(bucket_mib=size)).total for size in (None, *BUCKETS)}
+    assert pick.plan.bucket_mib == min(tried, key=tried.__getitem__) is not None
+    assert configured(where.config, pick.plan).parallel.bucket_mib == pick.plan.bucket_mib
+    given = search(where._replace(fixed={**where.fixed, "bucket_mib": None}))
+    assert {one.plan.bucket_mib for one in given.best} == {None}
+
+
 def test_micro_batches_divide_the_batch() -> None:
     plans = enumerate_plans(space(2, *SHORT, "batch.global_size=24"), Counter())
     assert {plan.micro_size for plan in plans} == {1, 2, 3, 4, 6, 8, 12, 24}
@@ -129,7 +142,7 @@ def test_a_layout_that_a_dry_run_refuses_is_tried_with_less_on_the_device(monkey
 def test_ranks_share_long_sequences() -> None:
     """Where there are fewer of them than devices nothing else is left, and what is found can be run."""
     long = (*SHORT, "batch.global_size=2", f"model.sequence={LONG}")
-    where = space(8, *long)
+    where = space(8, *long)._replace(fixed={"bucket_mib": None})
     plans = list(enumerate_plans(where, Counter()))
     assert {plan.context for plan in plans} == {1, 2, 4, 8}
     assert all(plan.tensor * plan.pipeline * plan.context * plan.data == 8 for plan in plans)
