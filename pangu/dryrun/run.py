@@ -103,28 +103,26 @@ def dry_run(
         steps: number of steps.
         whole: carry out all micro-batches instead of the fewest after which they repeat.
     """
-    total = chosen.stages.schedule.micro_batches
-    chosen = chosen if whole else shortened(chosen, chosen.layout.coordinates(rank).pipeline)
-    config, layout, stages = chosen
-    with on_fake_tensors(rank, layout.world), audited(chosen, device, fake) as (audit, trainer):
+    config, layout, stages = fewer = chosen if whole else shortened(chosen, chosen.layout.coordinates(rank).pipeline)
+    with on_fake_tensors(rank, layout.world), audited(fewer, device, fake) as (audit, trainer):
         lasting = dict(audit.memory.bytes)
         for _ in range(steps):
             audit.by_action.clear()
             audit.enter(None)
             audit.memory.restart()
             carry_out(audit, trainer, micro_batches(config, layout))
-        return report_of(audit, trainer.mesh, total, _repeated(stages.schedule), lasting)
+        return report_of(audit, trainer.mesh, chosen.stages.schedule.micro_batches, repeated(stages.schedule), lasting)
 
 
 def shortened(chosen: Chosen, stage: int) -> Chosen:
     """Return the same run with the fewest micro-batches after which they repeat.
 
     The stage still reaches its highest number of micro-batches in flight for each chunk, with the gradients summed
-    meanwhile, and there is one micro-batch between the first and the last.
+    meanwhile, and there is one round of micro-batches between the first and the last.
     """
     config, layout, schedule = chosen.config, chosen.layout, chosen.stages.schedule
-    wanted = _held(schedule, stage, schedule.micro_batches)
-    for count in range(_repeated(schedule) + 2, schedule.micro_batches):
+    wanted, one_round = _held(schedule, stage, schedule.micro_batches), repeated(schedule)
+    for count in reversed(range(schedule.micro_batches - len(one_round), one_round.stop, -len(one_round))):
         with suppress(NumbersError):  # the schedule does not support so few
             if _held(schedule, stage, count) == wanted:
                 fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
@@ -133,9 +131,10 @@ def shortened(chosen: Chosen, stage: int) -> Chosen:
     return chosen
 
 
-def _repeated(schedule: Schedule) -> int:
-    """Return the micro-batch that represents those left out: if each is reduced, the first that waits for others."""
-    return IN_FLIGHT if schedule.reduce_each else 1
+def repeated(schedule: Schedule) -> range:
+    """Return the micro-batches that represent those left out: a round, after which the turns of chunks repeat."""
+    first = IN_FLIGHT if schedule.reduce_each else 1  # if each is reduced, the first that waits for earlier ones
+    return range(first, first + (schedule.stages if schedule.virtual_stages > 1 else 1))
 
 
 def _held(schedule: Schedule, stage: int, micro_batches: int) -> list[set[tuple[int, ...]]]:
@@ -265,13 +264,13 @@ def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
     ]
 
 
-def report_of(audit: Audit, mesh: Mesh, total: int, repeated: int, lasting: dict[str, int]) -> RankReport:
-    """Return the counters of a step, scaled to `total` micro-batches: those left out are like `repeated`."""
+def report_of(audit: Audit, mesh: Mesh, total: int, one_round: range, lasting: dict[str, int]) -> RankReport:
+    """Return the counters of a step, scaled to `total` micro-batches: those left out are rounds like `one_round`."""
     counts: Counter[tuple[Any, ...]] = Counter()
     memory, actions = audit.memory, audit.by_action
     missing = total - len({action.micro for action in actions if action and action.micro is not None})
     for action, counted in actions.items():
-        times = 1 + (missing if action and action.micro == repeated else 0)
+        times = 1 + (missing // len(one_round) if action and action.micro in one_round else 0)
         for key, amount in counted.items():
             counts[key] += times * amount
     found: dict[str, Any] = {name: {} for name in ("host_syncs", "blocking_copies", "any_order", "collectives")}

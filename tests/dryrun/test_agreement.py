@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, micro_batches, report_of
+from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, micro_batches, repeated, report_of
 from pangu.pipeline.layouts import choose_layout
 from tests.dryrun.layouts import values
 from tests.spawn import Pool
@@ -46,7 +46,7 @@ def carried_out(rank: int, world: int, layout: str) -> RankReport:
         audit.enter(None)
         audit.memory.restart()
         carry_out(audit, trainer, micro_batches(config, layout))
-    return report_of(audit, trainer.mesh, stages.schedule.micro_batches, 1, {})
+    return report_of(audit, trainer.mesh, stages.schedule.micro_batches, repeated(stages.schedule), {})
 
 
 def timeless(collectives: Mapping[str, Any]) -> dict[str, Any]:

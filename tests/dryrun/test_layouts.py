@@ -54,6 +54,9 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
         "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=16",
         "parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual_stages=2 model.layers=4 parallel.data=2 "
         "parallel.zero=2 batch.global_size=16",
+        # the head is gathered again in every other micro-batch only
+        "parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual_stages=2 model.layers=4 parallel.data=2 "
+        "parallel.zero=3 batch.global_size=18",
         # one reduction in a micro-batch: those of two are in flight before the next one is at its fullest
         "parallel.pipeline=2 model.layers=4 parallel.data=2 parallel.zero=2 batch.global_size=16 "
         "train.frozen=[embedding.*,layers.0.*] parallel.bucket_mib=1",
