@@ -39,17 +39,19 @@ PERIOD, EVERY = 100, 16
 TIMES = "BENCHMARK_TIMES"
 """Environment variable of a rank: folder for its times."""
 WORDS = [
-    *("+config=quickstart", "data=synthetic", "model.sequence=128", "model.vocab=1024", "batch.global_size=8"),
+    *("+config=quickstart", "data=synthetic", "model.layers=4", "model.vocab=1024", "batch.global_size=8"),
     *("batch.micro_size=1", "validation.every=0", "train.device=cpu", "checkpoint.every=0", "sample.tokens=0"),
     *("metrics.tensorboard=false", "metrics.every=100000", "parallel.zero=1", "train.deterministic=true"),
     *("faults.verify_weights=true", f"faults.recheck={EVERY}", f"faults.straggler_every={EVERY}"),
     f"checkpoint.memory_every={EVERY}",
 ]
 SIZES = {
-    "hidden 192": (8.0, ["model.layers=4", "model.hidden=192", "model.heads=4"]),
-    "hidden 512": (1.5, ["model.layers=4", "model.hidden=512", "model.heads=8"]),
+    "hidden 192, 8 x 128 tokens": (8.0, ["model.hidden=192", "model.heads=4", "model.sequence=128"]),
+    "hidden 512, 8 x 128 tokens": (1.5, ["model.hidden=512", "model.heads=8", "model.sequence=128"]),
+    "hidden 192, 8 x 512 tokens": (1.8, ["model.hidden=192", "model.heads=4", "model.sequence=512"]),
+    "hidden 512, 8 x 512 tokens": (0.4, ["model.hidden=512", "model.heads=8", "model.sequence=512"]),
 }
-"""Steps per second, about, and words of a model."""
+"""Steps per second, about, and words of a model. The other benchmarks have sequences of 512 tokens."""
 
 
 def run(words: list[str]) -> dict[str, np.ndarray]:
