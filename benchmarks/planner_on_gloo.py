@@ -34,10 +34,10 @@ from benchmarks.side_by_side import fresh, machine
 from benchmarks.trainer import composed, micro_batches
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
-from pangu.planning.clusters import load_cluster
 from pangu.planning.find import overrides_of
 from pangu.planning.program import Plan, configured
 from pangu.planning.search import Space, enumerate_plans, smaller, space_of, time_of
+from pangu.report.clusters import load_cluster
 from pangu.report.forecast import TERMS
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -11,8 +11,8 @@ from typing import Any
 from pangu.collectives.agreement import agree_on_long_work, answer_all, report_unresponsive_ranks
 from pangu.common.errors import UserError
 from pangu.metrics.devices import device_here, peak_tflops
-from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.report.auto import CHOSEN_GROUPS, prepare_choice
+from pangu.report.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.report.dry_run import show_dry_run
 from pangu.report.forecast import forecast_run
 from pangu.topology.launch import Launch

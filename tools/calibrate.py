@@ -29,8 +29,8 @@ from pangu.common.exit_status import exit_status
 from pangu.common.files import NewFile
 from pangu.config.cluster import ClusterConfig
 from pangu.metrics.devices import device_here
-from pangu.planning.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.planning.cost import matmul_seconds
+from pangu.report.clusters import cluster_names, cluster_of_device, load_cluster
 from pangu.report.correction import ProfiledRun
 from pangu.schedule.spans import Matmul
 from pangu.topology.launch import Launch, choose_device, is_first_process

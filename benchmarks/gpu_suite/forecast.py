@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_suite.setting import ROOT, Setting
 from pangu.dryrun.roles import run_jobs
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.clusters import load_cluster
+from pangu.report.clusters import load_cluster
 from pangu.report.forecast import Forecast
 
 SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.gpu_suite.forecast import cluster_for
 from pangu.config.cluster import ClusterConfig
-from pangu.planning.clusters import load_cluster
+from pangu.report.clusters import load_cluster
 
 Row = Mapping[str, Any]
 FILE = "calibrated.yaml"

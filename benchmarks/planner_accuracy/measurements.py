@@ -19,8 +19,8 @@ from pangu.common.errors import UserError, reading
 from pangu.config.cluster import ClusterConfig
 from pangu.config.model import LatentConfig, ModelConfig
 from pangu.models.size import layer_matrices, num_parameters, training_flops_per_token
-from pangu.planning.clusters import cluster_names, load_cluster
 from pangu.planning.program import Plan
+from pangu.report.clusters import cluster_names, load_cluster
 
 Scope = tuple[str, str, str]
 """Source, device and format of measurements that share coefficients."""

@@ -1,7 +1,7 @@
 """Lower bounds of the step time and peak memory of a layout, cheap enough for thousands of layouts per second.
 
 The bounds use the same measured spans and buffers as the ledger of a step, each module at its least: they leave out
-what depends on its neighbors, the bubbles inside a schedule, and messages between stages.
+what depends on its neighbors. Only those from a simulation have bubbles inside a schedule, and messages between stages.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 from pangu.config.cluster import ClusterConfig
 from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.pipeline.stages import shards_sums
-from pangu.planning.cost import GIB, collective_seconds, phase_seconds
-from pangu.planning.program import Plan, Program, StagePart, shortest
-from pangu.schedule.actions import Kind
+from pangu.planning.cost import GIB, collective_seconds, message_seconds, phase_seconds
+from pangu.planning.program import Plan, Program, StagePart, configured, schedule_of, shortest
+from pangu.schedule.actions import Durations, Kind
 from pangu.schedule.buffers import buffers_of, copied_bytes, lasting_bytes
 from pangu.schedule.groups import groups_of
 from pangu.schedule.in_flight import peak_in_flight
 from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.schedule.schedule import chunk_stages
+from pangu.schedule.simulate import ChunkTimes, chunk_times
 from pangu.schedule.spans import END, START, Collective, Trace
-from pangu.schedule.stage_ledger import HIDDEN
+from pangu.schedule.stage_ledger import HIDDEN, message_bytes
 from pangu.topology.layout import Coordinates
 from pangu.zero.grouping import Sharding
 from pangu.zero.stage_parameters import FlatSpec, place_stage
@@ -54,8 +55,10 @@ class Weights(NamedTuple):
     """Bytes of the accumulated gradient, if it is allocated in the step and stays until the end of the step."""
     each: float = 0.0
     """Seconds of communication with replicas per micro-batch."""
-    once: float = 0.0
-    """Seconds of communication with replicas once per step."""
+    gathered: float = 0.0
+    """Seconds in which updated weights are gathered once per step."""
+    reduced: float = 0.0
+    """Seconds in which gradients are reduced once per step."""
     copies: float = 0.0
     """Seconds of copies between device and host per step."""
 
@@ -69,11 +72,12 @@ class LayoutBounds:
         self._kinds: dict[tuple[int, bool], tuple[Trace, dict[str, Least]]] = {}
         self._chunks: dict[Any, list[Least]] = {}
         self._lines: dict[Any, dict[Any, float]] = {}
-        self._stages: dict[Plan, list[Weights]] = {}
+        self._runs: dict[Any, tuple[float, float, list[list[ChunkTimes]]]] = {}
+        self._stages: dict[Plan, list[tuple[Weights, list[Weights]]]] = {}
         self._parameters: dict[Any, dict[str, tuple[tuple[bool, bool], int]]] = {}
-        self._numels: dict[Any, Counter[tuple[bool, bool]]] = {}
+        self._numels: dict[Any, list[Counter[tuple[bool, bool]]]] = {}
         self._elements: dict[Any, Weights] = {}
-        self._hidden = HIDDEN * program.config.parallel.overlap
+        self._shown = 1 - HIDDEN * program.config.parallel.overlap
 
     def seconds(self, plan: Plan) -> float:
         """Return a lower bound of the step time in seconds: compute, and replica communication that it cannot hide.
@@ -86,29 +90,24 @@ class LayoutBounds:
         key = (*modules, plan.recompute, plan.schedule, plan.layers, plan.pipeline)
         if key not in self._lines:  # of stages alike the last one begins latest
             self._lines[key] = {(place, *work): fixed for fixed, place, *work in self._of_stages(plan)}
-        weights, longest, last = [*self._weights(plan), Weights()], 0.0, 0.0
+        weights, longest, last = [*self._weights(plan), (Weights(), [])], 0.0, 0.0
         for (place, each, busy), fixed in self._lines[key].items():
-            sent = weights[place]
-            longest = max(longest, fixed + plan.micro_batches * (each + self._waiting(sent.each, busy)))
-            # stages of a pipeline have more to compute after a reduction, or wait for each other
-            last = max(last, self._waiting(sent.once, busy if plan.pipeline == 1 else math.inf) + sent.copies)
-        return longest + last
-
-    def _waiting(self, sending: float, busy: float) -> float:
-        """Return the least exposed seconds of communication that runs while stages compute for `busy` seconds."""
-        return (1 - self._hidden) * sending + max(0.0, self._hidden * sending - busy)
+            sent = weights[place][0]
+            waiting = max(self._shown * sent.each, sent.each - busy)
+            longest = max(longest, fixed + plan.micro_batches * (each + waiting))
+            last = max(last, self._shown * (sent.gathered + sent.reduced) + sent.copies)
+        return (longest + last) / self._cluster.alone  # bounds assume that no core is shared
 
     def _of_stages(self, plan: Plan) -> Iterator[tuple[float, int, float, float]]:
         """Yield fixed seconds, kind of stage, seconds per micro-batch, and the stage's own compute per micro-batch."""
         parts, apart = self._program.cut(plan), splits_backward(plan.schedule)
         times = [self._least(plan, part) for part in parts]
-        sums = [Least(*map(sum, zip(*chunks, strict=True))) for chunks in times]
         places = {stage: place for place, part in enumerate(parts) for stage in part.stages}
         seen, forwards, backs, most = [0] * plan.pipeline, 0.0, 0.0, 0.0
         for stage in chunk_stages(plan.schedule, plan.pipeline, plan.virtual_stages):
             place = places[stage]
             if not seen[stage]:
-                forward, back, weight, _ = sums[place]
+                forward, back, weight, _ = map(sum, zip(*times[place], strict=True))
                 busy = forward + back + weight
                 if apart:
                     yield forwards, place, busy, busy
@@ -117,6 +116,41 @@ class LayoutBounds:
             forwards, backs, most = forwards + one.forward, backs + one.back, max(most, one.forward)
             seen[stage] += 1
         yield forwards + backs - most, -1, most, math.inf
+
+    def scheduled_seconds(self, plan: Plan, enough: float) -> float:
+        """Return `seconds` of a layout with measured modules if above `enough`, else a tighter bound by simulation.
+
+        The first chunk waits for its updated weights. The gradients of a chunk, and of those that end later on its
+        stage, are sent after the last backward pass of the chunk begins.
+        """
+        if (seconds := self.seconds(plan)) > enough:
+            return seconds
+        module = self._program.module_plan(plan)
+        key = module, plan.recompute, plan.schedule, plan.pipeline, plan.layers, plan.micro_batches
+        if key not in self._runs:
+            self._runs[key] = self._simulated(plan)
+        (first, more, times), weights = self._runs[key], self._weights(plan)
+        gathered, reduced, copies = map(max, zip(*(total[-3:] for total, _ in weights), strict=True))
+        stop = max(one.stop for stage in times for one in stage) + self._shown * reduced
+        for part, (_, chunks) in zip(self._program.cut(plan), weights, strict=True):
+            for stage in part.stages:
+                sent = 0.0
+                for time, chunk in sorted(zip(times[stage], chunks, strict=True), key=lambda one: -one[0].last):
+                    sent += chunk.reduced
+                    stop = max(stop, time.last + sent)
+        start = max(weights[0][1][0].gathered - first, self._shown * gathered)
+        return max(seconds, (start + stop + more + copies) / self._cluster.alone)
+
+    def _simulated(self, plan: Plan) -> tuple[float, float, list[list[ChunkTimes]]]:
+        """Return the least seconds of the first forward pass and of further micro-batches, and the chunks' times."""
+        schedule, cuts, config = schedule_of(plan), self._program.cut(plan), configured(self._program.config, plan)
+        least = {stage: self._least(plan, part) for part in cuts for stage in part.stages}
+        works = [least[stage][schedule.stage_of[:chunk].count(stage)] for chunk, stage in enumerate(schedule.stage_of)]
+        forward, back, weight, _ = zip(*works, strict=True)
+        link, end = message_seconds(message_bytes(config), groups_of(plan.layout, self._cluster.node), self._cluster)
+        busiest = max(sum(sum(one[:3]) for one in chunks) for chunks in least.values())
+        times = chunk_times(schedule, Durations(forward, back, weight, max(0.0, link - 2 * end)))
+        return forward[0], (plan.micro_batches - schedule.micro_batches) * busiest, times
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
@@ -165,34 +199,37 @@ class LayoutBounds:
     def gib(self, plan: Plan) -> float:
         """Return a lower bound of peak memory in GiB: states, plus activations in flight or accumulated gradients."""
         most, held = 0.0, peak_in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
-        for part, weights in zip(self._program.cut(plan), self._weights(plan), strict=True):
+        for part, (weights, _) in zip(self._program.cut(plan), self._weights(plan), strict=True):
             saved = [one.saved for one in self._least(plan, part)]
             passing = max(weights.sum, *(sum(map(mul, held[stage].chunks, saved)) for stage in part.stages))
             most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / GIB + self._cluster.memory.overhead_gib(plan.axes)
 
-    def _weights(self, plan: Plan) -> list[Weights]:
-        """Return the lower bounds of all weights of each kind of stage."""
+    def _weights(self, plan: Plan) -> list[tuple[Weights, list[Weights]]]:
+        """Return the lower bounds of all weights of each kind of stage, and of those of its chunks."""
         alike = plan._replace(recompute="none", micro_size=1, micro_batches=1)
         if alike not in self._stages:
             self._stages[alike] = [self._of_stage(alike, part) for part in self._program.cut(plan)]
         return self._stages[alike]
 
-    def _of_stage(self, plan: Plan, part: StagePart) -> Weights:
+    def _of_stage(self, plan: Plan, part: StagePart) -> tuple[Weights, list[Weights]]:
         config, ranks = self._program.config, (plan.tensor, plan.sequence, plan.expert, plan.expert_tensor)
         if ranks not in self._parameters:
             table, _ = place_stage(config, plan.layout, Coordinates(0, 0, 0), {0: ModelPart.full(config.model)})
             kinds = {name: (table.is_expert(name), table.is_trained(name)) for name in table.shapes}
             self._parameters[ranks] = {name: (kinds[name], math.prod(shape)) for name, shape in table.shapes.items()}
-        parameters, numels = self._parameters[ranks], self._numels.setdefault((ranks, part.content), Counter())
+        numels = self._numels.setdefault((ranks, part.content), [])
         if not numels:  # a matrix that two modules of a stage share counts once
-            names = tuple(parameters)
-            chunks = (parameters_by_module(config.model, names, chunk) for chunk in part.chunks.values())
-            for name in dict.fromkeys(chain.from_iterable(chain.from_iterable(map(dict.values, chunks)))):
-                kind, numel = parameters[name]
-                numels[kind] += numel
-        kind_weights = [[numel * one for one in self._element(plan, *kind)] for kind, numel in numels.items()]
-        return Weights(*map(sum, zip(*kind_weights, strict=True)))
+            names, left = tuple(self._parameters[ranks]), dict(self._parameters[ranks])
+            for chunk in part.chunks.values():
+                numels.append(Counter())
+                own = chain.from_iterable(parameters_by_module(config.model, names, chunk).values())
+                for kind, numel in filter(None, (left.pop(name, None) for name in own)):
+                    numels[-1][kind] += numel
+        elements = {kind: self._element(plan, *kind) for counts in numels for kind in counts}
+        weighted = ([[count * one for one in elements[kind]] for kind, count in counts.items()] for counts in numels)
+        chunks = [Weights(*map(sum, zip(*kinds, strict=True))) for kinds in weighted]
+        return Weights(*map(sum, zip(*chunks, strict=True))), chunks
 
     def _element(self, plan: Plan, expert: bool, trained: bool) -> Weights:
         """Return the lower bounds per weight element."""
@@ -212,7 +249,8 @@ class LayoutBounds:
                 lasting_bytes(flat, (), formats) + moments * numel / sharding.size,
                 buffers.total * (not reduce_each),
                 gather * often + reduction * reduce_each,
-                gather * (trained or comes) * (not often) + reduction * (not reduce_each),
+                gather * (trained and not comes),
+                reduction * (not reduce_each),
                 copied_bytes(flat, formats) / (self._cluster.host_gb_s * 1e9),
             )
             self._elements[key] = Weights(*(one / numel for one in kind_sums))
@@ -223,12 +261,10 @@ class LayoutBounds:
         groups, cluster, seconds = groups_of(plan.layout, self._cluster.node), self._cluster, 0.0
         timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
         for one in sent:
-
-            def taken(size: float, one: Collective = one) -> float:
-                return collective_seconds(one._replace(bytes=size), groups[one.axis], cluster)
-
+            resized = {size: one._replace(bytes=size) for size in timed or (0.0, 1e9)}
+            taken = {size: collective_seconds(each, groups[one.axis], cluster) for size, each in resized.items()}
             # between two timed sizes, the time per byte is lowest at one of the two
-            per_byte = min(taken(size) / size for size in timed) if timed else (taken(1e9) - taken(0.0)) / 1e9
+            per_byte = min(taken[size] / size for size in timed) if timed else (taken[1e9] - taken[0.0]) / 1e9
             seconds += per_byte * one.bytes
         return seconds
 

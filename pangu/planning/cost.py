@@ -22,7 +22,7 @@ from pangu.schedule.actions import Durations, Kind
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.ledger import Pass
 from pangu.schedule.schedule import Schedule
-from pangu.schedule.simulate import idle_ends, makespan
+from pangu.schedule.simulate import chunk_times, makespan
 from pangu.schedule.spans import Axis, Collective, Matmul, Replicas, Work
 from pangu.schedule.stage_ledger import StageLedger, Window, stage_actions
 
@@ -223,16 +223,12 @@ def phases_of(
         if id(stage) not in stages:
             phases = {key: seconds(one) for key, one in stage.passes.items()}
             device = math.fsum(one.total for one in phases.values())
-            host = sum(host_seconds(span.work, cluster) for one in stage.passes.values() for span in one.spans)
+            works = (span.work for one in stage.passes.values() for span in one.spans)
+            host = sum((one.operators * cluster.operator_us + one.calls * cluster.call_us) * 1e-6 for one in works)
             # a host is ahead of the device by many kernels, so only the sum over all actions can delay it
-            waiting = max(0.0, host / device - 1) if device else 0.0
+            waiting = max(0.0, host / device - 1) if device and cluster.queued else 0.0
             stages[id(stage)] = {key: one._replace(host=waiting * one.total) for key, one in phases.items()}
     return [stages[id(stage)] for stage in ledger.stages]
-
-
-def host_seconds(work: Work, cluster: ClusterConfig) -> float:
-    """Return the host time of a piece of work: no kernel starts before the host has launched it."""
-    return (work.operators * cluster.operator_us + work.calls * cluster.call_us) * 1e-6 * cluster.queued
 
 
 def _sum_of(phases: Iterable[Phase]) -> Phase:
@@ -265,13 +261,12 @@ def memory_of(stage: StageLedger, cluster: ClusterConfig) -> StageMemory:
 def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTime:
     """Return the time of a step; the layout of the plan defines the communication groups."""
     groups, schedule, m = groups_of(plan.layout, cluster.node), ledger.schedule, plan.micro_batches
-    sends = [Collective("send", "pipeline", nbytes) for nbytes in ledger.message]
-    link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
+    link, end = message_seconds(ledger.message, groups, cluster)
     phases = phases_of(ledger, groups, cluster)
-    # a host works on both ends of a message; the rest of its way takes no processor
-    end = sum(timed_seconds(cluster.inside.measured, "message", 2, nbytes) or 0.0 for nbytes in ledger.message)
     durations = durations_of(schedule, phases, max(0.0, link - 2 * end), end)
-    whole = makespan(schedule, durations, ledger.extra_micro_batches)
+    times = chunk_times(schedule, durations)
+    starts, stops = [min(chunks).start for chunks in times], [max(one.stop for one in chunks) for chunks in times]
+    whole = makespan(schedule, durations, ledger.extra_micro_batches) if ledger.extra_micro_batches else max(stops)
     sums = [_sum_of(stage_phases.values()) for stage_phases in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
     compute, tensor, replicas, expert, host = (m * term for term in sums[longest])
@@ -282,7 +277,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     distinct = {id(stage): stage for stage in ledger.stages}
     data, update = max((_after(stage, groups, cluster, last) for stage in distinct.values()), key=sum)
     ends = [stage.windows(stage_actions(schedule, number)) for number, stage in enumerate(ledger.stages)]
-    for windows, idles in zip(zip(*ends, strict=True), zip(*idle_ends(schedule, durations), strict=True), strict=True):
+    for windows, idles in zip(zip(*ends, strict=True), (starts, [max(stops) - stop for stop in stops]), strict=True):
         data += max(_exposed(*one, groups, cluster) for one in zip(windows, phases, idles, strict=True))
     # on a CPU host, other stages run while one waits: no core is idle as long as some stage has work
     chunk_seconds = durations.per_chunk(len(schedule.stage_of))
@@ -291,6 +286,13 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     parts = (compute, tensor, waiting, idle - waiting, replicas, expert, host)
     compute, tensor, waiting, bubble, replicas, expert, host = (part * faster for part in parts)
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert, host)
+
+
+def message_seconds(sizes: Sequence[int], groups: Mapping[Axis, Group], cluster: ClusterConfig) -> tuple[float, float]:
+    """Return the seconds of a message between chunks, and those that a host works on each of its ends."""
+    sends = [Collective("send", "pipeline", nbytes) for nbytes in sizes]
+    link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
+    return link, sum(timed_seconds(cluster.inside.measured, "message", 2, nbytes) or 0.0 for nbytes in sizes)
 
 
 def durations_of(

@@ -167,7 +167,8 @@ class Program:
         keys = dict.fromkeys(self._key(plan, part) for plan in plans for part in self.cut(plan))
         missing = (key for key in keys if key not in self._known)
         requests = {key: TraceRequest(configured(self.config, key[0]), key[2], (key[1],)) for key in missing}
-        self._known |= zip(requests, self._traces.measure(requests.values()), strict=True)
+        if requests:
+            self._known |= zip(requests, self._traces.measure(requests.values()), strict=True)
 
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether all modules of a layout have been measured."""
@@ -264,9 +265,8 @@ class Program:
         Unless `every` stage is wanted, one that holds as many micro-batches represents others with the same modules.
         """
         self.prepare([plan])
-        config = configured(self.config, plan)
-        numbers = plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan)
-        schedule, held = _schedule(*numbers, shards_sums(plan.layout)), peak_in_flight(*numbers)
+        config, schedule = configured(self.config, plan), schedule_of(plan)
+        held = peak_in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, schedule.micro_batches)
         extra, groups = plan.micro_batches - schedule.micro_batches, groups_of(plan.layout, 1)
         ledgers = dict[int, StageLedger]()
         for part in self.cut(plan):
@@ -296,6 +296,12 @@ class Program:
 _schedule = lru_cache(maxsize=100)(make_schedule)
 
 
+def schedule_of(plan: Plan) -> Schedule:
+    """Return the schedule of a plan with the fewest micro-batches that represent its step."""
+    reduce_each = shards_sums(plan.layout) and reduces_each(plan.schedule)
+    return _schedule(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan), reduce_each)
+
+
 @lru_cache(maxsize=100)
 def _fewest_layers(model: ModelConfig) -> int:
     """Return the number of first layers that have every kind of layer of the model, and the first kind twice."""
@@ -303,6 +309,7 @@ def _fewest_layers(model: ModelConfig) -> int:
     return 1 + max(kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in set(kinds))
 
 
+@lru_cache(maxsize=100_000)
 def shortest(plan: Plan) -> int:
     """Return the fewest micro-batches that represent a step.
 

@@ -132,10 +132,9 @@ def search(space: Space, top: int = 10) -> SearchResult:
     """Return the `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
     bounds, numbers = LayoutBounds(space.program, space.cluster), count()
-    alone = space.cluster.alone  # bounds assume that no core is shared
     plans = list(enumerate_plans(space, refused))
     space.program.sketch(plans)
-    waiting = [(bounds.seconds(plan) / alone, next(numbers), plan) for plan in plans]
+    waiting = [(bounds.seconds(plan), next(numbers), plan) for plan in plans]
     heapify(waiting)
     costed, worst, too_large = list[Candidate](), math.inf, list[tuple[float, int, int, Plan]]()
     room = space.cluster.memory.gib
@@ -148,7 +147,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
             modules = {space.program.module_plan(other) for other in (plan, *ahead[:AHEAD])}
             alike = (other for other in ahead if space.program.module_plan(other) in modules)
             space.program.prepare([plan, *(other for other in alike if bounds.gib(other) <= room)])
-        if (bound := bounds.seconds(plan) / alone) > before:  # its bound is tighter now
+        if space.program.is_prepared(plan) and (bound := bounds.scheduled_seconds(plan, before)) > before:
             heappush(waiting, (bound, place, plan))
             continue
         one = _candidate(space, plan) if fits else None
@@ -161,7 +160,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
                 larger = (other for other in ahead if bounds.gib(other) > room)
                 space.program.sketch([*others, *(less for other in larger for less in smaller(space, other))])
             for other in others:
-                heappush(waiting, (bounds.seconds(other) / alone, next(numbers), other))
+                heappush(waiting, (bounds.seconds(other), next(numbers), other))
             continue
         costed.append(one)
         worst = sorted([*(one.time.total for one in costed), *[math.inf] * top])[top - 1]
@@ -171,7 +170,7 @@ def search(space: Space, top: int = 10) -> SearchResult:
     for most, names, tried in (kinds, chunks, buckets, groups, (CONFIRMED, ("zero", "zero_group"), [(STAGES[0], 0)])):
         costed.sort(key=_preference)
         changes = [dict(zip(names, values, strict=True)) for values in tried]
-        costed[: min(top, most)] = _refined(space, costed[: min(top, most)], changes)
+        costed[: min(top, most)] = _refined(space, bounds, costed[: min(top, most)], changes)
     distinct = {  # two layouts may have become equal, and a group of all replicas is what 0 means
         one.plan._replace(zero_group=one.plan.zero_group % one.plan.layout.replicas): one for one in costed[::-1]
     }
@@ -210,18 +209,22 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
         yield one._replace(memory=memory, measured=needed)
 
 
-def _refined(space: Space, best: Sequence[Candidate], changes: Sequence[dict[str, Any]]) -> Iterator[Candidate]:
+def _refined(
+    space: Space, bounds: LayoutBounds, best: Sequence[Candidate], changes: Sequence[dict[str, Any]]
+) -> Iterator[Candidate]:
     """Yield each layout with the fastest of several changes.
 
     Only the best layouts are refined: these fields change little else, and each change needs measurements of its own.
     """
     free = [change for change in changes if all(space.fixed.get(name, change[name]) == change[name] for name in change)]
-    others = {one.plan: [one.plan._replace(**change) for change in free] for one in best}
-    legal = {plan: [other for other in others[plan] if not problem_of(space, other)] for plan in others}
-    space.program.prepare(other for plans in legal.values() for other in plans)
-    for one in best:
-        tried = (_candidate(space, plan) for plan in legal[one.plan])
-        yield min((one, *filter(None, tried)), key=_preference)
+    others = [[one.plan._replace(**change) for change in free] for one in best]
+    legal = [[plan for plan in plans if not problem_of(space, plan)] for plans in others]
+    space.program.prepare(plan for plans in legal for plan in plans)
+    for one, plans in zip(best, legal, strict=True):
+        for plan in plans:
+            if bounds.scheduled_seconds(plan, one.time.total) <= one.time.total:
+                one = min(filter(None, (one, _candidate(space, plan))), key=_preference)
+        yield one
 
 
 def smaller(space: Space, plan: Plan) -> Iterator[Plan]:

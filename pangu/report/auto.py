@@ -13,9 +13,9 @@ from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import kept_workers
 from pangu.metrics.text import quantity
-from pangu.planning.clusters import cluster_names
 from pangu.planning.find import find_layouts, overrides_of
 from pangu.planning.program import Plan, grouped
+from pangu.report.clusters import cluster_names
 from pangu.report.search_tables import ties
 from pangu.topology.launch import Launch
 

@@ -135,15 +135,31 @@ def makespan(schedule: Schedule, durations: Durations, more: int = 0) -> float:
     return max(stops) + skipped
 
 
-def idle_ends(schedule: Schedule, durations: Durations) -> list[tuple[float, float]]:
-    """Return the seconds in which each stage is idle before its first computation, and after its last one."""
-    computations, steps = _computations(schedule)
-    seconds, stops, spans = _seconds(schedule, durations), [0.0], dict[int, tuple[float, float]]()
-    _run(steps, stops, seconds, durations.link)
-    for action, (slot, *_), stop in zip(computations, steps, stops[1:], strict=True):
-        stage = schedule.stage_of[action.chunk]
-        spans[stage] = spans[stage][0] if stage in spans else stop - seconds[slot], stop
-    return [(spans[stage][0], max(stops) - spans[stage][1]) for stage in range(schedule.stages)]
+class ChunkTimes(NamedTuple):
+    """Times of the first and last computation of a chunk in a step."""
+
+    start: float
+    last: float
+    """Start of the last computation."""
+    stop: float
+
+
+def chunk_times(schedule: Schedule, durations: Durations) -> list[list[ChunkTimes]]:
+    """Return the times of the chunks of each stage, as `simulate` finds them."""
+    seconds, stops, times = _seconds(schedule, durations), [0.0], [list[ChunkTimes]() for _ in range(schedule.stages)]
+    _run(_computations(schedule)[1], stops, seconds, durations.link)
+    for stage, ((first, slot), (last, other)) in zip(schedule.stage_of, _first_and_last(schedule), strict=True):
+        times[stage].append(ChunkTimes(stops[first] - seconds[slot], stops[last] - seconds[other], stops[last]))
+    return times
+
+
+@lru_cache(maxsize=100)
+def _first_and_last(schedule: Schedule) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the places of the first and last computation of each chunk, with their indices in `_seconds`."""
+    pairs = enumerate(zip(*_computations(schedule), strict=True), 1)
+    places = [(action.chunk, (place, slot)) for place, (action, (slot, *_)) in pairs]
+    first, last = dict(reversed(places)), dict(places)
+    return [(first[chunk], last[chunk]) for chunk in range(len(schedule.stage_of))]
 
 
 STEADY = 1e-12

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from pangu.common.errors import LostError, UserError, reading
 from pangu.common.exit_status import RETRYABLE, exit_status
-from pangu.planning.clusters import load_cluster
+from pangu.report.clusters import load_cluster
 from pangu.report.runs import open_run
 from pangu.training.command import refuse_long_integers
 from tests.end_to_end.commands import called

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from pangu.planning.bounds import LayoutBounds
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import memory_of
 from pangu.planning.program import Plan, configured, shortest
 from pangu.planning.search import (
@@ -25,6 +24,7 @@ from pangu.planning.search import (
     space_of,
     time_of,
 )
+from pangu.report.clusters import load_cluster
 from tests.configs import config
 from tests.dryrun.conftest import SharedWorker
 from tests.spawn import repository

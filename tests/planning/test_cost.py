@@ -11,7 +11,6 @@ from benchmarks.planner_accuracy.measurements import CLUSTERS
 from benchmarks.planner_accuracy.published import DECODER, SYSTEMS, Setup, layer_work
 from pangu.config.cluster import ClusterConfig
 from pangu.models.size import training_flops_per_token
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import (
     collective_seconds,
     matmul_seconds,
@@ -20,6 +19,7 @@ from pangu.planning.cost import (
     step_time,
 )
 from pangu.planning.program import Plan, Program, StepLedger
+from pangu.report.clusters import load_cluster
 from pangu.schedule.actions import COMPUTE, Kind
 from pangu.schedule.groups import Group, groups_of
 from pangu.schedule.spans import Collective, Matmul, Work

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from benchmarks.planner_on_gloo import configuration, drawn, rank_correlation
-from pangu.planning.clusters import load_cluster
 from pangu.planning.program import configured
 from pangu.planning.search import problem_of, space_of
+from pangu.report.clusters import load_cluster
 from tests.spawn import repository
 
 

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from pangu.planning import program
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import step_time
 from pangu.planning.program import Plan, Program
+from pangu.report.clusters import load_cluster
 from pangu.schedule.orders import SCHEDULES
 from tests.configs import config
 from tests.dryrun.planned import collectives_of

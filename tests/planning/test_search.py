@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,6 @@ from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
 from pangu.planning.bounds import LayoutBounds
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import StepTime, memory_of, step_time
 from pangu.planning.find import refusals
 from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values
@@ -35,6 +35,7 @@ from pangu.planning.search import (
     space_of,
     time_of,
 )
+from pangu.report.clusters import load_cluster
 from pangu.report.intervals import expectation
 from pangu.report.search_tables import KEPT
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b, splits_backward
@@ -244,6 +245,7 @@ def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
         (8, 75, SMALL),
         (64, 30, ("+config=pangu_13b", "batch.global_size=512")),
         (8, 30, ("+config=pangu_2_6b", "batch.global_size=4", f"model.sequence={LONG}")),
+        (64, 30, ("+config=pangu_2_6b", "parallel.overlap=false")),
         (2048, 10, ("+config=pangu_200b",)),
     ],
 )
@@ -256,7 +258,9 @@ def test_no_bound_is_above_what_a_layout_takes_and_needs(devices: int, drawn: in
     for plan in Random(0).sample(plans, drawn):
         sketched = bounds.seconds(plan), bounds.gib(plan)
         time, gib = time_of(where, plan).total, needed(where, plan)
-        for seconds, least in (sketched, (bounds.seconds(plan), bounds.gib(plan))):
+        scheduled = bounds.scheduled_seconds(plan, math.inf)
+        assert bounds.seconds(plan) <= scheduled, plan
+        for seconds, least in (sketched, (scheduled, bounds.gib(plan))):
             assert 0 < seconds <= time, plan
             assert 0 < least <= gib, plan
 
@@ -275,7 +279,22 @@ def test_no_bound_is_above_the_time_of_a_pipeline_with_many_chunks() -> None:
     where = space(512, "+config=pangu_200b")
     plan = Plan(8, 8, 8, 8, 1, 1, False, "none", 1, 64, "interleaved", (1,) * 64)
     time = time_of(where, plan).total  # first, as measured modules have the highest bounds
-    assert 0 < LayoutBounds(where.program, where.cluster).seconds(plan) <= time
+    assert 0 < LayoutBounds(where.program, where.cluster).scheduled_seconds(plan, math.inf) <= time
+
+
+def test_bounds_of_pipelines_on_slow_links_are_tight() -> None:
+    """Where reductions and gathers take longer than compute, the slack of the bounds cannot hide a wrong one."""
+    where = space(8, *SHORT)
+    slow = replace(where.cluster.inside, gb_s=where.cluster.inside.gb_s / 50)
+    where = where._replace(cluster=replace(where.cluster, inside=slow))
+    bounds, ratios = LayoutBounds(where.program, where.cluster), []
+    for plan in enumerate_plans(where, Counter()):
+        if plan.pipeline > 1 and plan.data > 1 and plan.zero < 3:
+            time = time_of(where, plan).total
+            ratios.append(bounds.scheduled_seconds(plan, math.inf) / time)
+            assert ratios[-1] <= 1, plan
+    assert sorted(ratios)[len(ratios) // 2] > 0.75
+    assert max(ratios) > 0.9
 
 
 def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
@@ -292,7 +311,7 @@ def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
     bounds, times = LayoutBounds(where.program, where.cluster), []
     for plan in enumerate_plans(where, Counter()):
         times.append(time_of(where, plan).total)
-        assert bounds.seconds(plan) / 1.5 <= times[-1], plan
+        assert bounds.scheduled_seconds(plan, math.inf) <= times[-1], plan
     assert search(where, top=1).best[0].time.total == pytest.approx(min(times))
 
 
@@ -332,7 +351,7 @@ def test_few_of_the_layouts_of_200b_on_2048_devices_are_costed() -> None:
     """LayoutBounds decide most of them, which is what makes the search quick."""
     found = search(space(2048, "+config=pangu_200b"))
     assert found.layouts > 4_000
-    assert 10 <= found.costed < found.layouts / 20
+    assert 10 <= found.costed < found.layouts / 100
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import memory_of, step_time
 from pangu.planning.program import Plan
 from pangu.planning.search import Space, enumerate_plans, search, space_of
+from pangu.report.clusters import load_cluster
 from pangu.schedule.orders import SCHEDULES, SIMPLEST
 from tests.configs import config
 from tests.spawn import repository

@@ -22,10 +22,10 @@ from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
 from pangu.plan_run import cluster_here, plan_layout, with_cluster_here
 from pangu.planning import search
-from pangu.planning.clusters import cluster_names, cluster_of_device
 from pangu.planning.search import Candidate, Space
 from pangu.report import auto, forecast
 from pangu.report.auto import choose_automatically, with_plan
+from pangu.report.clusters import cluster_names, cluster_of_device
 from pangu.report.forecast import Forecast
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout

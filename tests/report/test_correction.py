@@ -11,8 +11,8 @@ import pytest
 
 from pangu.checkpoint.run_folder import save_config
 from pangu.config.cluster import ClusterConfig, LinkConfig
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import step_time
+from pangu.report.clusters import load_cluster
 from pangu.report.correction import ProfiledRun
 from pangu.training.profile import PARTS
 from tests.configs import config

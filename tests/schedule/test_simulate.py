@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pangu.schedule.actions import Action, Durations, Kind
 from pangu.schedule.orders import SCHEDULES, B, F, Family, Order
 from pangu.schedule.schedule import make_schedule
-from pangu.schedule.simulate import Gap, gaps, idle_ends, makespan, simulate
+from pangu.schedule.simulate import Gap, chunk_times, gaps, makespan, simulate
 from pangu.schedule.timeline import Event
 from tests.schedule.test_schedule import NAMES, drawn
 
@@ -86,12 +86,13 @@ def test_a_makespan_is_that_of_the_time_line(name: str, p: int, m: int, data: st
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 14), st.data())
-def test_idle_ends_are_those_of_the_time_line(name: str, p: int, m: int, data: st.DataObject) -> None:
+def test_times_of_chunks_are_those_of_the_time_line(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule, durations = drawn(name, p, m, data)
     timeline = simulate(schedule, durations, checked=True)
-    for events, (before, after) in zip(timeline.computing, idle_ends(schedule, durations), strict=True):
-        assert before == pytest.approx(min(event.start for event in events), abs=1e-9)
-        assert after == pytest.approx(timeline.makespan - max(event.stop for event in events), abs=1e-9)
+    for events, chunks in zip(timeline.computing, chunk_times(schedule, durations), strict=True):
+        for chunk, times in zip(sorted({event.action.chunk for event in events}), chunks, strict=True):
+            own = sorted((event.start, event.stop) for event in events if event.action.chunk == chunk)
+            assert times == pytest.approx((own[0][0], *own[-1]), abs=1e-9)
 
 
 @settings(max_examples=300)

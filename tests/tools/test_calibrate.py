@@ -10,9 +10,9 @@ import torch
 
 from pangu.calibration.links import latency_and_bandwidth
 from pangu.common.exit_status import INTERRUPTED, USER_ERROR
-from pangu.planning.clusters import load_cluster
 from pangu.planning.cost import matmul_seconds
 from pangu.planning.search import search, space_of
+from pangu.report.clusters import load_cluster
 from pangu.schedule.spans import Matmul
 from pangu.topology.launch import Launch
 from tests.configs import config

@@ -22,7 +22,7 @@ from benchmarks.gpu_suite import report
 from benchmarks.gpu_suite.setting import PRESETS, QUIET, Setting, preset, require_near
 from benchmarks.gpu_suite.staged import StagedGroup
 from benchmarks.gpu_suite.trace import Interval, busiest, gaps
-from pangu.planning.clusters import load_cluster
+from pangu.report.clusters import load_cluster
 from tests.configs import composed
 from tests.end_to_end.commands import command
 from tests.spawn import Pool, repository

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pangu.common.errors import ConfigError, UserError
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.clusters import cluster_names, load_cluster
+from pangu.report.clusters import cluster_names, load_cluster
 from pangu.training.command import check_sweeper, compose, final_loss, given_keys, run_command
 from tests.end_to_end.commands import called
 from tests.spawn import repository
