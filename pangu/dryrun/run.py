@@ -122,7 +122,8 @@ def shortened(chosen: Chosen, stage: int) -> Chosen:
     """
     config, layout, schedule = chosen.config, chosen.layout, chosen.stages.schedule
     wanted, one_round = _held(schedule, stage, schedule.micro_batches), repeated(schedule)
-    for count in reversed(range(schedule.micro_batches - len(one_round), one_round.stop, -len(one_round))):
+    rounds = reversed(range(schedule.micro_batches - len(one_round), one_round.stop, -len(one_round)))
+    for count in rounds if schedule.micro_batches % len(one_round) == 0 else ():  # others do not repeat
         with suppress(NumbersError):  # the schedule does not support so few
             if _held(schedule, stage, count) == wanted:
                 fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)

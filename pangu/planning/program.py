@@ -316,9 +316,10 @@ def shortest(plan: Plan) -> int:
     More of them raise neither the micro-batches a stage holds nor the reductions in flight in the repeated round.
     """
     numbers = plan.schedule, plan.pipeline, plan.virtual_stages
+    even = plan.virtual_stages == 1 or plan.micro_batches % plan.pipeline == 0  # other rounds do not repeat
     least = max(4 * plan.pipeline, 2 * IN_FLIGHT + 1) + plan.micro_batches % plan.pipeline
     with suppress(NumbersError):
         more = least + plan.pipeline
-        if least < plan.micro_batches and peak_in_flight(*numbers, least) == peak_in_flight(*numbers, more):
+        if even and least < plan.micro_batches and peak_in_flight(*numbers, least) == peak_in_flight(*numbers, more):
             return least
     return plan.micro_batches

@@ -56,7 +56,10 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
         "parallel.zero=2 batch.global_size=16",
         # the head is gathered again in every other micro-batch only
         "parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual_stages=2 model.layers=4 parallel.data=2 "
-        "parallel.zero=3 batch.global_size=18",
+        "parallel.zero=3 batch.global_size=20",
+        # rounds of three micro-batches, and one of two
+        "parallel.pipeline=3 parallel.schedule=interleaved parallel.virtual_stages=2 model.layers=6 parallel.data=2 "
+        "parallel.zero=3 batch.global_size=34",
         # one reduction in a micro-batch: those of two are in flight before the next one is at its fullest
         "parallel.pipeline=2 model.layers=4 parallel.data=2 parallel.zero=2 batch.global_size=16 "
         "train.frozen=[embedding.*,layers.0.*] parallel.bucket_mib=1",

@@ -28,7 +28,7 @@ def plan_of(schedule: str, zero: int, micro_batches: int) -> Plan:
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-@pytest.mark.parametrize(("zero", "micro_batches"), product((1, 3), (24, 37)))
+@pytest.mark.parametrize(("zero", "micro_batches"), product((1, 3), (24, 37, 39)))
 def test_few_micro_batches_tell_of_all(
     schedule: str, zero: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
