@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,21 @@ def store() -> Any:
     return fsspec.filesystem("memory")
 
 
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder of a bucket on an S3 server of this machine (`pip install "moto[server]" s3fs`)."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "nobody")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": f"http://{host}:{port}"})
+    fsspec.filesystem("s3").mkdir(f"bucket-{port}")  # the process has one store for all servers
+    yield f"s3://bucket-{port}/run"
+    server.stop()
+
+
 def steps(url: str = URL) -> list[int]:
     return [int(name[5:13]) for name in RemoteRun(url).checkpoints()]
 
@@ -55,6 +71,51 @@ def test_a_run_continues_on_a_machine_with_an_empty_folder_bit_for_bit(tmp_path:
     for step in (2, 4):
         mine, fetched = (tmp_path / run / f"checkpoints/step-0000000{step}" for run in ("unbroken", "second"))
         assert read_index(mine)["files"] == read_index(fetched)["files"]
+
+
+def test_a_run_on_an_s3_server_continues_on_another_machine(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Objects have no folders and no names that change, and what is listed is cached. It has gone back before."""
+    copied, words = f"checkpoint.remote={s3}", (*ROLLBACK, "checkpoint.keep=3")
+    poisoned([21], monkeypatch)
+    losses = train(tmp_path / "unbroken", 8, *words)
+    poisoned([21], monkeypatch, dies_at=36)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "first", 8, *words, copied)
+    seen = poisoned([], monkeypatch)
+    assert train(tmp_path / "second", 8, *words, copied) == losses
+    assert seen[0] == 32
+    assert steps(s3) == [int(path.name[5:]) for path in sorted((tmp_path / "second/checkpoints").glob("step-*"))]
+    name, system = max(RemoteRun(s3).checkpoints()), fsspec.filesystem("s3")
+    (file,) = system.glob(f"{s3}/checkpoints/{name}/*.safetensors")
+    system.pipe_file(file, system.cat_file(file)[:-1])
+    assert train(tmp_path / "third", 8, *words, copied) == losses
+    assert f"{name}/tensors-00000-00000.safetensors: damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", range(0, 40, 8))
+def test_an_upload_to_an_s3_server_that_is_killed_is_finished_later(
+    s3: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 2)
+    old, new = (tmp_path / f"checkpoints/step-0000000{step}" for step in (1, 2))
+    assert RemoteRun(s3).send(old, 0, 1)
+    RemoteRun(s3).commit(old)
+    with monkeypatch.context() as patch:
+        kill_at(number, s3, patch)
+        with pytest.raises(Killed):
+            RemoteRun(s3).send(new, 0, 1)
+            RemoteRun(s3).commit(new)
+            raise Killed
+    found = newest_complete(s3, tmp_path / "fetched")
+    assert found is not None
+    assert RemoteRun(s3).send(new, 0, 1)
+    RemoteRun(s3).commit(new)
+    assert steps(s3) == [1, 2]
+    found = newest_complete(s3, tmp_path / "again")
+    assert found is not None
+    assert read_index(found)["files"] == read_index(new)["files"]
 
 
 def test_only_what_is_missing_is_sent_again(
