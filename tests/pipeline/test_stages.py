@@ -110,6 +110,9 @@ def test_no_other_division_of_micro_batches_ends_earlier(slowness: list[float], 
         ((), Layout(data=2), (1.0, 1.2), ()),
         (("batch.global_size=7",), Layout(data=2), (1.0, 3.0), (6, 1)),
         (("batch.global_size=10",), Layout(1, 4, 4, virtual_stages=2), (1.0, 1.0, 1.0, 3.0), (3, 3, 3, 1)),
+        (("batch.global_size=24",), Layout(1, 4, 3, virtual_stages=2), (1.0, 3.0, 1.5), (12, 4, 8)),
+        # 12 micro-batches are three groups of 4, and 7 are one: it would keep 14 activations instead of 11
+        (("batch.global_size=24",), Layout(1, 4, 3, virtual_stages=2), (1.0, 1.7, 2.4), ()),
     ],
 )
 def test_shares_differ_where_that_saves_time(
