@@ -210,8 +210,7 @@ class Stragglers:
         self.slow: list[int] = []
         """Ranks to exchange, equal on all ranks."""
         self._acts = config.stragglers == "act"
-        apart = compute_apart(trainer.stages.schedule, trainer.mesh.layout)
-        if self._acts and not apart and MEMBER not in os.environ:
+        if self._acts and MEMBER not in os.environ and not compute_apart(trainer.stages.schedule, trainer.mesh.layout):
             log.warning(
                 "faults.stragglers=act: slow ranks are only named, without scripts/launch.py --spares and as replicas "
                 "wait for each other in every micro-batch"
@@ -234,7 +233,8 @@ class Stragglers:
             elif slow or len(self._looks) == LOOKS:
                 times = {rank: median_low(look[rank] for look in self._looks if rank in look) for rank in slow}
                 self._stages.share(trainer, times)
-                self.forget()
+                if slow:
+                    self.forget()
         return found or None
 
     def forget(self) -> None:

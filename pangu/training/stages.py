@@ -45,7 +45,7 @@ class BatchStages:
             replica = layout.coordinates(rank).data
             replicas[replica] = max(replicas[replica], times)
         stages = range(len(self._config.batch.stages) + 1)
-        shares = [shares_of(in_stage(self._config, number), layout, replicas) for number in stages]
+        shares = [shares_of(in_stage(self._config, number), layout, replicas) if slowness else () for number in stages]
         if shares != self._shares[-1][1]:
             self._shares.append((first, shares))
             now = self._shares_at(first)
