@@ -25,7 +25,7 @@ from pangu.schedule.groups import groups_of
 from pangu.schedule.in_flight import peak_in_flight
 from pangu.schedule.orders import SCHEDULES, reduces_each, splits_backward
 from pangu.schedule.schedule import chunk_stages
-from pangu.schedule.simulate import ChunkTimes, chunk_times
+from pangu.schedule.simulate import ChunkTimes, chunk_times, makespan
 from pangu.schedule.spans import END, START, Collective, Trace
 from pangu.schedule.stage_ledger import HIDDEN, message_bytes
 from pangu.topology.layout import Coordinates
@@ -121,7 +121,7 @@ class LayoutBounds:
         """Return `seconds` of a layout with measured modules if above `enough`, else a tighter bound by simulation.
 
         The first chunk waits for its updated weights. The gradients of a chunk, and of those that end later on its
-        stage, are sent after the last backward pass of the chunk begins.
+        stage, are sent after the last backward pass of the chunk begins. Further micro-batches may fill bubbles.
         """
         if (seconds := self.seconds(plan)) > enough:
             return seconds
@@ -148,9 +148,9 @@ class LayoutBounds:
         works = [least[stage][schedule.stage_of[:chunk].count(stage)] for chunk, stage in enumerate(schedule.stage_of)]
         forward, back, weight, _ = zip(*works, strict=True)
         link, end = message_seconds(message_bytes(config), groups_of(plan.layout, self._cluster.node), self._cluster)
-        busiest = max(sum(sum(one[:3]) for one in chunks) for chunks in least.values())
-        times = chunk_times(schedule, Durations(forward, back, weight, max(0.0, link - 2 * end)))
-        return forward[0], (plan.micro_batches - schedule.micro_batches) * busiest, times
+        timed = schedule, Durations(forward, back, weight, max(0.0, link - 2 * end))
+        more = makespan(*timed, plan.micro_batches - schedule.micro_batches) - makespan(*timed)
+        return forward[0], more, chunk_times(*timed)
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload

@@ -19,10 +19,10 @@ from pangu.common.errors import ConfigError, UserError
 from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
-from pangu.planning.bounds import LayoutBounds
+from pangu.planning.bounds import LayoutBounds, Least
 from pangu.planning.cost import StepTime, memory_of, step_time
 from pangu.planning.find import refusals
-from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values
+from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values, shortest
 from pangu.planning.search import (
     BUCKETS,
     LONG,
@@ -38,7 +38,10 @@ from pangu.planning.search import (
 from pangu.report.clusters import load_cluster
 from pangu.report.intervals import expectation
 from pangu.report.search_tables import KEPT
+from pangu.schedule.actions import Durations
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b, splits_backward
+from pangu.schedule.schedule import make_schedule
+from pangu.schedule.simulate import makespan
 from tests.configs import config
 from tests.report.narrow import CHROMIUM, check_in_browser, check_style
 from tests.spawn import repository
@@ -280,6 +283,18 @@ def test_no_bound_is_above_the_time_of_a_pipeline_with_many_chunks() -> None:
     plan = Plan(8, 8, 8, 8, 1, 1, False, "none", 1, 64, "interleaved", (1,) * 64)
     time = time_of(where, plan).total  # first, as measured modules have the highest bounds
     assert 0 < LayoutBounds(where.program, where.cluster).scheduled_seconds(plan, math.inf) <= time
+
+
+def test_further_micro_batches_take_no_longer_in_a_bound_than_in_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of 16 are no part of the simulation, and fill bubbles of those that are."""
+    forward, back = (70.0, 10.0, 70.0), (90.0, 10.0, 80.0)
+    where = space(4, *SHORT)
+    plan = Plan(1, 3, 1, 1, 1, 0, False, "none", 1, 16, "1f1b", (2, 1, 1))
+    assert shortest(plan) == 13
+    least = [Least(*one) for one in zip(forward, back, strict=True)]
+    monkeypatch.setattr(LayoutBounds, "_least", lambda _, __, part: [least[part.stages[0]]])
+    time = makespan(make_schedule("1f1b", 3, 1, 16), Durations(forward, back, 0.0, 0.01))  # links are faster
+    assert 0.99 * time < LayoutBounds(where.program, where.cluster).scheduled_seconds(plan, math.inf) <= time
 
 
 def test_bounds_of_pipelines_on_slow_links_are_tight() -> None:
