@@ -21,8 +21,8 @@ class BatchStages:
         """Start in the final stage, which a new trainer is made for."""
         self._config = config
         self._entered: tuple[int, tuple[int, ...]] = len(config.batch.stages), ()
-        self._shares: list[tuple[int, list[tuple[int, ...]]]] = [(0, [()] * (len(config.batch.stages) + 1))]
-        """First step of each change of the replicas' shares, with their micro-batches in every stage."""
+        self._shares: list[tuple[int, list[tuple[int, ...]]]] = []
+        """First step of each change of the replicas' shares, with their micro-batches in every stage; newest first."""
 
     def config_at(self, step: int) -> RunConfig:
         """Return the configuration of the stage of step `step` (from 0)."""
@@ -32,7 +32,7 @@ class BatchStages:
         """Return a step's batch, how many samples it cuts a sequence of the data into, and the replicas' shares."""
         config = self.config_at(step)
         parts = self._config.model.sequence // config.model.sequence
-        return LoaderStage(config.batch.global_size, parts, self._shares_at(step))
+        return LoaderStage(config.batch.global_size, parts, self._shares_at(step) if self._shares else ())
 
     def share(self, trainer: Trainer, slowness: Mapping[int, float]) -> None:
         """Give the replicas of slow ranks fewer micro-batches; `slowness`: these ranks' times, of that of the others.
@@ -46,15 +46,16 @@ class BatchStages:
             replicas[replica] = max(replicas[replica], times)
         stages = range(len(self._config.batch.stages) + 1)
         shares = [shares_of(in_stage(self._config, number), layout, replicas) if slowness else () for number in stages]
-        if shares != self._shares[-1][1]:
-            self._shares.append((first, shares))
+        if any(shares) if not self._shares else shares != self._shares[0][1]:
+            self._shares.insert(0, (first, shares))
             now = self._shares_at(first)
             text = f"the replicas compute {', '.join(map(str, now))}" if now else "all replicas compute equally many"
             log.warning("from step %d on %s micro-batches", first + 1, text)
 
     def enter(self, trainer: Trainer) -> None:
         """Prepare a trainer for the stage of its next step, and log where another stage begins."""
-        number, shares = stage_at(self._config, trainer.step), self._shares_at(trainer.step)
+        number = stage_at(self._config, trainer.step)
+        shares = self._shares_at(trainer.step) if self._shares else ()
         (entered, _), now = self._entered, (number, shares)
         if now != self._entered:
             self._entered = now
@@ -64,5 +65,5 @@ class BatchStages:
             log.info("%-12s %d of %d, %s", "stage", number + 1, len(self._config.batch.stages) + 1, text)
 
     def _shares_at(self, step: int) -> tuple[int, ...]:
-        *_, shares = (shares for first, shares in self._shares if first <= step)
-        return shares[stage_at(self._config, step)]
+        number = stage_at(self._config, step)
+        return next((shares[number] for first, shares in self._shares if first <= step), ())

@@ -152,7 +152,8 @@ class GradientSum(ReduceRules[FlatParameter]):
         assert parameter.grad is not None
         total, begins = self.sum_of(parameter)
         (total.copy_ if begins else total.add_)(parameter.grad)
-        del total, parameter.grad  # reductions that this completes free the sum
+        parameter.grad = None
+        del total  # reductions that this completes free the sum
         self.complete(parameter)
 
     def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
