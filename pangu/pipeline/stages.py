@@ -89,7 +89,7 @@ def compute_apart(schedule: Schedule, layout: Layout) -> bool:
 
 
 def deal(total: int, slowness: Sequence[float], unit: int = 1) -> tuple[int, ...]:
-    """Return how many of `total` micro-batches each replica gets so that they end as early as possible.
+    """Divide `total` micro-batches among the replicas so that the last one ends as early as possible.
 
     Numbers are positive multiples of `unit`, which divides `total`; `slowness` is the replicas' time per micro-batch.
     """

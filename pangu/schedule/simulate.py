@@ -136,7 +136,7 @@ def makespan(schedule: Schedule, durations: Durations, more: int = 0) -> float:
 
 
 class ChunkTimes(NamedTuple):
-    """Times of the first and last computation of a chunk in a step."""
+    """Times of the first and last computation of a chunk in a step, in the unit of the durations."""
 
     start: float
     last: float

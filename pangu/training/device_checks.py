@@ -212,8 +212,8 @@ class Stragglers:
         self._acts = config.stragglers == "act"
         if self._acts and MEMBER not in os.environ and not compute_apart(trainer.stages.schedule, trainer.mesh.layout):
             log.warning(
-                "faults.stragglers=act: slow ranks are only named, without scripts/launch.py --spares and as replicas "
-                "wait for each other in every micro-batch"
+                "faults.stragglers=act: slow ranks are only named, because there are no spares (scripts/launch.py "
+                "--spares) and replicas wait for each other in every micro-batch"
             )
             self._acts = False
 

@@ -29,13 +29,13 @@ class BatchStages:
         return in_stage(self._config, stage_at(self._config, step))
 
     def loader_stage_at(self, step: int) -> LoaderStage:
-        """Return a step's batch, how many samples it cuts a sequence of the data into, and the replicas' shares."""
+        """Return the size of a step's global batch, the parts of each sample of the data, and the replicas' shares."""
         config = self.config_at(step)
         parts = self._config.model.sequence // config.model.sequence
         return LoaderStage(config.batch.global_size, parts, self._shares_at(step) if self._shares else ())
 
     def share(self, trainer: Trainer, slowness: Mapping[int, float]) -> None:
-        """Give the replicas of slow ranks fewer micro-batches; `slowness`: these ranks' times, of that of the others.
+        """Give the replicas of slow ranks fewer micro-batches; `slowness`: time of each slow rank over the median.
 
         All ranks call this together. It holds from the step after the next one on, whose batch may have been read.
         """
