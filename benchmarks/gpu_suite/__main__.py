@@ -68,7 +68,7 @@ ROUNDS = (
         Part("trace", 40),
     ),
     (
-        Part("products", 40),
+        Part("matmuls", 40),
         Part("memory", 25),
         Part("attention", 60),
         Part("sweep", 150),

@@ -34,7 +34,7 @@ TABLES: dict[str, dict[str, str]] = {
     "ranks": {"losses": "losses"},
     "numerics": {"loss": "loss", "gradient is off by": "gradient is off by"},
     "resume": {"seconds": "s"},
-    "products": {"microseconds": "us", "tflops": "TFLOP/s", "of_bf16_peak": "of the peak"},
+    "matmuls": {"microseconds": "us", "tflops": "TFLOP/s", "of_bf16_peak": "of the peak"},
     "memory": {"microseconds": "us", "gb_s": "GB/s"},
     "attention": {"microseconds": "us", "tflops": "TFLOP/s"},
     "graph": {
@@ -115,8 +115,8 @@ def calibrated(documents: Mapping[str, Any], base: ClusterConfig) -> tuple[Clust
     """The cluster with what the suite measured, and the keys that it did."""
     changes: dict[str, Any] = {}
     matmul, memory, keys = base.matmul, base.memory, list[str]()
-    products = rows_of(documents, "products")
-    shapes = [(*row["shape"], row["of_bf16_peak"]) for name, row in products.items() if "fp8" not in name]
+    rows = rows_of(documents, "matmuls")
+    shapes = [(*row["shape"], row["of_bf16_peak"]) for name, row in rows.items() if "fp8" not in name]
     timed = tuple(tuple(map(float, shape)) for shape in shapes if shape[-1])
     if timed:
         matmul = replace(matmul, measured=timed)

@@ -105,17 +105,20 @@ def deal(total: int, slowness: Sequence[float], unit: int = 1) -> tuple[int, ...
 def shares_of(config: RunConfig, layout: Layout, slowness: Sequence[float]) -> tuple[int, ...]:
     """Return each replica's micro-batches with which a step takes least time; empty: equal numbers.
 
-    They stay equal where replicas do not compute apart, where others save no time, and where a replica would keep more
-    activations: an interleaved schedule may, also with fewer micro-batches.
+    They stay equal where replicas do not compute apart, where others save no time, where the schedule refuses one, and
+    where a replica would keep more activations: an interleaved schedule may, also with fewer micro-batches.
     """
     even = plan_stages(config, layout).schedule
     unit, total = one_micro_batch(even).micro_batches, config.batch.global_size // config.batch.micro_size
     if not compute_apart(even, layout) or total % unit or total < unit * layout.data:
         return ()
     shares = deal(total, slowness, unit)
-    saves = max(map(mul, shares, slowness)) < even.micro_batches * max(slowness)
-    schedules = (plan_stages(config, layout, share).schedule for share in {*shares})
-    return shares if saves and all(all(map(le, one.peak_live(), even.peak_live())) for one in schedules) else ()
+    if max(map(mul, shares, slowness)) < even.micro_batches * max(slowness):
+        with suppress(ConfigError):  # a schedule may refuse some multiples of its smallest number
+            schedules = [plan_stages(config, layout, share).schedule for share in {*shares}]
+            if all(all(map(le, one.peak_live(), even.peak_live())) for one in schedules):
+                return shares
+    return ()
 
 
 def plan_stages(config: RunConfig, layout: Layout, micro_batches: int | None = None) -> Stages:

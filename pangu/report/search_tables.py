@@ -177,6 +177,7 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
     tied, terms = ties(outcome), terms_of(*(one.time for one in best))
     for number, one in enumerate(best):
         data, plan = as_data(outcome, one), one.plan
+        bucket = "" if plan.bucket_mib is None else f", {plan.bucket_mib:g} MiB"
         saved = f"{plan.recompute} layers" if isinstance(plan.recompute, int) else plan.recompute
         yield {
             "": f"{number + 1}{' =' if 0 < number < tied else ''}",
@@ -184,7 +185,7 @@ def rows(outcome: Outcome) -> Iterator[dict[str, str]]:
             "pipeline": f"{plan.pipeline}",
             "schedule": f"{plan.schedule}{f' x {plan.virtual_stages}' if plan.virtual_stages > 1 else ''}",
             "data x context": f"{plan.data}{_sharing(plan)}",
-            "ZeRO": f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
+            "ZeRO": f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}{bucket}",
             "micro": f"{plan.micro_size}",
             "recompute": saved + "".join(f", {part} offloaded" for part in plan.offload),
             "step": f"{one.time.total:.3f} s{', host-bound' * (one.time.host > 0)}",

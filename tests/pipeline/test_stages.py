@@ -121,3 +121,15 @@ def test_shares_differ_where_that_saves_time(
     schedule = "interleaved" if layout.pipeline > 1 else "1f1b"
     config = tiny("model.layers=8", "batch.micro_size=1", f"parallel.schedule={schedule}", *words)
     assert shares_of(config, layout, slowness) == shares
+
+
+def test_shares_are_equal_where_a_registered_schedule_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_six(stages: int, virtual_stages: int, micro_batches: int) -> list[Order]:
+        if micro_batches == 6:
+            raise NumbersError("6 micro-batches", "must not be 6")
+        return one_f_one_b(stages, virtual_stages, micro_batches)
+
+    config = tiny("model.layers=8", "batch.micro_size=1")
+    assert shares_of(config, Layout(data=2), (1.0, 3.0)) == (6, 2)
+    monkeypatch.setitem(SCHEDULES, "1f1b", replace(SCHEDULES["1f1b"], order=not_six))
+    assert shares_of(config, Layout(data=2), (1.0, 3.0)) == ()

@@ -21,7 +21,7 @@ from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
 from pangu.planning.bounds import LayoutBounds, Least
 from pangu.planning.cost import StepTime, memory_of, step_time
-from pangu.planning.find import refusals
+from pangu.planning.find import Outcome, refusals
 from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values, shortest
 from pangu.planning.search import (
     BUCKETS,
@@ -37,7 +37,7 @@ from pangu.planning.search import (
 )
 from pangu.report.clusters import load_cluster
 from pangu.report.intervals import expectation
-from pangu.report.search_tables import KEPT
+from pangu.report.search_tables import KEPT, rows
 from pangu.schedule.actions import Durations
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, one_f_one_b, splits_backward
 from pangu.schedule.schedule import make_schedule
@@ -98,10 +98,13 @@ def test_the_fastest_layouts_are_tried_with_other_buckets() -> None:
     where = space(64, "+config=pangu_2_6b", "batch.global_size=1024")
     where = where._replace(fixed={"tensor": 1, "pipeline": 1, "zero": 1, "zero_group": None, "micro_size": 16})
     assert {plan.bucket_mib for plan in enumerate_plans(where, Counter())} == {None}
-    pick = search(where).best[0]
+    found = search(where)
+    pick = found.best[0]
     tried = {size: time_of(where, pick.plan._replace(bucket_mib=size)).total for size in (None, *BUCKETS)}
     assert pick.plan.bucket_mib == min(tried, key=tried.__getitem__) is not None
     assert configured(where.config, pick.plan).parallel.bucket_mib == pick.plan.bucket_mib
+    cell = next(rows(Outcome(where, found)))["ZeRO"]
+    assert cell == f"1, {pick.plan.bucket_mib:g} MiB"
     given = search(where._replace(fixed={**where.fixed, "bucket_mib": None}))
     assert {one.plan.bucket_mib for one in given.best} == {None}
 

@@ -198,7 +198,7 @@ def test_a_report_makes_tables_and_a_cluster_file(tmp_path: Path, capsys: pytest
         shutil.copy(repository() / "benchmarks" / "results" / "gpu_h200" / f"{name}.json", tmp_path)
     device = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))["device"]
     made = {
-        "products": [{"row": "pangu_350m, bfloat16, up forward", "shape": [8192, 4096, 1024], "of_bf16_peak": 0.5}],
+        "matmuls": [{"row": "pangu_350m, bfloat16, up forward", "shape": [8192, 4096, 1024], "of_bf16_peak": 0.5}],
         "memory": [{"row": "starting a kernel", "microseconds": 7.0}, {"row": "addition, no cache", "gb_s": 3000.0}],
         "attention": [{"row": "pangu_2_6b, causal, torch cudnn", "tflops": 500.0}],
     }

@@ -1,4 +1,4 @@
-"""Rates of the matrix products that the presets' layers and heads make, in the format of training and in fp8."""
+"""Rates of the matmuls of the presets' layers and heads, in the format of training and in fp8."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = {"gpt2_124m": 1, "pangu_350m": 1, "gpt3_1_3b": 1, "pangu_2_6b": 1, "pang
 
 
 def shapes_of(config: RunConfig, ranks: int) -> Iterator[tuple[str, Matmul]]:
-    """Products of a micro-batch: forward, and of the gradients of inputs and weights."""
+    """Yield the matmuls of a micro-batch: forward, and of the gradients of inputs and weights."""
     tokens = config.batch.micro_size * config.model.sequence
     matrices = dict(zip(("qkv", "output", "up", "down"), layer_matrices(config.model, ranks), strict=True))
     matrices["head"] = (config.model.hidden, -(-config.model.vocab // ranks))
@@ -32,7 +32,7 @@ def shapes_of(config: RunConfig, ranks: int) -> Iterator[tuple[str, Matmul]]:
         yield f"{name} weight gradient", Matmul(inputs, outputs, tokens)
 
 
-def fp8_product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
+def fp8_matmul(shape: Matmul, pool: Tensor) -> Callable[[], object]:
     """Return a matmul like `kernels.matmul` in e4m3 with one scale per operand; the right one is column-major, as the
     hardware wants it."""
     sizes = shape.rows * shape.depth, shape.depth * shape.columns
@@ -54,12 +54,12 @@ def fp8_product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
 
 
 def rounded(shape: Matmul) -> Matmul:
-    """With sizes that fp8 products take."""
+    """Return a matmul with sizes that fp8 kernels take."""
     return Matmul(*(-(-size // 16) * 16 for size in shape[:3]))
 
 
 def measure(setting: Setting) -> None:
-    """A row for each product."""
+    """Add a row for each matmul."""
     clock = Clock(setting.device, quick=setting.on_host)
     dtype = torch.float32 if setting.on_host else torch.bfloat16
     peak = peak_tflops(device_name(setting.device), "bf16")
@@ -69,7 +69,7 @@ def measure(setting: Setting) -> None:
     presets = list(RANKS.items())[: 2 if setting.on_host else None]
     for (name, ranks), (form, pool) in itertools.product(presets, pools.items()):
         config = build(RunConfig, setting.values(name))
-        make, shape_of = (fp8_product, rounded) if form == "fp8" else (matmul, lambda shape: shape)
+        make, shape_of = (fp8_matmul, rounded) if form == "fp8" else (matmul, lambda shape: shape)
         for which, one in shapes_of(config, 1 if setting.on_host else ranks):
             shape, row = shape_of(one), f"{name}, {form}, {which}"
             try:
