@@ -151,7 +151,8 @@ class GradientSum(ReduceRules[FlatParameter]):
     def _add(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         total, begins = self.sum_of(parameter)
-        (total.copy_ if begins else total.add_)(parameter.grad)
+        grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad  # nn.Embedding(sparse=True)
+        (total.copy_ if begins else total.add_)(grad)
         parameter.grad = None
         del total  # reductions that this completes free the sum
         self.complete(parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,20 @@ def test_a_pipeline_takes_regions_by_chunk() -> None:
     uses = pipeline.sharded.parameters.unsharder.uses
     assert [name for name in uses if name.startswith("1")] == ["1", "1.body.layers.0"]
     assert [name for name in uses if name.startswith("0")] == ["0", "0.body.layers.0", "0.body.layers.1.0", "0.unused"]
+
+
+def words_norm(rank: int, world: int, layout: Layout, sparse: bool) -> float:
+    torch.manual_seed(0)
+    mesh = mesh_of(layout)
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=sparse), nn.Linear(8, 8)).double()
+    sharded = pangu.shard(model, mesh)
+    for step in range(2):
+        with nullcontext() if step else sharded.no_sync():
+            model(torch.arange(4).chunk(layout.replicas)[mesh.replica] + step).square().mean().backward()
+    return float(sharded.step(sharded.lamb(lr=0.1)).grad_norm)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_sparse_gradients_of_embeddings_count_like_dense_ones(ranks: Ranks, zero: int) -> None:
+    dense, sparse = (ranks.run(2, words_norm, Layout(data=2, zero=zero), one) for one in (False, True))
+    assert sparse == dense

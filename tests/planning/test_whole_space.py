@@ -53,20 +53,23 @@ def two_nodes(devices: int, gib: float, *words: str) -> Space:
     return space_of(config("+config=pangu_2_6b", "model.layers=4", *words), cluster, {})
 
 
+SPACES = [
+    (4, 8.0, ["batch.global_size=4", "model.sequence=512"], 300, 200),
+    (4, 10.0, ["batch.global_size=6"], 300, 50),
+    (2, 12.0, ["batch.global_size=12"], 50, 30),
+]
+
+
 @pytest.mark.long
-def test_no_layout_of_two_nodes_is_faster_than_the_pick() -> None:
-    assert_nothing_is_faster(two_nodes(4, 20.0, "batch.global_size=6"), 300, 50)
+@pytest.mark.parametrize(("devices", "gib", "words", "layouts", "fitting"), SPACES)
+def test_no_layout_of_two_nodes_is_faster_than_the_pick(
+    devices: int, gib: float, words: list[str], layouts: int, fitting: int
+) -> None:
+    assert_nothing_is_faster(two_nodes(devices, 2 * gib, *words), layouts, fitting)
 
 
 @pytest.mark.usefixtures("formulas")
-@pytest.mark.parametrize(
-    ("devices", "gib", "words", "layouts", "fitting"),
-    [
-        (4, 8.0, ["batch.global_size=4", "model.sequence=512"], 300, 200),
-        (4, 10.0, ["batch.global_size=6"], 300, 50),
-        (2, 12.0, ["batch.global_size=12"], 50, 30),
-    ],
-)
+@pytest.mark.parametrize(("devices", "gib", "words", "layouts", "fitting"), SPACES)
 def test_no_layout_by_formulas_is_faster_than_the_pick(
     devices: int, gib: float, words: list[str], layouts: int, fitting: int
 ) -> None:
