@@ -239,7 +239,7 @@ def measure(
     first, last = (any(getattr(part, end) for part in chunks) for end in ("first", "last"))
     together = ModelPart(cast(range, PickedLayers(layers)), first, last)
     parts = {2 * place + 1: part for place, part in enumerate([together, *chunks])}
-    schedule = _schedule(parts, splits)
+    schedule = replace(_schedule(parts, splits), turns=chosen.stages.schedule.turns)
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
     own, replies = schedule.actions
     later = replace(schedule, actions=(tuple(action for action in own if action.micro), replies))

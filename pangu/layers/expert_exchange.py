@@ -45,17 +45,17 @@ class _PartExchange:
         self.there = rows, weights = [Exchange(to_each, from_each, group) for _ in range(2)]
         self.back = Exchange(from_each, to_each, group)
         # without rooms, dropped choices come last, and are not sent
-        self._begun = (
+        self.begun = (
             rows.begin(_first(permute(part.tokens, part.dispatch), self.sent)),
             weights.begin(_first(part.weights, self.sent)),
         )
 
-    def compute(self, full: bool) -> None:
-        """Wait for the rows of this rank's experts, compute, and start to send back the outputs.
+    def compute(self, full: bool) -> Tensor:
+        """Wait for the rows of this rank's experts, compute, and return the outputs, which start to travel back.
 
         Unless `full`, the rows of each rank end with some of no expert, whose outputs are 0.
         """
-        rows, weights = (one.end(begun) for one, begun in zip(self.there, self._begun, strict=True))
+        rows, weights = (one.end(begun) for one, begun in zip(self.there, self.begun, strict=True))
         # rows are sorted by source rank, and within it by expert
         count, counts = self.from_ranks.shape[1], self.from_ranks
         if not full:
@@ -66,6 +66,7 @@ class _PartExchange:
         local_dispatch = Dispatch.of(experts if full else experts.clamp(max=count - 1), count, admitted)
         outputs = self.experts(rows, weights.index_select(0, local_dispatch.order), local_dispatch)
         self._begun_back = self.back.begin(unpermute(outputs, local_dispatch))
+        return self._begun_back
 
     def finish(self) -> Tensor:
         """Return [tokens, hidden], the sum over the experts of each token."""
@@ -80,10 +81,11 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 def exchange_and_compute(
     layer: MixtureOfExperts, x: Tensor, choices: TokenChoices, shared: Iterator[Tensor | None]
-) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+) -> Generator[Tensor, None, tuple[Tensor, Tensor | None]]:
     """Return the experts' outputs for x [sequence, batch, hidden], and the output of the shared experts.
 
-    `shared` computes the latter in two steps. Yield when the exchange of tokens and when that of outputs has started.
+    `shared` computes the latter in two steps. Yield the last tensor that is sent when all tokens and when all outputs
+    have started to travel.
     """
     # The output is a tensor-parallel rank's term of a sum. Two parts; > starts an exchange, < ends it:
     #
@@ -110,10 +112,8 @@ def exchange_and_compute(
         sent = received = [[room] * region.size for room in rooms]
     exchanges = [_PartExchange(part, sent[at], received[at], from_ranks[:, at], layer) for at, part in enumerate(parts)]
     next(shared)
-    yield
-    for exchange in exchanges:
-        exchange.compute(full)
-    yield
+    yield exchanges[-1].begun[-1]
+    yield [exchange.compute(full) for exchange in exchanges][-1]
     shared_output = next(shared)
     pieces = [exchange.finish() for exchange in exchanges]
     if shares > 1:

@@ -270,11 +270,10 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """Map x [sequence (/ ranks with sequence parallelism), batch, hidden] to an output of the same shape."""
         *_, output = self.steps(x, routes)
-        assert output is not None
         return output
 
-    def steps(self, x: Tensor, routes: Routes) -> Iterator[Tensor | None]:
-        """Compute in steps: yield None when tokens and when outputs are being exchanged, and then the output."""
+    def steps(self, x: Tensor, routes: Routes) -> Iterator[Tensor]:
+        """Compute in steps: yield a tensor of each exchange that has started, and then the output."""
         whole = enter(x, self.region)
         choices = self.router(whole, routes)
         shared = iter((None, None)) if self.shared is None else self.shared.halves(x)

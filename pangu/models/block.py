@@ -20,6 +20,7 @@ from pangu.layers.experts import MixtureOfExperts
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias
 from pangu.layers.linear import ColumnParallelLinear, HeadProjections, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed, will_repeat
+from pangu.layers.turns import LayerPart, Turn
 from pangu.models.latent_attention import LatentAttention
 
 if TYPE_CHECKING:
@@ -38,15 +39,14 @@ class Options:
     loss_chunk: int | None = None
     """Number of tokens whose logits exist at a time; None: all."""
     offload: bool = False
-    two_batch_overlap: bool = False
-    """Compute both halves of a micro-batch in turns (`in_turns`)."""
+    turns: tuple[Turn, ...] = ()
+    """Order in which layers compute the halves of a micro-batch, as in `Schedule`; (): both at once."""
 
     @classmethod
-    def of(cls, config: RunConfig, kernel: str) -> Options:
-        """Return the options of a run with this attention kernel."""
-        memory = config.memory
-        offload, overlaps = "activations" in memory.offload, config.parallel.two_batch_overlap
-        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk, offload, overlaps)
+    def of(cls, config: RunConfig, kernel: str, turns: tuple[Turn, ...] = ()) -> Options:
+        """Return the options of a run with this attention kernel and these turns."""
+        memory, offload = config.memory, "activations" in config.memory.offload
+        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk, offload, turns)
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,7 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = Dropout(build, config.dropout, "mlp_output")
         self.recompute_norm = "norm" in options.recompute_parts
+        self.exchanges = isinstance(self.mlp, MixtureOfExperts) and self.mlp.expert_region is not None
 
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
         """Return the hidden states after this layer; `queries`: position vectors, for the query layer."""
@@ -230,11 +231,12 @@ class Block(nn.Module):
 
     def steps(
         self, below: HiddenStates, context: ForwardContext, queries: Tensor | None
-    ) -> Iterator[HiddenStates | None]:
-        """Compute in steps: yield None whenever an exchange of tokens has started, and then what `forward` returns."""
-        if not isinstance(self.mlp, MixtureOfExperts):
-            yield self(below, context, queries)
+    ) -> Iterator[tuple[LayerPart, Tensor | HiddenStates]]:
+        """Compute part by part: yield each with a tensor that it starts to send, and then what `forward` returns."""
+        if not self.exchanges:
+            yield LayerPart.OUTPUT, self(below, context, queries)
             return
+        assert isinstance(self.mlp, MixtureOfExperts)
         x, scores = below
         attended, scores = self.attend(self.project(x, context, queries), context, scores)
         x = self.join(x, attended, context)
@@ -242,11 +244,11 @@ class Block(nn.Module):
         assert context.routes is not None
         with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
             steps = self.mlp.steps(normed, context.routes)
-            change = next(steps)  # later steps do not save the norm's output
-        while change is None:
-            yield None
-            change = next(steps)
-        yield HiddenStates(self.mlp_dropout.hidden(self.of_mlp(change), context.keys, x), scores)
+            sent = next(steps)  # later steps do not save the norm's output
+        yield LayerPart.ATTENTION, sent
+        yield LayerPart.EXPERTS, next(steps)
+        change = self.of_mlp(next(steps))
+        yield LayerPart.OUTPUT, HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
 
     def project(self, x: Tensor, context: ForwardContext, queries: Tensor | None) -> QKV:
         """Return queries, keys and values for the layer's input."""
@@ -338,15 +340,16 @@ class ParallelBlock(Block):
 
 
 def in_turns(
-    block: Block, below: HiddenStates, contexts: tuple[ForwardContext, ...], queries: Tensor | None
+    turns: tuple[Turn, ...],
+    on_turn: Callable[[Turn, Tensor], None],
+    block: Block,
+    below: HiddenStates,
+    contexts: tuple[ForwardContext, ...],
+    queries: Tensor | None,
 ) -> HiddenStates:
-    """Return the hidden states after a layer, whose halves are computed in turns while the other exchanges tokens.
+    """Return the hidden states after a layer that computes halves of a micro-batch, each with its context, in `turns`.
 
-    Each half has its context. The backward pass, which runs in the opposite order, overlaps in the same way:
-
-        computing           attention 1 | attention 2 | experts 1 | experts 2 |
-        tokens to experts               | 1           | 2         |           |
-        back                            |             |           | 1         | 2
+    `on_turn` receives each turn that was taken and its last tensor, whose gradient begins it in the backward pass.
     """
     number = len(contexts)
 
@@ -355,8 +358,13 @@ def in_turns(
 
     inputs = zip(split(below.hidden, 1), split(below.scores, 0), contexts, split(queries, 1), strict=True)
     halves = [block.steps(HiddenStates(x, scores), context, asked) for x, scores, context, asked in inputs]
-    *_, outputs = zip(*halves, strict=True)
-    hidden, scores = zip(*outputs, strict=True)
+    outputs: dict[int, HiddenStates] = {}
+    for turn in turns if block.exchanges else (turn for turn in turns if turn.part is LayerPart.OUTPUT):
+        part, last = next(halves[turn.half])
+        if isinstance(last, HiddenStates):
+            outputs[turn.half] = last
+        on_turn(Turn(part, turn.half), last.hidden if isinstance(last, HiddenStates) else last)
+    hidden, scores = zip(*(outputs[half] for half in range(number)), strict=True)
     return HiddenStates(torch.cat(hidden, 1), None if scores[0] is None else torch.cat(scores))
 
 

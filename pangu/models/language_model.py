@@ -30,6 +30,7 @@ from pangu.layers.offload import Offload
 from pangu.layers.recompute import SavedTensors, address, checkpointed
 from pangu.layers.rotary import RotaryEmbedding
 from pangu.layers.scores import logits, token_losses
+from pangu.layers.turns import Turn
 from pangu.models.block import ForwardContext, HiddenStates, Options, in_turns, make_block
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.prediction import Predictions
@@ -47,6 +48,9 @@ class ModuleHooks:
     def after(self, module: str, x: Tensor) -> Tensor:
         """Return the output of a module; in the backward pass, its gradient starts the use of the module."""
         return x
+
+    def on_turn(self, module: str, turn: Turn, last: Tensor) -> None:
+        """Note that a module has taken a turn, whose backward pass begins with the gradient of `last`."""
 
 
 class TokenEmbedding(nn.Module):
@@ -115,7 +119,7 @@ class LanguageModel(nn.Module):
             recompute = "attention" in options.recompute_parts
             self._context_kernel = context_kernel(config, options.kernel, recompute, build.context)
         self.recomputed_layers, self.offload = options.recompute, options.offload
-        self.two_batch_overlap = options.two_batch_overlap
+        self.turns = options.turns
         self._balance, self._notes_logits = build.balance, build.logits is not None
 
     def forward(
@@ -135,7 +139,7 @@ class LanguageModel(nn.Module):
         drops, hooks = self.config.dropout > 0 or self.config.attention_dropout > 0, self.hooks
         keys = keys.on(batch.positions, batch.part) if keys is not None and drops else None
         context, *others = self._contexts(batch, keys, cache)
-        compute, given = (partial(checkpointed, in_turns), (context, *others)) if others else (self.compute, context)
+        compute, given = self.compute, (context, *others) if others else context
         if part.first:
             assert self.embedding is not None
             tokens = hooks.before("embedding", batch.tokens)
@@ -157,6 +161,9 @@ class LanguageModel(nn.Module):
                     # the query at a token's position predicts the next token; the index is not shifted
                     queries = self.query_embedding(batch.positions)
                 block, on = self.layers[str(layer)], layer < part.layers.start + recomputed
+                if others:
+                    on_turn = partial(hooks.on_turn, f"layers.{layer}")
+                    compute = partial(checkpointed, partial(in_turns, self.turns, on_turn))
                 if layer == self.config.layers:
                     hidden = self._normed(hidden)
                     words = self.mtp.embed(batch, self.input_matrix, self.head, completes=self.embedding is None)
@@ -242,7 +249,7 @@ class LanguageModel(nn.Module):
         lasts = batch.documents is None and not first and config.positions != "relative"
         make = self._lasting_kernel if lasts else self._new_kernel
         saved = SavedTensors(Offload(device, resident) if self.offload else None)
-        for part in batch.halves() if self.two_batch_overlap and torch.is_grad_enabled() else [batch]:
+        for part in batch.halves() if self.turns and torch.is_grad_enabled() else [batch]:
             kernels, terms, rotary, routes = list[Kernel](), list[MaskAndBias](), None, None
             # all parts of a model make the kernels of both kinds, so that memory does not depend on where it is cut
             for windowed in self._windows:

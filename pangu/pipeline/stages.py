@@ -15,7 +15,7 @@ from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.schedule.actions import Durations
-from pangu.schedule.orders import SCHEDULES, NumbersError, allows
+from pangu.schedule.orders import OVERLAPPED, SCHEDULES, NumbersError, allows
 from pangu.schedule.schedule import Schedule, make_schedule
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
@@ -76,9 +76,8 @@ def one_micro_batch(schedule: Schedule) -> Schedule:
     """Return a schedule for one micro-batch, or for the smallest number that its kind allows."""
     for count in range(1, schedule.micro_batches):
         with suppress(NumbersError):
-            return make_schedule(
-                schedule.name, schedule.stages, schedule.virtual_stages, count, reduce_each=schedule.reduce_each
-            )
+            numbers = schedule.stages, schedule.virtual_stages, count
+            return replace(make_schedule(schedule.name, *numbers, schedule.reduce_each), turns=schedule.turns)
     return schedule
 
 
@@ -133,6 +132,7 @@ def plan_stages(config: RunConfig, layout: Layout, micro_batches: int | None = N
     try:
         numbers = layout.pipeline, layout.virtual_stages, micro_batches
         schedule = make_schedule(parallel.schedule, *numbers, shards_sums(layout))
+        schedule = replace(schedule, turns=OVERLAPPED if parallel.two_batch_overlap else ())
     except NumbersError as error:
         key, rule = "schedule", error.rule
         if parallel.schedule in SCHEDULES and allows(parallel.schedule, layout.virtual_stages):

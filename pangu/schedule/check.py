@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import zip_longest
 
+from pangu.layers.turns import LayerPart
 from pangu.schedule.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.schedule.schedule import Schedule
 
@@ -47,8 +48,16 @@ def check(schedule: Schedule) -> None:
 
     Also checked: each chunk's gradients are reduced when complete (or after every micro-batch); in two phases each
     chunk is used only between UNSHARD and RESHARD; both ends of every channel (kind of message, source, target) list
-    the same messages in the same order. Only `simulate` finds stages that wait for each other in a circle.
+    the same messages in the same order; each half of a micro-batch takes all turns in order. Only `simulate` finds
+    stages that wait for each other in a circle.
     """
+    for half in sorted({0, 1, *(turn.half for turn in schedule.turns)} if schedule.turns else ()):
+        parts = [turn.part for turn in schedule.turns if turn.half == half]
+        if parts != [*LayerPart] or half not in (0, 1):
+            found, needed = ", ".join(parts) or "no turn", ", ".join(LayerPart)
+            raise ScheduleError(
+                f"half {half} of a micro-batch has {found}: halves 0 and 1 need {needed}, in this order"
+            )
     sent: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     received: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     for stage, actions in enumerate(schedule.actions):

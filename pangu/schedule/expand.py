@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pangu.layers.turns import LayerPart, Turn
 from pangu.schedule.actions import COMPUTE, Action, Kind
 from pangu.zero.grouping import backward_order
 from pangu.zero.rules import Operation, ReduceRules, UnshardRules
@@ -26,10 +27,12 @@ class StepOp(NamedTuple):
     micro: int | None = None
     peer: int | None = None
     """Stage at the other end of a message."""
+    turn: Turn | None = None
+    """Part and half of a layer that computes halves of its micro-batch in turns; None: all of a module."""
 
     def __str__(self) -> str:
         """Format it like `F layers.3, micro-batch 7` or `UNSHARD flat parameter 2 (layers.3.norm.weight, ...)`."""
-        words = [self.kind, self.module, "" if self.flat is None else str(self.flat)]
+        words = [self.kind, self.module, *(str(one) for one in (self.turn, self.flat) if one is not None)]
         where = [("chunk", None if self.module or self.flat else self.chunk), ("micro-batch", self.micro)]
         text = " ".join(filter(None, words))
         return ", ".join([text, *(f"{name} {value}" for name, value in where if value is not None)])
@@ -39,33 +42,24 @@ UPDATE = "UPDATE"
 """Kind of the optimizer's update of one flat parameter, or of all (None)."""
 
 
-def expand(
-    actions: Iterable[Action],
-    parameters: StageParameters,
-    in_flight: Collection[int] | None = None,
-    one_by_one: bool = False,
-    published: Sequence[FlatSpec] | None = None,
-) -> list[StepOp]:
-    """Return the step of one rank.
-
-    Args:
-        actions: Actions of its stage, from the schedule.
-        parameters: Parameters of its stage.
-        in_flight: Indices of flat parameters whose weights are in flight at the start of the step; None: those that
-            the update of the previous step published.
-        one_by_one: True if an optimizer with its state on the host updates one flat parameter at a time.
-        published: Trained flat parameters in the order in which the update publishes them; None: as they are.
-    """
-    return Expansion(parameters, in_flight).step(actions, one_by_one, published)
-
-
 class Expansion:
     """Builder of the list of operations."""
 
-    def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
-        """Start as after the previous step, or with the flat parameters of these indices in flight."""
+    def __init__(
+        self, parameters: StageParameters, in_flight: Collection[int] | None, turns: Sequence[Turn] = ()
+    ) -> None:
+        """Start as after the previous step, or with the flat parameters of these indices in flight.
+
+        `turns`: order in which layers compute halves of a micro-batch, as in `Schedule`.
+        """
         self.parameters = parameters
         self.ops = ops = list[StepOp]()
+        self._turns: dict[str, list[Turn | None]] = {}
+        """Turns of the forward passes of modules that compute halves."""
+        for modules in parameters.uses.values() if turns else ():
+            for module in (name for name in modules if name.startswith("layers.")):
+                exchanges = any(flat.sharding.experts for flat in modules[module])
+                self._turns[module] = [turn for turn in turns if exchanges or turn.part is LayerPart.OUTPUT]
 
         def record(operation: Operation, flat: FlatSpec) -> None:
             ops.append(StepOp(operation.value, flat=flat))
@@ -104,7 +98,13 @@ class Expansion:
     def step(
         self, actions: Iterable[Action], one_by_one: bool, published: Sequence[FlatSpec] | None = None
     ) -> list[StepOp]:
-        """Return the operations of a full step."""
+        """Return the operations of a full step.
+
+        Args:
+            actions: Actions of the rank's stage, from the schedule.
+            one_by_one: True if an optimizer with its state on the host updates one flat parameter at a time.
+            published: Trained flat parameters in the order in which the update publishes them; None: as they are.
+        """
         for action in actions:
             self.add(action)
         # reductions that are still in flight after the last micro-batch
@@ -123,7 +123,8 @@ class Expansion:
         if action.kind is Kind.FORWARD:
             for module in modules:
                 self.unsharding.begin(module, self.unsharding.forward)
-                self.ops.append(StepOp(action.kind.value, module, None, chunk, action.micro))
+                for turn in self._turns.get(module, (None,)):
+                    self.ops.append(StepOp(action.kind.value, module, None, chunk, action.micro, None, turn))
                 if module != regions.last or module not in backward:  # its backward pass follows directly
                     self.unsharding.end(module, self.unsharding.forward)
             return
@@ -147,13 +148,26 @@ class Expansion:
         if reads_weights:
             has_begun = module == self.parameters.regions.last
             self.unsharding.begin(module, self.unsharding.backward, has_begun)
-        self.ops.append(StepOp(action.kind.value, module, None, action.chunk, action.micro))
-        if action.reduce:
-            places = self.reducing.flat_parameters.get(action.chunk, [])
-            for index in sorted(places.index(flat) for flat in flats if flat in places):
-                self.reducing.count(action.chunk, index)
+        turns = self._backward_turns(action, module, flats)
+        last = turns[-1]
+        # gradients of experts are complete before attention is computed
+        last_of_experts = next((turn for turn in turns[::-1] if turn and turn.part is LayerPart.EXPERTS), last)
+        for turn in turns:
+            self.ops.append(StepOp(action.kind.value, module, None, action.chunk, action.micro, None, turn))
+            if action.reduce:
+                places = self.reducing.flat_parameters.get(action.chunk, [])
+                completed = (flat for flat in flats if turn is (last_of_experts if flat.sharding.experts else last))
+                for index in sorted(places.index(flat) for flat in completed if flat in places):
+                    self.reducing.count(action.chunk, index)
         if reads_weights:
             self.unsharding.end(module, self.unsharding.backward)
+
+    def _backward_turns(self, action: Action, module: str, flats: Sequence[FlatSpec]) -> Sequence[Turn | None]:
+        """Return the turns of a module's backward pass, which autograd takes in the opposite order."""
+        # which parts of a layer with frozen parameters have a backward pass is not worth a rule
+        if module not in self._turns or action.kind is Kind.BACKWARD_WEIGHT or not all(flat.trained for flat in flats):
+            return (None,)
+        return self._turns[module][::-1]
 
     def _adds(self, flats: Sequence[FlatSpec]) -> bool:
         return any(flat.trained for flat in flats)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
 
+from pangu.layers.turns import LayerPart, Turn
 from pangu.schedule.actions import Kind
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -45,6 +46,14 @@ class Family:
     two_phases: bool = False
     """True if a chunk stays unsharded through its forward passes, and again through its backward passes."""
 
+
+# The backward pass, which runs in the opposite order, overlaps in the same way:
+#
+#    computing           ATTENTION 0 | ATTENTION 1 | EXPERTS 0 | EXPERTS 1 | OUTPUT 0, 1
+#    tokens to experts               | 0           | 1         |           |
+#    back                            |             |           | 0         | 1
+OVERLAPPED = tuple(Turn(part, half) for part in LayerPart for half in (0, 1))
+"""Turns of a layer with experts in which each half of a micro-batch computes while the other one's tokens travel."""
 
 SCHEDULES: dict[str, Family] = {}
 """Schedules by name; `@register(...)` adds one."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from pangu.layers.turns import Turn
 from pangu.schedule.actions import CONTENTS, SENDS, Action, Kind
 from pangu.schedule.orders import SCHEDULES, NumbersError, Order, Step, allows, reduces_each
 
@@ -26,6 +27,8 @@ class Schedule:
     """True if a chunk stays unsharded through all its forward passes, then through all its backward passes."""
     reduce_each: bool = False
     """True if gradients are reduced after every micro-batch, keeping no full ones, rather than once per step."""
+    turns: tuple[Turn, ...] = ()
+    """Order in which a forward pass computes halves of its micro-batch in a layer; (): both at once."""
 
     def __hash__(self) -> int:
         """Hash the identifying numbers: hashing all actions would be slow."""
@@ -135,4 +138,5 @@ def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
     chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
     orders = [[(Kind.FORWARD, c, micro) for c in per_stage for micro in range(micro_batches)] for per_stage in chunks]
     actions = tuple(tuple(_complete(order, schedule.stage_of, schedule.two_phases, False)) for order in orders)
-    return replace(schedule, name=f"{schedule.name}, forwards", micro_batches=micro_batches, actions=actions)
+    name = f"{schedule.name}, forwards"
+    return replace(schedule, name=name, micro_batches=micro_batches, actions=actions, turns=())

@@ -32,6 +32,7 @@ from pangu.metrics.timing import Timer, Trial, time_candidates
 from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import HiddenStates, Options, build_model
 from pangu.models.parameters import ModelPart, logical_shapes
+from pangu.pipeline.stages import plan_stages
 from pangu.topology.mesh import Mesh
 from pangu.zero.gradients import fuses_gradient_accumulation
 
@@ -104,7 +105,8 @@ def layer_trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> T
         scales = history = Fp8Scales(logical_shapes(config.model), mesh.device)
         history.known = True  # every step but the first
     build = Builder(region=region, layers_store=store, scales=scales)
-    model, table = build_model(config.model, Options.of(config, kernel), build, [part])
+    options = Options.of(config, kernel, plan_stages(config, mesh.layout).schedule.turns)
+    model, table = build_model(config.model, options, build, [part])
     dtype, device = DTYPES[config.precision.compute], mesh.device
     model.balance_on(device)
     for name, shape in table.shapes.items():

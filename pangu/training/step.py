@@ -132,7 +132,7 @@ class Trainer:
         self.logits = LargestLogits.of_run(config, mesh.device)
         build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=scales, norm=chosen["norm"])
         build = replace(build, logits=self.logits)
-        options, frozen = Options.of(config, kernel), config.train.frozen
+        options, frozen = Options.of(config, kernel, schedule.turns), config.train.frozen
         self.model, _ = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters.of_run(self.model, chunks, mesh, config, schedule.reduce_each)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from pangu.common.errors import LocalError
 from pangu.config.optimizer import MuonConfig
+from pangu.layers.recompute import is_repeating
+from pangu.layers.turns import Turn
 from pangu.models.language_model import ModuleHooks
 from pangu.schedule.actions import MESSAGES, Action, Kind
-from pangu.schedule.expand import UPDATE, StepOp, expand
+from pangu.schedule.expand import UPDATE, Expansion, StepOp
 from pangu.schedule.schedule import Schedule
 from pangu.zero.muon_schedule import publish_order
 from pangu.zero.unshard import passing
@@ -31,7 +33,7 @@ class StepCheck(ModuleHooks):
         """Watch a trainer's steps from now on."""
         mesh, schedule, parameters = trainer.mesh, trainer.stages.schedule, trainer.parameters
         self._stage = parameters.stage
-        self._mesh, self._actions = mesh, schedule.actions[mesh.at.pipeline]
+        self._mesh, self._schedule = mesh, schedule
         optimizer = trainer.config.optimizer
         self._one_by_one = optimizer.name == "adam"
         self._published = None
@@ -40,6 +42,8 @@ class StepCheck(ModuleHooks):
         self._name = mesh.name
         self._expected: Iterator[StepOp] | None = None
         """Operations that must follow; None outside of a step."""
+        self._divided: set[tuple[str, str]] = set()
+        """Kinds of action and modules that the list divides into turns."""
         self._is_stopped = False
         self._action: Action | None = None
         self._count = 0
@@ -53,14 +57,16 @@ class StepCheck(ModuleHooks):
 
     def follow(self, schedule: Schedule) -> None:
         """Expect the operations of another schedule from the next step on."""
-        self._actions = schedule.actions[self._mesh.at.pipeline]
+        self._schedule = schedule
 
     def begin(self) -> None:
         """Start to compare a step."""
         if self._is_stopped:
             return
         in_flight = {flat.numbers.index for flat in self._unsharder.in_flight}
-        ops = expand(self._actions, self._stage, in_flight, self._one_by_one, self._published)
+        actions, turns = self._schedule.actions[self._mesh.at.pipeline], self._schedule.turns
+        ops = Expansion(self._stage, in_flight, turns).step(actions, self._one_by_one, self._published)
+        self._divided = {(op.kind, op.module) for op in ops if op.turn is not None}
         self._expected, self._count = filter(self._is_compared, ops), 0
 
     def drop(self) -> None:
@@ -85,21 +91,30 @@ class StepCheck(ModuleHooks):
         """Compare the module's backward pass with the list, after the operations on its weights."""
         return self._below.after(module, passing(x, lambda: None, lambda: self._check_module(module)))
 
+    def on_turn(self, module: str, turn: Turn, last: Tensor) -> None:
+        """Compare the turn's forward pass with the list, and its backward pass when that begins."""
+        if is_repeating():
+            return  # a recompute is part of the backward pass, and is not backpropagated
+        self._check_module(module, turn)
+        if last.grad_fn is not None:
+            last.grad_fn.register_prehook(lambda _: self._check_module(module, turn))
+
     def _begin_action(self, action: Action) -> None:
         self._action = action
         if action.kind in MESSAGES:
             self._check(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
 
-    def _check_module(self, module: str) -> None:
+    def _check_module(self, module: str, turn: Turn | None = None) -> None:
         if (action := self._action) is not None and module in self._stage.uses[action.chunk]:
-            op = StepOp(action.kind.value, module, None, action.chunk, action.micro)
+            op = StepOp(action.kind.value, module, None, action.chunk, action.micro, turn=turn)
             if self._is_compared(op):
                 self._check(op)
 
     def _is_compared(self, op: StepOp) -> bool:
         is_forward = op.kind == Kind.FORWARD
         alone = op.kind == Kind.BACKWARD_WEIGHT or (op.module in self._stage.regions.lookups and not is_forward)
-        return not op.module or not alone
+        divides = (op.kind, op.module) in self._divided
+        return not op.module or not (alone or divides == (op.turn is None))
 
     def _check(self, op: StepOp) -> None:
         if self._expected is None:

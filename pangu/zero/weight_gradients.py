@@ -39,7 +39,7 @@ class GradientAccumulator:
         # with a tied head, the gradient of the lookup comes last
         tables = [model.input_matrix] if model.embedding is None else model.embedding.parameters()
         self._looked_up = {id(one) for one in tables}
-        self._twice = {id(one) for one in model.layers.parameters()} if model.two_batch_overlap else set[int]()
+        self._twice = {id(one) for one in model.layers.parameters()} if model.turns else set[int]()
         """Weights to which both halves of a micro-batch add a gradient."""
         self._of_one_half = set[int]()
         """Weights to which one half has added, and the other half not yet."""

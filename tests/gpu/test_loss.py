@@ -62,9 +62,7 @@ def test_rows_that_were_looked_up_get_their_gradients() -> None:
     grad = torch.randn(3, 128, 32, dtype=torch.bfloat16)
     sums = Mock(sum_of=lambda _, cleared: (total[2].zero_(), cleared))
     total = total.to(device)
-    GradientAccumulator(sums, Mock(embedding=None, two_batch_overlap=False)).add_lookup(
-        total[2], rows.to(device), grad.to(device)
-    )
+    GradientAccumulator(sums, Mock(embedding=None, turns=())).add_lookup(total[2], rows.to(device), grad.to(device))
     expected = torch.zeros(64, 32).index_add_(0, rows.flatten(), grad.flatten(0, 1).float())
     torch.testing.assert_close(total[2].cpu(), expected, rtol=0, atol=1e-4)  # fp32 sums of up to 220, in any order
     assert total[1].isnan().all()
@@ -83,7 +81,7 @@ def test_rows_that_were_looked_up_are_added_in_one_order() -> None:
         for total in sums:
             products = GradientAccumulator(
                 Mock(sum_of=lambda _, cleared, total=total: (total.zero_(), cleared)),
-                Mock(embedding=None, two_batch_overlap=False),
+                Mock(embedding=None, turns=()),
             )
             products.add_lookup(total, rows, grad)
     finally:

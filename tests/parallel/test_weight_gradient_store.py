@@ -17,6 +17,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.language_model import Options, build_model
 from pangu.models.parameters import ModelPart
+from pangu.schedule.orders import OVERLAPPED
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
@@ -210,7 +211,7 @@ def test_what_was_put_aside_is_freed(recompute: str) -> None:
 def test_a_failed_step_leaves_no_half_of_a_micro_batch_behind() -> None:
     """A gradient is complete when both halves have added to it, those of the next step."""
     weight, total, eye, completed = nn.Parameter(torch.zeros(2, 2)), torch.zeros(2, 2), torch.eye(2), list[Tensor]()
-    model = Mock(embedding=None, input_matrix=None, two_batch_overlap=True, layers=nn.ParameterList([weight]))
+    model = Mock(embedding=None, input_matrix=None, turns=OVERLAPPED, layers=nn.ParameterList([weight]))
     sums = Mock(sum_of=lambda parameter: (total, False), complete=completed.append)
     store = WeightGradientStore()
     store.sums = weight_gradients.GradientAccumulator(sums, model)

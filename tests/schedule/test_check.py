@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pangu.layers.turns import LayerPart, Turn
 from pangu.schedule.actions import COMPUTE, Action, Durations, Kind
-from pangu.schedule.check import ScheduleError
+from pangu.schedule.check import ScheduleError, check
+from pangu.schedule.orders import OVERLAPPED
 from pangu.schedule.schedule import Schedule, make_schedule
 from pangu.schedule.simulate import simulate
 from tests.schedule.test_schedule import NAMES, virtuals
@@ -199,6 +201,25 @@ def test_what_is_wrong_is_named(name: str) -> None:
     simulate(schedule, Durations())
     with pytest.raises(ScheduleError, match=re.escape(says)):
         simulate(changed(schedule, stage, change), Durations())
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        (OVERLAPPED[1:], "half 0 of a micro-batch has EXPERTS, OUTPUT: halves 0 and 1 need ATTENTION, EXPERTS, OUTPUT"),
+        (OVERLAPPED[::2], "half 1 of a micro-batch has no turn"),
+        (OVERLAPPED[::-1], "half 0 of a micro-batch has OUTPUT, EXPERTS, ATTENTION"),
+        (
+            tuple(Turn(part, half) for half in range(3) for part in LayerPart),
+            "half 2 of a micro-batch has ATTENTION, EXPERTS, OUTPUT: halves 0 and 1 need",
+        ),
+    ],
+)
+def test_halves_take_each_turn_once_in_order(turns: tuple[Turn, ...], said: str) -> None:
+    schedule = make_schedule("1f1b", 2, 1, 2)
+    check(replace(schedule, turns=OVERLAPPED))
+    with pytest.raises(ScheduleError, match=said):
+        check(replace(schedule, turns=turns))
 
 
 def test_chunks_of_one_stage_follow_each_other() -> None:

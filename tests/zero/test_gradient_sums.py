@@ -38,7 +38,7 @@ class Sums:
 def test_a_reduction_frees_the_sum_that_its_last_gradient_was_added_to(kind: str) -> None:
     """It may start others, whose buffers would be allocated beside this one."""
     sums, weight = Sums(), nn.Parameter(torch.zeros(3, 2))
-    model: Any = SimpleNamespace(input_matrix=None, embedding=nn.Module(), layers=nn.Module(), two_batch_overlap=False)
+    model: Any = SimpleNamespace(input_matrix=None, embedding=nn.Module(), layers=nn.Module(), turns=())
     accumulator = GradientAccumulator(cast(GradientSum, sums), model)
     match kind:
         case "hook":
