@@ -69,7 +69,7 @@ def _recompute(config: RunConfig) -> Iterator[Problem]:
         rule = f"must be none, selective, full or a number of layers up to model.layers = {layers}"
         yield Problem("memory.recompute", memory.recompute, rule)
     if memory.recompute == "selective" and not memory.selective:
-        yield Problem("memory.selective", [], "names no part to recompute", "use [attention, activation, norm]")
+        yield Problem("memory.selective", [], "lists nothing to recompute", "use [attention, activation, norm]")
 
 
 def _moments(config: RunConfig) -> Iterator[Problem]:
@@ -132,17 +132,17 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
             rule = "would split conversations"
             yield Problem("data.packing.method", "concat", rule, "use best_fit or single")
     elif packed and lacks_eod and not isinstance(packing.bos, int):  # where a document begins, the last one ends
-        rule = f"data.packing.method = {packing.method} needs the id that ends a document"
+        rule = f"data.packing.method = {packing.method} needs the end-of-document id"
         yield Problem("data.packing.eod", None, rule, "set an id, or data.packing.method=concat")
     elif lacks_eod and (packing.reset_mask or packing.reset_positions):
         rule = "is required if data.packing.reset_mask or data.packing.reset_positions is true"
-        yield Problem("data.packing.eod", None, rule, "set the id that ends a document, or use false for both")
+        yield Problem("data.packing.eod", None, rule, "set the end-of-document id, or use false for both")
     if packing.index is not None and (is_stream or not packed):
         rule = "only packed samples of indexed files have an index"
         fix = "use null" if is_stream else "use null, or set data.packing.method=best_fit"
         yield Problem("data.packing.index", packing.index, rule, fix)
     if packing.eod is not None and packing.eod == packing.pad:
-        rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"
+        rule = f"must differ from data.packing.pad = {packing.pad}: ends of documents count in the loss"
         yield Problem("data.packing.eod", packing.eod, rule)
 
 
@@ -162,7 +162,7 @@ def _files(config: RunConfig) -> Iterator[Problem]:
             "stream": "[FOLDER]",
             "instructions": "[FILE.jsonl], with one conversation per line",
         }
-        yield Problem("data.train", [], "names no files", f"set data.train={examples[data.kind]}")
+        yield Problem("data.train", [], "lists no files", f"set data.train={examples[data.kind]}")
     stages = data.weight_schedule if isinstance(data, IndexedData) else ()
     later_stages = [(f"data.weight_schedule[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
     for key, weights in (("data.weights", data.weights), *later_stages):
@@ -181,7 +181,7 @@ def _files(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.tokenizer", None, "is needed to turn text into tokens", fix)
     if data.tokenizer is not None and bool(data.tokenizer.path) == (data.tokenizer.kind == "bytes"):
         kind = data.tokenizer.kind
-        rule = f"a tokenizer of kind {kind} {'has no' if kind == 'bytes' else 'needs the'} path of a file or folder"
+        rule = f"a tokenizer of kind {kind} {'takes no path' if kind == 'bytes' else 'needs a file or folder'}"
         yield Problem("data.tokenizer.path", data.tokenizer.path, rule)
 
 
@@ -202,7 +202,7 @@ def _sample(config: RunConfig) -> Iterator[Problem]:
     if tokens:
         yield from _without_tokenizer(config.data, "sample.tokens", tokens)
     if tokens and not config.sample.prompts:
-        yield Problem("sample.prompts", [], "sample.tokens > 0 needs a text to continue", "use e.g. ['Once']")
+        yield Problem("sample.prompts", [], "sample.tokens > 0 needs a prompt to continue", "use e.g. ['Once']")
 
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
@@ -260,7 +260,7 @@ def _local_paths(config: RunConfig) -> Iterator[Problem]:
     if not mark:
         yield Problem("checkpoint.remote", remote, "must be a URL", f"use e.g. s3://BUCKET/RUN, or file://{remote}")
     elif kind in ("file", "local") and Path(folder).resolve() == Path(config.train.output).resolve():
-        yield Problem("checkpoint.remote", remote, "is train.output itself", "use another folder, or null")
+        yield Problem("checkpoint.remote", remote, "is the same folder as train.output", "use another folder, or null")
 
 
 def _stop_after(config: RunConfig) -> Iterator[Problem]:
@@ -283,9 +283,9 @@ def _faults(config: RunConfig) -> Iterator[Problem]:
 def _evaluate(config: RunConfig) -> Iterator[Problem]:
     evaluate, off = config.evaluate, "set evaluate.every=0"
     if evaluate.every and not evaluate.tasks:
-        yield Problem("evaluate.tasks", "[]", "names no task", f"{off}, or e.g. evaluate.tasks=[lambada]")
+        yield Problem("evaluate.tasks", "[]", "lists no task", f"{off}, or e.g. evaluate.tasks=[lambada]")
     if evaluate.every and evaluate.data is None:
-        yield Problem("evaluate.data", None, "must be the folder of the tasks' files", f"set it, or {off}")
+        yield Problem("evaluate.data", None, "must be the folder that holds the tasks' files", f"set it, or {off}")
     if evaluate.every:
         yield from _without_tokenizer(config.data, "evaluate.every", evaluate.every)
 

@@ -43,9 +43,9 @@ class MatmulConfig:
     """Measured matmuls: [rows, columns, inner dimension, fraction of the peak]. A shape near one of them uses its
     fraction; others are computed from the numbers above, which were fitted to these."""
     tflops_fp8: Positive | None = None
-    """Rate in fp8 (dense) that matmuls reach with the same `efficiency`, 10^12 operations per second; null: none."""
+    """Peak rate in fp8 (dense), to which the same `efficiency` applies, 10^12 operations per second; null: no fp8."""
     bf16: bool = True
-    """Support of bf16 among the 16-bit formats; a plan in bf16 for devices without it warns."""
+    """Hardware support for bf16; a plan in bf16 for devices without it logs a warning."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PriceConfig:
     """Power and price of a device."""
 
     watts: NotNegative
-    """Power of a device with its share of host, network and cooling, watts."""
+    """Power of a device, including its share of host, network and cooling, watts."""
     per_hour: NotNegative
     """Price of a device per hour, in any currency; 0: unknown."""
 
@@ -101,10 +101,10 @@ class FailureConfig:
     """Failures that stop a run, and what a restart costs."""
 
     device_hours: Positive = 50_700.0
-    """Hours between two interruptions, times devices. The default is Llama 3's (Dubey et al. 2024, section 3.3.4): 419
-    unexpected interruptions in 54 days on 16,384 GPUs."""
+    """Mean hours between two interruptions, multiplied by the number of devices. The default is Llama 3's (Dubey et al.
+    2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs."""
     restart_s: NotNegative = 600.0
-    """Seconds from a failure to the first step after it: detection, start of all processes, loading the checkpoint."""
+    """Seconds from a failure to the next step: detecting it, restarting all processes, loading the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ClusterConfig:
     between: LinkConfig
     """Links between nodes; `gb_s` is that of one of the `nics`."""
     launch_us: NotNegative
-    """Microseconds between two kernel launches of a host: the time per kernel of a step of tiny kernels."""
+    """Microseconds between two kernel launches by a host: the time per kernel in a step made of tiny kernels."""
     message_us: NotNegative
     """Host time of a message between pipeline stages, microseconds."""
     step_us: NotNegative
@@ -143,16 +143,17 @@ class ClusterConfig:
     """Failures and restarts, for the expected goodput."""
     queued: bool = True
     """True if kernels are queued on the device while the host launches others; false: the device is the host itself,
-    which launches a kernel after it has computed the one before."""
+    which finishes each kernel before it launches the next."""
     alone: Annotated[float, Bounds(least=1)] = 1.0
-    """Speedup factor of a device while the others of its node are idle: processes that share cores."""
+    """Speedup factor of a device while the others of its node are idle, for processes that share cores."""
     operator_us: NotNegative = 0.0
-    """Host time of an operator of torch, including views, microseconds."""
+    """Host time of a torch operator, including views, microseconds."""
     call_us: NotNegative = 0.0
-    """Host time of a Python function of a model or the trainer without its operators, microseconds."""
+    """Host time of a Python function in the model or the trainer, excluding its operators, microseconds."""
     host_memory_gb_s: Positive = 40.0
     """Host memory bandwidth per device while all devices use it, 10^9 bytes per second. If the device is the host
-    itself, gradients and optimizer states move at it, other tensors that are no operands of matmuls at `memory`'s."""
+    itself, gradients and optimizer states move at this rate, other tensors that are not matmul operands at
+    `memory`'s."""
 
 
 def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:

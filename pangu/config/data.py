@@ -13,8 +13,8 @@ class PackingConfig:
     """Rules for turning tokens into samples and masks, as in PanGu-α's data pipeline."""
 
     eod: Natural | None
-    """Id of the end-of-document token. null: the tokenizer's own (data=stream, data=instructions), or the data has
-    none."""
+    """Id of the end-of-document token. null: the tokenizer's own with data=stream and data=instructions; otherwise,
+    there is none."""
     pad: Natural | None
     """Id of the padding token. A position whose *input* is this id does not count in the loss; null: there is none."""
     reset_mask: bool
@@ -23,8 +23,8 @@ class PackingConfig:
     """Restart position ids at 0 after the end of a document."""
     # younger than the first run folders, whose config.yaml lacks it
     stop: tuple[Natural, ...] = ()
-    """Ids that end generated text besides `eod`, e.g. a chat model's end of turn; samples treat them as ordinary
-    tokens."""
+    """Ids that end generated text in addition to `eod`, e.g. a chat model's end of turn; training treats them as
+    ordinary tokens."""
     method: Literal["concat", "best_fit", "single"] = "concat"
     """`concat`: documents are concatenated and cut every `model.sequence` tokens; `best_fit`: full documents are packed
     together so that samples are nearly full (Ding et al. 2024), and a document is cut only if it is longer than a
@@ -32,10 +32,10 @@ class PackingConfig:
     The last two start each document with `bos`, or else with `eod`, which predicts its first token. data=stream packs
     a million tokens at a time."""
     index: Filename | None = None
-    """Folder of the cached packing indexes (which documents share a sample); null: next to the tokens."""
+    """Cache folder for packing indexes (which documents share a sample); null: next to the tokens."""
     bos: Natural | Literal["auto"] | None = None
-    """Id before each text: in streams, conversations, packed documents, prompts and evaluation. `auto`: the one that
-    the tokenizer adds, if any; null: none. tools/preprocess_data.py has the same as `--bos`."""
+    """Id of the token before each text: in streams, conversations, packed documents, prompts and evaluation. `auto`:
+    the one that the tokenizer adds, if any; null: none. It is the same as `--bos` of tools/preprocess_data.py."""
 
 
 Encoding = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base"]
@@ -62,8 +62,7 @@ class StdlibData:
     kind: Literal["stdlib"]
     """Selects the data source."""
     folder: Filename
-    """Cache folder of the text, the SentencePiece model and the indexed files. The model is trained with `model.vocab`
-    pieces."""
+    """Cache folder for the text, the SentencePiece model (trained with `model.vocab` pieces) and the indexed files."""
     validation_fraction: Annotated[float, Bounds(above=0, below=1)]
     """Fraction of the documents held out, chosen by a hash of their names."""
     packing: PackingConfig
@@ -77,7 +76,7 @@ class ScheduledWeights:
     sample: Count
     """First sample drawn with these weights, counted from 0; a step takes `batch.global_size` samples."""
     weights: tuple[NotNegative, ...]
-    """Weight of each prefix of `data.train`; 0 draws nothing from it. Each prefix continues where it was."""
+    """Weight of each prefix of `data.train`; 0: nothing is drawn from it. Each prefix continues where it left off."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,8 @@ class IndexedData:
     packing: PackingConfig
     """Documents, masks and padding."""
     weight_schedule: tuple[ScheduledWeights, ...] = ()
-    """Weights from a later sample on, e.g. [{sample: 100000, weights: [0.5, 0.5]}]. A resumed run may append entries,
-    and prefixes that had weight 0: samples already drawn do not change."""
+    """Weights that apply from a later sample on, e.g. [{sample: 100000, weights: [0.5, 0.5]}]. A resumed run may append
+    entries, and prefixes whose weight was 0 so far: samples already drawn do not change."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +107,25 @@ class StreamData:
     kind: Literal["stream"]
     """Selects the data source."""
     train: tuple[Filename, ...]
-    """Files, folders, globs, URLs that fsspec opens, hf:NAME[:CONFIGURATION[:SPLIT]], mds:FOLDER or
-    wds:SHARDS: all that `tools/preprocess_data.py --input` reads."""
+    """Files, folders, globs, URLs that fsspec opens, hf:NAME[:CONFIGURATION[:SPLIT]], mds:FOLDER or wds:SHARDS:
+    everything that `tools/preprocess_data.py --input` reads."""
     weights: tuple[Positive, ...] | None
     """Mixing weight of each entry of `train`. null: all of `train` is one source."""
     validation: tuple[Filename, ...]
-    """Held-out text in the form of `train`; its first `validation.sequences` samples are read at the start."""
+    """Held-out text, given like `train`; its first `validation.sequences` samples are read at the start."""
     holdout: Share
     """Fraction of the documents of `train`, chosen by a hash of their text, that is held out instead."""
     text_key: Filename
-    """Field of a record that holds its text."""
+    """Record field that holds the text."""
     shuffle: Natural
-    """Size of the shuffle buffer in tokens: at most this many later tokens may overtake a document. The buffer is in
-    memory (4 bytes each) and is read again on resume. 0: documents come in order."""
+    """Size of the shuffle buffer in tokens: at most this many later tokens may overtake a document. The buffer is kept
+    in memory (4 bytes per token) and read again on resume. 0: documents come in order."""
     max_bad: Natural
-    """Lines per epoch that may be skipped because they hold no document; each is logged."""
+    """Number of lines per epoch that may be skipped because they hold no document; each is logged."""
     workers: Count
     """Tokenizer processes per rank, and per source if there are `weights`; 1: the loader's own thread."""
     tokenizer: TokenizerConfig | None
-    """Tokenizer, which turns text into ids; null: for a dry run."""
+    """Tokenizer, which turns text into ids; null is for dry runs only."""
     packing: PackingConfig
     """Documents, masks and padding. `eod` ends each document; null: the tokenizer's own, without masks."""
     whole_files: bool = False
@@ -154,29 +153,29 @@ class InstructionsData:
     weights: tuple[NotNegative, ...] | None
     """Mixing weight of each entry of `train`. null: in proportion to their tokens."""
     validation: tuple[Filename, ...]
-    """Held-out conversations in the form of `train`; may be empty if `validation.every` is 0."""
+    """Held-out conversations, given like `train`; may be empty if `validation.every` is 0."""
     folder: Filename
-    """Cache folder of the tokens."""
+    """Cache folder for the tokens."""
     tokenizer: TokenizerConfig | None
     """Tokenizer, which turns text into ids; required."""
     template: Filename
     """Chat template: `plain` (the texts unchanged, an end-of-document token after each response), `chatml`, `alpaca`,
     `llama3`, `qwen3`, or the path of a Jinja template: a file, a tokenizer_config.json or its folder."""
     messages_key: Filename
-    """Field with a list of messages, each with a `role` (system, user, assistant, tool) and a text as its `content`, as
-    OpenAI writes them, or with `from` and `value`, as ShareGPT does; `conversations` is read too."""
+    """Field with a list of messages, each with a `role` (system, user, assistant, tool) and text as its `content`
+    (OpenAI's format), or `from` and `value` (ShareGPT's); `conversations` is read, too."""
     prompt_key: Filename
     """Field with the user's message, in records without a message list."""
     response_key: Filename
     """Field with the assistant's response, in records without a message list."""
     too_long: Literal["truncate", "leave_out", "refuse"]
     """Rule for conversations longer than `model.sequence` tokens. `truncate`: cut the end off, and skip a conversation
-    that has no response then; `leave_out`: skip it; `refuse`: end the run with an error. The log counts cut and skipped
-    ones."""
+    that then has no response; `leave_out`: skip it; `refuse`: end the run with an error. The log says how many were cut
+    and skipped."""
     max_bad: Natural
-    """Lines without a conversation that are skipped and counted; one more ends the run with an error."""
+    """Number of lines without a conversation that are skipped and counted; one more ends the run with an error."""
     workers: Count
-    """Tokenizer processes of the first run, which fills the cache."""
+    """Tokenizer processes in the first run, which fills the cache."""
     packing: PackingConfig
     """Masks and padding; `method` is best_fit or single."""
     turns: Literal["all", "last"] = "all"

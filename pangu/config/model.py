@@ -36,7 +36,7 @@ class RouterConfig:
     groups: Count = 1
     """Groups of consecutive experts; must divide `model.experts`. 1 with `selection` = top."""
     groups_per_token: Count | None = None
-    """With `group_limited` or `group_limited_best`, the number of groups that a token's experts come from at most. Must
+    """With `group_limited` or `group_limited_best`, the maximum number of groups that a token's experts come from. Must
     be null otherwise."""
     balance: Literal["none", "sequence", "global", "bias"] = "sequence"
     """`sequence`: a loss per sequence, number of experts x sum over experts of (fraction of choices x mean score)
@@ -56,9 +56,9 @@ class RouterConfig:
     """Factor of the router z-loss, the mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al.
     2022, section 3.3)."""
     learned_bias: bool = False
-    """Add a learned number to each expert's logit, 0 at first, before the score (gpt-oss)."""
+    """Add a learned bias, initially 0, to each expert's logit before the score function (gpt-oss)."""
     learned_scale: bool = False
-    """Multiply each expert's weights by a learned number of its own, 1 at first (Pangu Pro MoE's released code)."""
+    """Multiply each expert's weights by its own learned scale, initially 1 (Pangu Pro MoE's released code)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     kv_rank: Count
-    """Width of the normed vector that keys and values of all heads are made of, and that generation keeps."""
+    """Width of the normalized latent vector that all heads' keys and values are computed from; generation keeps it."""
     q_rank: Count | None = None
-    """Width of the normed vector that queries are made of; null: they are made of the input."""
+    """Width of the normalized latent vector that queries are computed from; null: they are computed from the input."""
     nope_head_dim: Count
     """Elements of each head's queries and keys that do not rotate."""
     rope_head_dim: Count
@@ -76,8 +76,8 @@ class LatentConfig:
     value_head_dim: Count
     """Width of each head's values, at most that of its queries."""
     norm_eps: Positive | None = None
-    """Term under the root in the norms of the latent vectors; null means that of the other norms, `model.norm_eps`.
-    The released code of DeepSeek and openPangu has 1e-6 whatever the other norms have."""
+    """Epsilon inside the root in the norms of the latent vectors; null means that of the other norms, `model.norm_eps`.
+    The released code of DeepSeek and openPangu uses 1e-6, whatever the other norms use."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ class ModelConfig:
     `clamped_swiglu` (gpt-oss): gate·sigmoid(1.702 gate)·(up + 1) of a gate up to 7 and an up from -7 to 7; `relu`;
     `squared_relu`: relu(x)² (So et al. 2021)."""
     norm: Literal["layernorm", "rmsnorm"]
-    """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
+    """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): no mean and no bias."""
     norm_placement: Literal["pre", "post", "sandwich"]
     """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017;
     `sandwich`: x + norm(sublayer(norm(x))), as Pangu Ultra (arXiv 2504.07866, section 2.1), whose second norms start
-    with a gain of 1 / sqrt(`layers`). The final norm stays in any case."""
+    with a gain of 1 / sqrt(`layers`). There is always a final norm."""
     biases: bool | Literal["attention", "qkv"]
     """Bias terms of the linear layers. true: all; `attention`: all of attention; `qkv`: queries, keys and values only
-    (Qwen2); false: none. Layer norms keep theirs in any case."""
+    (Qwen2); false: none. Layer norms always keep theirs."""
     tied_head: bool
     """Use the token embedding as the output matrix; false: the head has its own, `head.weight`."""
     kv_heads: Count | None
@@ -121,15 +121,15 @@ class ModelConfig:
     """Position encoding. `learned`: an embedding of positions; `rope` (Su et al. 2021): queries and keys are rotated by
     their positions; `alibi` (Press et al. 2022): scores fall linearly with the distance, with one slope per head;
     `relative` (T5, Raffel et al. 2020): each head learns a bias for each bucket of distances, in one table for all
-    layers. Only `learned` adds position vectors; PanGu-α's query layer keeps its own table in any case."""
+    layers. Only `learned` adds position vectors; PanGu-α's query layer always keeps its own table."""
     rope_base: Positive | None
     """Base of rotary embeddings: pair i of a head rotates by position x `rope_base`^(-2i / head size); null means
     10000. Must be null unless `positions` is `rope`."""
     relative_buckets: Annotated[int, Bounds(least=2, most=2**20)] | None
     """Number of distance buckets with `relative`; null means 32. Must be null with other positions."""
     relative_distance: Length | None
-    """Distance in tokens from which on all share the last bucket, with `relative`; null means 128. Must be null with
-    other positions."""
+    """Distance in tokens from which all positions share the last bucket, with `relative`; null means 128. Must be null
+    with other positions."""
     window: Length | None
     """Sliding window in tokens: a query attends to its own key and to those before it in the window; null: to all."""
     residual_scores: bool
@@ -164,33 +164,33 @@ class ModelConfig:
     """Slower rotation, with `rope`, for texts longer than in pretraining; null: unchanged. Must be null with other
     positions."""
     partial_rotary_factor: Annotated[float, Bounds(above=0, most=1)] = 1.0
-    """Share of each head, from its first element on, that rotates with `rope` (GPT-NeoX, Black et al. 2022, section
+    """Fraction of each head, from its first element on, that rotates with `rope` (GPT-NeoX, Black et al. 2022, section
     2.1.1). Must be 1 with other positions."""
     parallel_block: bool | Literal["shared_norm"] = False
-    """true: attention and feed-forward layer both read the input of a layer, each through its own norm, and their
-    outputs are added (GPT-J, Wang & Komatsuzaki 2021; GPT-NeoX); `shared_norm`: through one norm (Falcon). Needs
-    `norm_placement=pre`, and has no query layer."""
+    """true: the attention and the feed-forward layer both read a layer's input, each through its own norm, and their
+    outputs are added (GPT-J, Wang & Komatsuzaki 2021; GPT-NeoX); `shared_norm`: both through one norm (Falcon). Needs
+    `norm_placement=pre` and `kind=gpt`."""
     scaled_init: bool = True
-    """true: initial weights of outputs into the residual stream have `init_std` / sqrt(2 x `layers`) (Radford et al.
-    2019, section 2.3); false: `init_std`, as Llama and DeepSeek-V3. Pangu Ultra's TinyInit is false with `init_std` =
-    sqrt(1 / (2 x `hidden` x `layers`)) (arXiv 2504.07866, section 2.2)."""
+    """true: the initial weights of projections into the residual stream have standard deviation `init_std` / sqrt(2 x
+    `layers`) (Radford et al. 2019, section 2.3); false: `init_std`, as Llama and DeepSeek-V3. Pangu Ultra's TinyInit is
+    false with `init_std` = sqrt(1 / (2 x `hidden` x `layers`)) (arXiv 2504.07866, section 2.2)."""
     embedding_norm: bool = False
     """Normalize the embedding sum (BLOOM, Le Scao et al. 2022, section 3.2.2)."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, with `rope`; null: keys and values are made of the input. Biases `qkv` are then
-    those of the down-projections."""
+    """Multi-head latent attention, with `rope`; null: keys and values are computed from the input. Biases `qkv` are
+    then those of the down-projections."""
     sparse: SparseConfig | None = None
     """Block-sparse attention: a query attends to some blocks of keys only, counted from the start of its document, and
     within `window`; null: to all. FlexAttention skips the other blocks, other kernels mask them."""
 
     full_layers: LayerPattern = None
-    """Layers that attend to all tokens in spite of `window`. N: the last of every N layers (2: every other one, as
+    """Layers that attend to all tokens despite `window`. N: the last of every N layers (2: every other one, as
     gpt-oss); or a list, counted from 0; null: none."""
     nope_layers: LayerPattern = None
     """Layers whose queries and keys do not rotate with `rope` (NoPE, Kazemnejad et al. 2023). N: the last of every N
     layers (4: as SmolLM3); or a list, counted from 0; null: none."""
     attention_sinks: bool = False
-    """Add a learned number per head to the denominator of the softmax of attention, exp(sink), so that a query need not
+    """Add a learned term per head, exp(sink), to the denominator of the attention softmax, so that a query need not
     attend to any key (gpt-oss, OpenAI 2025)."""
 
     experts: Count | None = None
@@ -203,9 +203,9 @@ class ModelConfig:
     """Number of experts that every token passes through, besides the routed ones, computed as one feed-forward layer
     that is this many times as wide as `expert_ffn`. Must be 0 without `experts`."""
     dense_layers: Natural = 0
-    """Number of leading layers that stay dense. PanGu-α's query layer is dense in any case."""
+    """Number of leading layers that stay dense. PanGu-α's query layer is always dense."""
     expert_every: Count = 1
-    """Period of expert layers after the dense ones, of which the last layer of each has experts; 1: all have."""
+    """Period of expert layers after the leading dense ones: the last layer of each period has experts; 1: all do."""
     expert_capacity: Positive | None = None
     """Capacity factor in training: an expert computes at most this multiple of its even share of each sequence; tokens
     beyond that, in order, skip it (Lepikhin et al. 2020). null: nothing is dropped."""
@@ -213,7 +213,7 @@ class ModelConfig:
     """Routing and load balancing. Must keep its defaults without `experts`."""
     mtp_layers: Annotated[int, Bounds(least=0, most=16)] = 0
     """Multi-token prediction (DeepSeek-V3, section 2.2): number of modules in training, each one more layer, that
-    predict the tokens after the next one. Validation and generation leave them out."""
+    predict the tokens after the next one. Validation and generation do not use them."""
 
     @property
     def explicit(self) -> ModelConfig:

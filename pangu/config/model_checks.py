@@ -55,7 +55,7 @@ def _latent(model: ModelConfig) -> Iterator[Problem]:
         return
     if latent.rope_head_dim % 2:
         near = f"use {latent.rope_head_dim + 1}"
-        yield Problem("model.latent.rope_head_dim", latent.rope_head_dim, "must be even: pairs rotate", near)
+        yield Problem("model.latent.rope_head_dim", latent.rope_head_dim, "must be even: they rotate in pairs", near)
     if latent.value_head_dim > model.head_size:
         rule = f"must be at most {model.head_size_key} = {model.head_size}"
         yield Problem("model.latent.value_head_dim", latent.value_head_dim, rule, f"use {latent.nope_head_dim}")
@@ -69,7 +69,7 @@ def _rotation(model: ModelConfig) -> Iterator[Problem]:
         rule = f"needs an even head size, got {model.head_size_key} = {model.head_size}"
         yield Problem("model.positions", "rope", rule, "use learned, or an even head size")
     elif model.rotary_size % 2 or not model.rotary_size:
-        rule = f"must make an even number of the {model.head_size} elements of a head rotate, not {model.rotary_size}"
+        rule = f"must rotate an even number of the {model.head_size} elements of a head, not {model.rotary_size}"
         fix = f"use e.g. {2 * max(1, model.rotary_size // 2) / model.head_size:g}"
         yield Problem("model.partial_rotary_factor", share, rule, fix)
 
@@ -79,7 +79,7 @@ def _patterns(model: ModelConfig) -> Iterator[Problem]:
     for key in ("full_layers", "nope_layers"):
         chosen, last = getattr(model, key), model.num_blocks - 1
         if isinstance(chosen, tuple) and (list(chosen) != sorted(set(chosen)) or max(chosen, default=0) > last):
-            yield Problem(f"model.{key}", list(chosen), f"must be increasing numbers of layers, from 0 to {last}")
+            yield Problem(f"model.{key}", list(chosen), f"must be layer numbers in increasing order, from 0 to {last}")
 
 
 def _scaling(model: ModelConfig) -> Iterator[Problem]:
@@ -120,7 +120,7 @@ def _without(model: ModelConfig) -> Iterator[Problem]:
     router = vars(dense.router)
     pairs += [(f"model.router.{name}", value, router[name]) for name, value in vars(model.router).items()]
     for key, value in ((key, value) for key, value, default in pairs if value != default):
-        yield Problem(key, value, "needs a model with experts, and model.experts = null", "set model.experts")
+        yield Problem(key, value, "needs a model with experts, but model.experts = null", "set model.experts")
 
 
 def _count(model: ModelConfig, experts: int) -> Iterator[Problem]:
@@ -132,7 +132,7 @@ def _count(model: ModelConfig, experts: int) -> Iterator[Problem]:
 def _expert_layers(model: ModelConfig, experts: int) -> Iterator[Problem]:
     if not model.expert_layers:
         keys, values = "model.dense_layers, model.expert_every", f"{model.dense_layers}, {model.expert_every}"
-        yield Problem(keys, values, f"leave none of model.layers = {model.layers} layers for experts", "use 0, 1")
+        yield Problem(keys, values, f"leave none of the model.layers = {model.layers} layers for experts", "use 0, 1")
 
 
 def _chosen(model: ModelConfig, experts: int) -> Iterator[Problem]:
@@ -148,7 +148,7 @@ def _groups(model: ModelConfig, experts: int) -> Iterator[Problem]:
         rule = f"must divide model.experts = {experts}"
         yield Problem("model.router.groups", router.groups, rule, any_of(divisors_near(experts, router.groups)))
     elif router.selection == "each_group" and model.num_chosen % router.groups:
-        rule = f"must be a multiple of model.router.groups = {router.groups}: each group contributes as many"
+        rule = f"must be a multiple of model.router.groups = {router.groups}: each group contributes equally"
         near = [number for number in multiples_near(router.groups, model.num_chosen) if number <= experts]
         yield Problem("model.experts_per_token", model.experts_per_token, rule, any_of(near))
 

@@ -30,10 +30,10 @@ class LossScaleConfig:
     """Smallest scale; an overflow that would halve it further stops the run."""
     # younger than the first run folders
     hysteresis: Count = 1
-    """Overflows until the scale is halved: the `hysteresis`-th since the scale last grew, and each further one. 1:
-    each. Megatron-LM's and DeepSpeed's default is 2."""
+    """Number of overflows, counted since the scale last grew, that halves the scale; each further one halves it again.
+    1: every overflow does. Megatron-LM's and DeepSpeed's default is 2."""
     consecutive: bool = False
-    """Forget counted overflows at every step without one, instead of when the scale grows."""
+    """Reset the count of overflows at every step without one, instead of when the scale grows."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class PrecisionConfig:
     """Precision of fp32 matmuls, as in `torch.set_float32_matmul_precision`: `highest`: fp32; `high`: also TF32,
     `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster library, timed on AMD processors."""
     reduce: Literal["fp32", "bf16"]
-    """Format of gradient reduction over replicas. fp32: that of their sums (fp64 in fp64). bf16: half the bytes on the
-    wire, and each gradient is rounded to 8 bits before it is added to those of other replicas."""
+    """Format of gradient reduction over replicas. fp32: the format of their sums (fp64 with fp64). bf16: half the bytes
+    on the wire, and each gradient is rounded to 8 bits before it is added to those of other replicas."""
     loss_scale: LossScaleConfig | None
-    """Dynamic loss scale; required by fp16, null for every other format."""
+    """Dynamic loss scale; required for fp16, must be null for every other format."""
     matmul: Literal["compute", "fp8", "fp8_blockwise", "mxfp8"] = "compute"
     """Format of the layers' matmuls in training: queries, keys and values, attention output, feed-forward layer.
-    `compute`: that of `compute`. `fp8`: inputs and weights in e4m3, gradients in e5m2, with one scale per tensor from
-    its absolute maxima in the last 16 steps; embedding, scores, head and routed experts stay in the compute format,
-    weights and optimizer unchanged. `fp8_blockwise`, `mxfp8`: all in e4m3, with a scale per 1 x 128 elements (weights:
-    128 x 128) or per 32 of the current tensor. A CPU computes the same numbers by emulation."""
+    `compute`: the format of `compute`. `fp8`: inputs and weights in e4m3, gradients in e5m2, with one scale per tensor
+    from its absolute maxima in the last 16 steps; embedding, scores, head and routed experts stay in the compute
+    format, weights and optimizer unchanged. `fp8_blockwise`, `mxfp8`: all in e4m3, with a scale per 1 x 128 elements
+    (weights: 128 x 128) or per 32 of the current tensor. A CPU computes the same numbers by emulation."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class LambConfig:
     exclude_vectors: bool
     """Give biases and norms neither decay nor a trust ratio."""
     max_ratio: Positive | None
-    """Largest layer-wise trust ratio (MindSpore clips at 10); null: no clipping, as in the algorithm. The ratio is 1 if
-    the norm of the weights is 10,000 times that of the direction before decay, which is then only rounding error."""
+    """Largest layer-wise trust ratio (MindSpore clips at 10); null: no clipping, as in the paper. The ratio is 1 if the
+    norm of the weights is 10,000 times that of the direction before decay, which is then only rounding error."""
     moments: Literal["fp32", "bf16"]
     """Storage format of both moments. fp32: that of the master weights (fp64 in fp64). bf16: saves 4 bytes per
     parameter; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""
@@ -121,14 +121,14 @@ class MuonConfig:
     momentum: Share
     """Decay rate of the momentum of matrices."""
     nesterov: bool
-    """Use Nesterov's form of the momentum."""
+    """Use Nesterov momentum."""
     ns_steps: Count
     """Newton-Schulz iterations of each update, in bf16 (in fp32 and fp64 where that is the compute format)."""
     adjust_lr: Literal["match_rms_adamw", "original"]
     """Factor on the update of a matrix. `match_rms_adamw`: 0.2 x sqrt(max(rows, columns)), so that the learning rate
     and weight decay of AdamW fit; `original`: sqrt(max(1, rows / columns))."""
     split_heads: bool
-    """Orthogonalize the rows of each attention head of queries, keys and values apart ("Muon Split" of GLM-5, 2026)."""
+    """Orthogonalize each attention head's rows of queries, keys and values separately ("Muon Split", GLM-5, 2026)."""
     betas: tuple[Share, Share]
     """Decay rates of the first and second moment of AdamW."""
     eps: Positive
@@ -142,7 +142,7 @@ class MuonConfig:
     # younger than the first run folders
     qk_clip: Positive | None = None
     """Threshold of QK-clip (Kimi K2, 2025: 100): after an update, the queries and keys of a head whose attention logits
-    exceeded it in the step are scaled so that the largest would be this. null: no clipping."""
+    exceeded it in the step are scaled down so that the largest would equal it. null: no clipping."""
 
 
 OptimizerConfig = AdamConfig | LambConfig | MuonConfig
@@ -158,12 +158,12 @@ class ParameterGroup:
     """Learning rate and weight decay of some tensors, as factors on those of all others."""
 
     names: tuple[str, ...]
-    """Patterns (`embedding.*`, `*.experts.*`, `*.gate.weight`) of names of tensors. The first group that fits a tensor
-    counts."""
+    """Patterns of tensor names (`embedding.*`, `*.experts.*`, `*.gate.weight`). The first group that matches a tensor
+    applies."""
     lr_multiplier: Positive = 1.0
     """Factor on the learning rate of every update, `lr_schedule.min_lr` and the step of decoupled decay included."""
     weight_decay_multiplier: NotNegative = 1.0
-    """Factor on the weight decay. Biases and norms have none in any case."""
+    """Factor on the weight decay. Biases and norms never have any."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class LrScheduleConfig:
     """Learning rate at the end of the decay."""
     # younger than the first run folders
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of the final decay of `wsd`, at a share x of it, between the peak (1) and `min_lr` (0). `linear`: 1 - x;
+    """Shape of the final decay of `wsd`, at a fraction x of it, between the peak (1) and `min_lr` (0). `linear`: 1 - x;
     `cosine`: half a cosine; `exponential`: 2 x 0.5^x - 1; `minus_sqrt`: 1 - sqrt(x)."""
 
 
@@ -193,6 +193,6 @@ class WeightDecayScheduleConfig:
     """Weight decay as a function of the number of updates: from `start` to `optimizer.weight_decay` over the run."""
 
     start: NotNegative
-    """Weight decay of update 0. After `train.steps` updates it would be `optimizer.weight_decay`."""
+    """Weight decay at update 0. After `train.steps` updates, it would reach `optimizer.weight_decay`."""
     shape: Literal["linear", "cosine"]
-    """Shape in between: a line, or half a cosine, which is flat at both ends."""
+    """Shape between the two values: a line, or half a cosine, which is flat at both ends."""

@@ -55,13 +55,11 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.context", ranks, rule, f"nearest valid values: {', '.join(map(str, near))}")
     kind, heads = context_kind(config), model.heads // parallel.tensor
     if kind == "ulysses" and heads % ranks:
-        rule = f"parallel.context = {ranks} must divide the heads of a tensor-parallel rank, which number {heads}"
+        rule = f"parallel.context = {ranks} must divide the {heads} heads of a tensor-parallel rank"
         yield Problem("parallel.context_kind", "ulysses", rule, "use gather or ring")
     ulysses, sizes = parallel.context_ulysses, [n for n in range(1, ranks) if ranks % n == 0 == heads % n]
     if ulysses > 1 and ulysses not in sizes:
-        rule = (
-            f"must divide parallel.context = {ranks}, be less, and divide the {heads} heads of a tensor-parallel rank"
-        )
+        rule = f"must be below parallel.context = {ranks} and divide it and the {heads} heads of a tensor-parallel rank"
         near = sorted(sorted(sizes, key=lambda n: abs(n - ulysses))[:3])
         yield Problem("parallel.context_ulysses", ulysses, rule, any_of(near))
     if kind != "ulysses" and model.attention != "auto":

@@ -29,11 +29,11 @@ class YarnScaling:
     original_sequence: Length
     """Tokens in a pretraining sample."""
     beta_fast: Positive = 32.0
-    """Turns in `original_sequence` tokens from which on a pair keeps its speed."""
+    """Number of turns in `original_sequence` tokens from which a pair keeps its speed."""
     beta_slow: Positive = 1.0
-    """Turns up to which a pair is slow; between the two the frequency is interpolated over the number of the pair."""
+    """Number of turns up to which a pair is slowed; in between, the frequency is interpolated over the pair's index."""
     truncate: bool = True
-    """Round the numbers of these two pairs outwards."""
+    """Round the indices of these two pairs outward."""
     attention_factor: Positive | None = None
     """Factor of rotated queries and of rotated keys; null means 0.1 ln(`factor`) + 1."""
     mscale_all_dim: NotNegative = 0.0
@@ -50,9 +50,9 @@ class Llama3Scaling:
     factor: Annotated[float, Bounds(least=1)]
     """Slowdown factor of pairs with fewer than `low_freq_factor` turns in the original texts."""
     low_freq_factor: Positive
-    """Turns in `original_sequence` tokens up to which a pair is slow."""
+    """Number of turns in `original_sequence` tokens up to which a pair is slowed."""
     high_freq_factor: Positive
-    """Turns above which a pair is fast; between the two the frequency is interpolated."""
+    """Number of turns above which a pair keeps its speed; in between, the frequency is interpolated."""
     original_sequence: Length
     """Tokens in a pretraining sample."""
 

@@ -31,16 +31,16 @@ class ParallelConfig:
     """Layout of the model over devices."""
 
     tensor: Length
-    """Tensor-parallel size: number of devices that split each matrix; divides `model.kv_heads` or is a multiple."""
+    """Tensor-parallel size: number of devices that split each matrix; a divisor or a multiple of `model.kv_heads`."""
     pipeline: Annotated[int, Bounds(least=1, most=256)]
     """Pipeline-parallel size: number of stages that the layers are divided into."""
     virtual_stages: Length
-    """Chunks of layers per pipeline stage, as many as `schedule` allows."""
+    """Number of layer chunks per pipeline stage; the values that work depend on `schedule`."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v"]
     """Pipeline schedule: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (several chunks per stage), `zb_h1` (weight
     gradients fill the bubble), `zb_v` (two chunks per stage in a V)."""
     layers: tuple[Count, ...] | None
-    """Layers of each chunk, in model order; null: balanced so that all take equal time, the head included."""
+    """Number of layers in each chunk, in model order; null: balanced so that all take equal time, head included."""
     data: Length | None
     """Data-parallel size: number of replicas that split the batch; null means all remaining devices."""
     context: Length
@@ -48,11 +48,11 @@ class ParallelConfig:
     its second half; twice this number must divide `model.sequence`."""
     context_kind: Literal["auto", "gather", "ring", "ulysses"]
     """Communication of context-parallel attention. `gather`: all-gather keys and values; `ring`: receive them from one
-    device after the other, overlapped with attention to the previous ones; `ulysses`: an all-to-all gives each device
-    all tokens of some heads, whose number (per tensor-parallel device) `context` must divide. `auto`: `ulysses` where
-    it is possible and sends less than `gather`, otherwise `gather`."""
+    device after another, overlapped with attention to the previous ones; `ulysses`: an all-to-all gives each device all
+    tokens of some heads, whose number (per tensor-parallel device) `context` must divide. `auto`: `ulysses` where it is
+    possible and sends less than `gather`, otherwise `gather`."""
     sequence: bool
-    """Sequence parallelism: tensor-parallel devices also split norms, dropout and residuals, along the sequence."""
+    """Sequence parallelism: tensor-parallel devices also split norms, dropout and residuals along the sequence."""
     overlap_chunks: Length
     """Number of chunks a tensor-parallel matmul is split into along the sequence, so that communication overlaps
     computation. 1: no split."""
@@ -66,10 +66,10 @@ class ParallelConfig:
     """Bucket size: layers are grouped into buckets of about this many MiB of fp32 gradients, each communicated at once.
     null: 25 with `zero=0`, otherwise one layer; with `zero` 0 and 1 at least 4 for each replica that gets a shard."""
     overlap: bool
-    """Overlap communication between replicas with computation; false: one after the other, with equal results."""
+    """Overlap communication between replicas with computation; false: one after the other, with the same results."""
     timeout_s: Annotated[float, Bounds(above=0, most=1e9)]
     """Timeout for a message from another process, seconds; the run then ends with an error. Preparing data and saving
-    may be slower, but must report progress: each part of a text, each file of a save (about 1 GiB), in this time."""
+    may take longer, but must make progress in this time: a part of a text, a file of a save (about 1 GiB)."""
     layouts: tuple[dict[str, object], ...] | None
     """Layouts to choose from, for runs whose number of processes changes: keys of this group that replace the group's
     own, e.g. [{tensor: 4, pipeline: 2}, {tensor: 4}]. The first that fits the number of processes is used. [] or null:
@@ -86,16 +86,16 @@ class ParallelConfig:
     """Tensor-parallel devices that split each expert. null: all `tensor` of them; 1: none, so that each device holds
     full experts and sends them a part of the tokens."""
     fixed_exchange: bool = False
-    """Exchange as many rows between devices that divide experts as the router could choose at most, in training, so
-    that the host never waits to learn how many there are. It costs memory and bytes where that is more than an even
-    share; where it is not, e.g. with `model.router.selection=each_group`, sizes are fixed in any case."""
+    """In training, always exchange as many rows between devices that divide experts as the router could choose at most,
+    so that the host never waits for the actual number. It costs memory and traffic where that is more than an even
+    share; where it is not, e.g. with `model.router.selection=each_group`, sizes are always fixed."""
     two_batch_overlap: bool = False
-    """Compute both halves of a micro-batch in turns, in training: attention and experts of one half hide the exchange
-    of tokens and experts of the other. It needs `expert` and `batch.micro_size` greater than 1."""
+    """In training, alternate between the two halves of a micro-batch: attention and experts of one half hide the token
+    exchange of the other. It needs `expert` and `batch.micro_size` greater than 1."""
     expert_imbalance: Annotated[float, Bounds(least=1)] = 1.0
-    """Tokens that the fullest of the devices that divide experts computes, over the mean, as plans and dry runs assume:
-    they describe that device, which the others wait for. 1: even loads. No more than `model.expert_capacity` counts,
-    and it is without effect where `expert` is 1 or sizes are fixed. Training does not read it."""
+    """Tokens of the busiest of the devices that divide experts, relative to the mean, that plans and dry runs assume:
+    they describe that device, for which the others wait. 1: even loads. `model.expert_capacity` limits it, and it has
+    no effect where `expert` is 1 or sizes are fixed. Training does not read it."""
 
     context_ulysses: Length = 1
     """Neighboring devices within `context` that exchange heads (`ulysses`) where `context_kind=ring`: blocks of this
@@ -118,8 +118,7 @@ class BatchStage:
     """First steps of a run, with smaller batches or shorter sequences."""
 
     until: Count
-    """Number of steps of the run, skipped ones included, after which the stage ends: it begins where the one before
-    ends."""
+    """Step of the run, counting skipped ones, after which the stage ends; it begins where the previous stage ends."""
     global_size: Length | None = None
     """Sequences per step; at most `batch.global_size`. null: `batch.global_size`."""
     sequence: Length | None = None
@@ -193,9 +192,9 @@ class LossConfig:
     """Output head and loss."""
 
     chunk: Length | Literal["auto"] | None
-    """Tokens of a micro-batch whose logits exist at a time; their gradients are computed in the forward pass. null:
-    all. `auto`: all, half, a quarter or fewer, so that their logits take about as much memory as a layer saves for
-    backward: the fewer, the larger `model.vocab` is than 17 times `model.hidden`, but at least 1,024."""
+    """Number of tokens of a micro-batch whose logits exist at a time; their gradients are computed in the forward pass.
+    null: all. `auto`: all, half, a quarter or fewer, so that their logits take about as much memory as a layer saves
+    for backward: the larger `model.vocab` is relative to 17 x `model.hidden`, the fewer, but at least 1,024."""
     # younger than the first run folders
     mtp_weight: Positive = 0.1
     """Factor of the loss of multi-token prediction, the mean over its `model.mtp_layers` modules. DeepSeek-V3: 0.3,
@@ -207,17 +206,17 @@ class TrainConfig:
     """Steps, seed, run folder and device of a run."""
 
     steps: Count
-    """Optimizer steps of the full run, those before a resume included."""
+    """Optimizer steps of the full run, including those before a resume."""
     seed: Natural
     """Seed of initial weights, data order and dropout."""
     output: Filename
     """Run folder: resolved config, metrics, plots, checkpoints, summary."""
     stop_after: Positive | str | None
-    """Time limit since the start: seconds, or e.g. `1h30m`. The run saves and stops; its last step ends before the
-    limit, writing the checkpoint comes on top. null: no limit."""
+    """Time limit from the start: seconds, or e.g. `1h30m`. The run saves and stops: its last step ends before the
+    limit, and writing the checkpoint takes additional time. null: no limit."""
     stop_status: ExitStatus
-    """Exit status of a run that saved and stopped before its last step, because of a signal or `stop_after`. A
-    scheduler that restarts failed jobs, such as Kubernetes, needs a non-zero one: 143."""
+    """Exit status of a run that saved and stopped before its last step because of a signal or `stop_after`. A scheduler
+    that restarts failed jobs, such as Kubernetes, needs a non-zero one: 143."""
     check_replicas: Natural
     """Steps between bitwise comparisons of all copies of compute weights and moments; the run ends if they differ, and
     checkpoints since the last comparison are condemned. 0: none."""
@@ -229,13 +228,13 @@ class TrainConfig:
     deterministic: bool
     """Bitwise reproducible results on the same devices with the same library versions; slower on GPUs."""
     frozen: tuple[str, ...]
-    """Patterns (`layers.0.*`, `*.bias`) of names of tensors that are not trained: they have no gradient, no optimizer
-    state and no decay, and are kept in the compute format only."""
+    """Patterns (`layers.0.*`, `*.bias`) of the names of tensors that are not trained: they have no gradient, optimizer
+    state or decay, and are kept in the compute format only."""
     threads: Count | None = None
     """CPU threads per process. null: your `OMP_NUM_THREADS`, otherwise this process's share of the cores that it may
-    use and that its container grants. Threads that wait for each other take CPU time, too."""
+    use and that its container grants. Threads use CPU time even while they wait for each other."""
     alert_command: tuple[str, ...] = ()
-    """Program and its arguments, started without a shell at failures and at the end of the run, with a line of JSON on
+    """Program and its arguments, started without a shell on failures and at the end of the run, with a line of JSON on
     its standard input (`event`, `message`, `run`, ...). Training does not wait for it. []: none."""
 
     @property
@@ -254,7 +253,7 @@ class ValidationConfig:
     """Perplexity on held-out data."""
 
     every: Natural
-    """Steps between validations, which also happen at the end; 0: none."""
+    """Steps between validations; one also follows the last step. 0: none."""
     sequences: Count
     """Held-out sequences per validation, and per source of held-out data, if there are several."""
 
@@ -270,7 +269,7 @@ class EvaluateConfig:
     """Benchmarks during training, the tasks of scripts/evaluate.py."""
 
     every: Natural
-    """Steps between evaluations, which also happen at the end; 0: none."""
+    """Steps between evaluations; one also follows the last step. 0: none."""
     tasks: tuple[TaskName, ...]
     """Names of tasks, e.g. [afqmc, lambada]."""
     data: Filename | None
@@ -292,21 +291,21 @@ class MetricsConfig:
     wandb: Literal["auto", "online", "offline", "off"]
     """Weights & Biases. `auto`: online if the machine is logged in, otherwise offline into the run folder."""
     wandb_project: Filename
-    """Project name at Weights & Biases and all `trackers`."""
+    """Project name in Weights & Biases and all `trackers`."""
     trust_ratios: bool
     """Write LAMB's trust ratio of every tensor into metrics.jsonl and the trackers, each step."""
     trackers: tuple[str, ...] = ()
     """Other trackers: mlflow, comet, aim, swanlab, or names that packages give as entry points of `pangu.trackers`."""
     run_name: Filename | None = None
-    """Name of the run at trackers and wandb; null: they choose one."""
+    """Name of the run in wandb and trackers; null: they choose one."""
     run_group: Filename | None = None
-    """Name of a group of runs at trackers and wandb."""
+    """Name of a group of runs in wandb and trackers."""
     run_tags: tuple[str, ...] = ()
-    """Tags of the run at trackers and wandb."""
+    """Tags of the run in wandb and trackers."""
     prometheus_port: Annotated[int, Bounds(least=1, most=65535)] | None = None
-    """Port at which the first process serves the latest metrics as text for Prometheus; null: none."""
+    """Port on which the first process serves the latest metrics as text for Prometheus; null: none."""
     prometheus_host: Filename = "127.0.0.1"
-    """Address at which they are served; 0.0.0.0: all addresses of the machine, to everybody who reaches them."""
+    """Address on which they are served; 0.0.0.0: all addresses of the machine, for everyone who can reach them."""
 
 
 @dataclass(frozen=True)
@@ -314,13 +313,13 @@ class SampleConfig:
     """Text drawn from the model at the end of the run."""
 
     tokens: Natural
-    """Tokens to generate after each prompt, as far as `model.sequence` has room for both; 0: no samples."""
+    """Tokens to generate after each prompt, or as many as fit in `model.sequence`; 0: no samples."""
     prompts: tuple[str, ...]
     """Prompts to continue."""
     temperature: NotNegative
-    """Softmax temperature; 0 takes the most probable token."""
+    """Softmax temperature; 0: always the most probable token."""
     top_k: Natural
-    """Sample among the k most probable tokens; 0 among all."""
+    """Sample from the k most probable tokens; 0: from all."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +353,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     """Saving and resuming."""
     faults: FaultsConfig
-    """Steps that go wrong."""
+    """Detection of faults and reaction to them."""
     metrics: MetricsConfig
     """Trackers."""
     sample: SampleConfig
@@ -376,7 +375,7 @@ class RunConfig:
     parameter_groups: tuple[ParameterGroup, ...] = ()
     """Tensors with a learning rate or weight decay of their own."""
     cluster: dict[str, object] | None = None
-    """Cluster that a plan is made for, see `config.cluster`; null: no time estimates."""
+    """Cluster that plans are made for, see `config.cluster`; null: no time estimates."""
 
     @property
     def rows_at_once(self) -> tuple[int, ...]:

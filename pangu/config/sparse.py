@@ -19,7 +19,7 @@ class FixedSparsity:
     local_blocks: Count
     """Blocks per group."""
     global_blocks: Count
-    """Blocks at the end of a group that all later groups attend to."""
+    """Number of blocks at the end of a group that all later groups attend to."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class BigBirdSparsity:
     local_blocks: Count
     """Latest blocks, its own included."""
     global_blocks: Natural
-    """First blocks, which all blocks attend to."""
+    """Number of leading blocks that all blocks attend to."""
     random_blocks: Natural
-    """Random blocks per block, equal in all layers and heads."""
+    """Number of random blocks that a block attends to, the same in all layers and heads."""
     seed: int
-    """Seed of the random blocks, which depend on it and on the index of the block only."""
+    """Seed of the random blocks, which depend only on it and on the index of the block."""
 
 
 SparseConfig = FixedSparsity | StridedSparsity | BigBirdSparsity

@@ -58,7 +58,7 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
     for number, stage in enumerate(config.batch.stages):
         key = f"batch.stages[{number}]"
         if stage.until <= before:
-            rule = f"must be above {before}, where the stage before ends"
+            rule = f"must be above {before}, where the previous stage ends"
             yield Problem(f"{key}.until", stage.until, rule, "list stages in order")
         before = stage.until
         if stage.global_size is not None and stage.global_size > size:

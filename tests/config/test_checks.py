@@ -31,7 +31,7 @@ CONTRADICTIONS = {
     **{
         f"data=stream data.train=[a] data.tokenizer={{kind:bytes}} validation.every=0 {words}": message
         for words, message in {
-            "data.train=[]": "data.train = []: names no files; set data.train=[FOLDER]",
+            "data.train=[]": "data.train = []: lists no files; set data.train=[FOLDER]",
             "data.tokenizer=null": "data.tokenizer = null: is needed to turn text into tokens; set "
             "data.tokenizer={kind:huggingface",
             "validation.every=100": (
@@ -68,7 +68,7 @@ CONTRADICTIONS = {
         "metrics.trust_ratios = true: needs optimizer.name = lamb, got muon; use false, or set optimizer=lamb"
     ),
     "optimizer=muon optimizer.qk_clip=100 model.qk_norm=true": (
-        "optimizer.qk_clip = 100.0: needs model.qk_norm = false, got true: norms bound the logits; use null, or"
+        "optimizer.qk_clip = 100.0: needs model.qk_norm = false, got true: norms already bound the logits; use null"
     ),
     "optimizer=muon optimizer.qk_clip=0": "optimizer.qk_clip = 0.0: must be above 0",
     "optimizer=lamb optimizer.moments=bf16": (
@@ -89,7 +89,7 @@ CONTRADICTIONS = {
             "model.kind=pangu": "model.kind = pangu: needs model.latent = null, got {kv_rank: 6, ",
             "model.head_dim=16": "model.head_dim = 16: needs model.latent = null, got {kv_rank: 6, ",
             "model.qk_norm=true": "model.qk_norm = true: needs model.latent = null, got {kv_rank: 6, ",
-            "model.latent.rope_head_dim=3": "model.latent.rope_head_dim = 3: must be even: pairs rotate; use 4",
+            "model.latent.rope_head_dim=3": "model.latent.rope_head_dim = 3: must be even: they rotate in pairs; use 4",
             "model.latent.value_head_dim=13": (
                 "model.latent.value_head_dim = 13: must be at most model.latent.nope_head_dim + "
                 "model.latent.rope_head_dim = 12; use 8"
@@ -226,7 +226,7 @@ CONTRADICTIONS = {
     "data.packing.eod=6": "data.packing.eod = 6: must differ from data.packing.pad = 6",
     "data.packing.eod=null": "data.packing.eod = null: is required if data.packing.reset_mask",
     "data.packing.method=best_fit data.packing.eod=null": (
-        "data.packing.eod = null: data.packing.method = best_fit needs the id that ends a document; set an id, or "
+        "data.packing.eod = null: data.packing.method = best_fit needs the end-of-document id; set an id, or "
         "data.packing.method=concat"
     ),
     "data=synthetic validation.every=0 data.packing.method=single": (
@@ -234,7 +234,7 @@ CONTRADICTIONS = {
     ),
     "data.packing.index=x": "data.packing.index = x: only packed samples of indexed files have an index; use null",
     "data=instructions validation.every=0 data.tokenizer={kind:bytes}": (
-        "data.train = []: names no files; set data.train=[FILE.jsonl], with one conversation per line"
+        "data.train = []: lists no files; set data.train=[FILE.jsonl], with one conversation per line"
     ),
     "data=instructions validation.every=0 data.train=[x]": (
         "data.tokenizer = null: is needed to turn text into tokens; set data.tokenizer={kind:huggingface,path:FOLDER}"
@@ -243,7 +243,7 @@ CONTRADICTIONS = {
         "data.packing.method = concat: would split conversations; use best_fit or single"
     ),
     "model.vocab=100": "model.vocab = 100: is too small for the tokenizer of data=stdlib; use 512 or more",
-    "data=indexed validation.every=0": "data.train = []: names no files",
+    "data=indexed validation.every=0": "data.train = []: lists no files",
     "data=synthetic": "validation.every = 100: data.kind = synthetic has no held-out data",
     "data=synthetic validation.every=0 sample.tokens=5 sample.prompts=[x]": (
         "sample.tokens = 5: data.kind = synthetic has no tokenizer"
@@ -251,7 +251,7 @@ CONTRADICTIONS = {
     "memory.recompute=5": (
         "memory.recompute = 5: must be none, selective, full or a number of layers up to model.layers = 4"
     ),
-    "memory.recompute=selective memory.selective=[]": "memory.selective = []: names no part",
+    "memory.recompute=selective memory.selective=[]": "memory.selective = []: lists nothing",
     "memory.offload=[activations] model.kind=gpt model.layers=1": (
         "memory.offload = [activations]: the last layer of a chunk is not offloaded, and no chunk of model.layers = 1"
     ),
@@ -304,15 +304,15 @@ CONTRADICTIONS = {
     "evaluate.shots=-1": "evaluate.shots = -1: must be at least 0",
     "evaluate.limit=0": "evaluate.limit = 0: must be at least 1",
     "evaluate.every=1 evaluate.data=x": (
-        "evaluate.tasks = []: names no task; set evaluate.every=0, or e.g. evaluate.tasks=[lambada]"
+        "evaluate.tasks = []: lists no task; set evaluate.every=0, or e.g. evaluate.tasks=[lambada]"
     ),
     "evaluate.every=1 evaluate.tasks=[c3]": (
-        "evaluate.data = null: must be the folder of the tasks' files; set it, or set evaluate.every=0"
+        "evaluate.data = null: must be the folder that holds the tasks' files; set it, or set evaluate.every=0"
     ),
     "data=synthetic validation.every=0 evaluate.every=2 evaluate.tasks=[c3] evaluate.data=x": (
         "evaluate.every = 2: data.kind = synthetic has no tokenizer; set evaluate.every=0"
     ),
-    "sample.tokens=5": "sample.prompts = []: sample.tokens > 0 needs a text to continue",
+    "sample.tokens=5": "sample.prompts = []: sample.tokens > 0 needs a prompt to continue",
 }
 """Command line -> what is said of it, and nothing else."""
 
@@ -409,7 +409,7 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
         ),
         (
             "checkpoint.remote=file://runs/x/../default",
-            "is train.output itself; use another folder, or null",
+            "is the same folder as train.output; use another folder, or null",
         ),
         (
             "checkpoint.resume='gs://b/c'",

@@ -32,8 +32,8 @@ CONTRADICTIONS = {
         "values: 1, 2"
     ),
     "parallel.context=16 parallel.context_kind=ulysses": (
-        "parallel.context_kind = ulysses: parallel.context = 16 must divide the heads of a tensor-parallel rank, "
-        "which number 8; use gather or ring"
+        "parallel.context_kind = ulysses: parallel.context = 16 must divide the 8 heads of a tensor-parallel "
+        "rank; use gather or ring"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flex": (
         "model.attention = flex: with parallel.context_kind = ring needs one of reference, sdpa, flash, triton; use "
@@ -48,7 +48,7 @@ CONTRADICTIONS = {
         "parallel.context_ulysses = 2: needs parallel.context_kind = ring, got auto; use 1, or set"
     ),
     "parallel.context=4 parallel.context_kind=ring parallel.context_ulysses=4": (
-        "parallel.context_ulysses = 4: must divide parallel.context = 4, be less, and divide the 8 heads of a "
+        "parallel.context_ulysses = 4: must be below parallel.context = 4 and divide it and the 8 heads of a "
         "tensor-parallel rank; nearest valid values: 1, 2"
     ),
     "parallel.context=2 parallel.zero=1 parallel.zero_group=3 parallel.data=2": (

@@ -8,7 +8,7 @@ from tests.config.test_checks import problems
 
 CONTRADICTIONS = {
     "model.experts_per_token=2 model.router.scale=2": (
-        "model.experts_per_token = 2: needs a model with experts, and model.experts = null; set model.experts\n"
+        "model.experts_per_token = 2: needs a model with experts, but model.experts = null; set model.experts\n"
         "  model.router.scale = 2.0: needs a model with experts"
     ),
     "model.experts=8 model.experts_per_token=9": (
@@ -22,15 +22,15 @@ CONTRADICTIONS = {
         "parallel.expert_tensor = 2: must be 1 or parallel.tensor = 1; use null or 1"
     ),
     "model.experts=8 model.dense_layers=3": (
-        "model.dense_layers, model.expert_every = 3, 1: leave none of model.layers = 4 layers for experts; use 0, 1"
+        "model.dense_layers, model.expert_every = 3, 1: leave none of the model.layers = 4 layers for experts; use 0, 1"
     ),
     "model.experts=8 model.router.groups=4": "model.router.groups = 4: needs model.router.selection != top, got top",
     "model.experts=8 model.router.selection=each_group model.router.groups=3": (
         "model.router.groups = 3: must divide model.experts = 8; nearest valid values: 1, 2, 4"
     ),
     "model.experts=8 model.router.selection=each_group model.router.groups=4": (
-        "model.experts_per_token = null: must be a multiple of model.router.groups = 4: each group contributes as "
-        "many; nearest valid values: 4"
+        "model.experts_per_token = null: must be a multiple of model.router.groups = 4: each group contributes "
+        "equally; nearest valid values: 4"
     ),
     "model.experts=8 model.router.selection=group_limited model.router.groups=4": (
         "model.router.groups_per_token = null: model.router.selection = group_limited needs a number; use 1 to 4"
@@ -71,10 +71,10 @@ CONTRADICTIONS = {
         "parallel.fixed_exchange = true: needs model.experts != null, got null; use false, or set"
     ),
     "model.experts=8 parallel.two_batch_overlap=true": (
-        "parallel.two_batch_overlap = true: needs parallel.expert > 1, got 1: no tokens travel; use false, or a larger"
+        "parallel.two_batch_overlap = true: needs parallel.expert > 1, got 1: no tokens are sent; use false, or a"
     ),
     "model.experts=8 parallel.expert=2 parallel.data=2 parallel.two_batch_overlap=true batch.micro_size=1": (
-        "parallel.two_batch_overlap = true: needs batch.micro_size > 1, got 1: it computes halves of that"
+        "parallel.two_batch_overlap = true: needs batch.micro_size > 1, got 1: it splits micro-batches"
     ),
     "model.experts=8 parallel.expert=2 parallel.data=2 parallel.two_batch_overlap=true model.norm_placement=post": (
         "parallel.two_batch_overlap = true: needs model.norm_placement != post, got post"

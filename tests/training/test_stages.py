@@ -81,7 +81,7 @@ def test_samples_of_a_number_of_steps() -> None:
 
 
 WRONG = {
-    "[{until:5},{until:5}]": "batch.stages[1].until = 5: must be above 5, where the stage before ends; list stages in",
+    "[{until:5},{until:5}]": "batch.stages[1].until = 5: must be above 5, where the previous stage ends; list stages",
     "[{until:5,global_size:32}]": "batch.stages[0].global_size = 32: must not exceed batch.global_size = 16",
     "[{until:5,sequence:100}]": "batch.stages[0].sequence = 100: must divide model.sequence = 256, whose samples are "
     "cut; nearest valid values: 32, 64, 128",
