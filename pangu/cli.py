@@ -24,12 +24,12 @@ FLAGS = {
 """Options of torchrun that no value follows."""
 _HELP = """\
 {description}
-Usage: pangu COMMAND ...; `pangu COMMAND --help` explains one.
+Usage: pangu COMMAND ...; `pangu COMMAND --help` explains each.
 
 {commands}
 
-On several processes: pangu launch --nproc-per-node=2 train +config=quickstart
-Completion in bash: complete -o default -o nospace -C "pangu complete" pangu
+With several processes: pangu launch --nproc-per-node=2 train +config=quickstart
+Bash completion: complete -o default -o nospace -C "pangu complete" pangu
 """
 
 

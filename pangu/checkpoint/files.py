@@ -210,7 +210,7 @@ def _delete(path: Path) -> None:
 
 def _saving(path: Path) -> AbstractContextManager[None]:
     fix = (
-        "older checkpoints are intact. Free space, or correct permissions or the limit of file sizes (ulimit -f), "
+        "older checkpoints are intact. Free disk space, or fix the permissions or the file size limit (ulimit -f), "
         "then start the same command again to continue from the newest one"
     )
     return reading(path, rule="the checkpoint could not be written", fix=fix)

@@ -46,9 +46,9 @@ def read_index(path: Path) -> dict[str, Any]:
     file = path / "index.json"
     if not file.exists():
         inside = list_checkpoints(path / "checkpoints")
-        more = f"; this is a run folder, use its newest checkpoint {inside[-1]}" if inside else ""
+        more = f"; this is a run folder: use its newest checkpoint {inside[-1]}" if inside else ""
         if (path / "config.json").exists():
-            more = "; this is a model of transformers, import it with tools/convert_checkpoint.py --from huggingface"
+            more = "; this is a model of transformers: import it with tools/convert_checkpoint.py --from huggingface"
         raise UserError(f"{path}: no checkpoint here (index.json is missing){more}")
     index = read_json(file, shared=True)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -56,7 +56,7 @@ def read_index(path: Path) -> dict[str, Any]:
     version = index.get("version")
     if isinstance(version, int) and version > VERSION:
         raise NewerFormatError(
-            f"{path}: format version {version}: this pangu is too old for it and reads {VERSION}; install the version "
+            f"{path}: format version {version} is newer than this pangu supports ({VERSION}); install the version "
             "that wrote the checkpoint, or a later one"
         )
     if version != VERSION:
@@ -130,7 +130,7 @@ def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[M
             suspects = [key for key in sorted(keys) if not header.get_tensor(key).norm().isfinite()]
             if spoiled := [key for key in suspects if not header.get_tensor(key).isfinite().all()]:
                 more = f" and {len(spoiled) - 1} more" if len(spoiled) > 1 else ""
-                return f"{spoiled[0]!r}{more}: a value is not finite"
+                return f"{spoiled[0]!r}{more}: has values that are not finite"
     except SafetensorError as error:
         return f"it is not a safetensors file ({error})"
     return ""

@@ -138,7 +138,7 @@ def load_weights(
         alone = shapes.keys() ^ {name for name in index["tensors"] if name.startswith("weight/")}
         alone = {name for name in alone if is_of_mtp(name.removeprefix("weight/"), layers)}
         if alone and mesh.is_first:
-            where = "left out" if alone & index["tensors"].keys() else "not in it, they begin at random"
+            where = "left out" if alone & index["tensors"].keys() else "missing, so they are initialized at random"
             log.warning("%s: %d tensors of multi-token prediction: %s", path, len(alone), where)
         shapes = {name: shape for name, shape in shapes.items() if name not in alone}
         slices = [(name, part) for name, part in slices if name not in alone]
@@ -173,7 +173,7 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     if trained.model.num_blocks > weights:
         raise UserError(f"{path}: model.layers = {trained.model.layers}, but {checkpoint} has only {weights} weights")
     # no heads, or a negative width
-    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of `model` do not describe a model"):
+    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the `model` keys describe no valid model"):
         shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
     require_fit(checkpoint, index, shapes, "weight")
     return trained
@@ -196,5 +196,5 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuse aliases."""
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("references (*name) are not supported here")
+            raise yaml.YAMLError("aliases (*name) are not supported here")
         return super().compose_node(parent, index)

@@ -160,7 +160,7 @@ class RemoteRun:
         except UserError as error:
             raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}{error}") from error
         if remote_name(path, index) != name:
-            raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}its index is that of another checkpoint")
+            raise UserError(f"{self.url}/checkpoints/{name}{DAMAGED}its index belongs to another checkpoint")
         if self._size(self._path(name, FILE)) is not None:
             self._fetch_file(self._path(name, FILE), partial / FILE, MOST_STANDING_BYTES)
 
@@ -183,8 +183,8 @@ class RemoteRun:
         return f"{self._root}/checkpoints/{name}/{file}"
 
     def _talking(self) -> AbstractContextManager[None]:
-        fix = "check the address, the credentials, the network and the room there"
-        return reading(self.url, Exception, rule="checkpoint.remote does not answer as it should", fix=fix)
+        fix = "check the URL, the credentials, the network and the free space there"
+        return reading(self.url, Exception, rule="checkpoint.remote cannot be used", fix=fix)
 
     def _listing(self, folder: str) -> dict[str, int]:
         """Return the sizes of the files and folders in a folder. `find` would leave out what it cannot read."""
@@ -262,11 +262,11 @@ class RemoteRun:
         if expected is not None:
             _require_same(f"{self.url}: {source}", digest.hexdigest(), received, expected)
         elif most is not None and received > most:
-            raise UserError(f"{self.url}: {source}{DAMAGED}has more than {most:,} bytes")
+            raise UserError(f"{self.url}: {source}{DAMAGED}it has more than {most:,} bytes")
 
 
 def _require_same(name: object, digest: str, size: int, expected: Mapping[str, Any]) -> None:
     if size != expected["bytes"]:
-        raise UserError(f"{name}{DAMAGED}has another size than the {expected['bytes']} bytes that were written")
+        raise UserError(f"{name}{DAMAGED}its size is not the {expected['bytes']} bytes that were written")
     if digest != expected["sha256"]:
-        raise UserError(f"{name}{DAMAGED}SHA-256 {digest}, {expected['sha256']} was written")
+        raise UserError(f"{name}{DAMAGED}its SHA-256 is {digest}, but {expected['sha256']} was written")

@@ -135,5 +135,5 @@ def require_inside(folder: Path, file: Path) -> None:
     folders = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
     if file.is_symlink() and not any(target.is_relative_to(one.resolve()) for one in folders):
         raise UserError(
-            f"{file}: is a link to {target}, outside the folder, and is not copied; replace it with the file"
+            f"{file}: is a link to {target}, outside the folder, so it is not copied; replace it with the file"
         )

@@ -51,8 +51,8 @@ def report_unresponsive_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[
             silent = [] if mesh.store_rank in (None, mesh.rank) else [mesh.store_rank]
         others = mesh.named(silent) if silent else "another process"
         raise LostError(
-            f"{mesh.name}, {place}: {others} did not respond within parallel.timeout_s, or exited; look for the "
-            f"cause in its output ({error})"
+            f"{mesh.name}, {place}: {others} did not respond within parallel.timeout_s, or exited; check "
+            f"the output there for the cause ({error})"
         ) from error
 
 
@@ -169,7 +169,7 @@ def answer_of_store(limit_s: float, action: Callable[[], T]) -> T:
         thread.join()  # Python aborts at exit if a thread is inside the store
         return result
     except TimeoutError as error:
-        raise dist.DistStoreError("the store does not answer") from error
+        raise dist.DistStoreError("the store does not respond") from error
 
 
 def complete(future: Future[T], action: Callable[[], T]) -> None:

@@ -9,17 +9,17 @@ from pathlib import Path
 PROGRAMS = {
     "train": ("pretrain", "train a model, or show its configuration or dry run"),
     "launch": ("scripts/launch", "start a command on several processes, with torchrun's options"),
-    "plan": ("tools/plan", "memory, communication and time of a layout, or a search for the fastest ones"),
+    "plan": ("tools/plan", "estimate a layout's memory, communication and time, or search for the fastest ones"),
     "prepare": ("tools/preprocess_data", "encode text into indexed token files"),
     "tokenizer": ("tools/train_tokenizer", "train a SentencePiece vocabulary"),
     "data": ("tools/inspect_data", "show and verify indexed token files"),
-    "convert": ("tools/convert_checkpoint", "convert checkpoints from and to other formats"),
+    "convert": ("tools/convert_checkpoint", "convert checkpoints to and from other formats"),
     "inspect": ("tools/inspect_checkpoint", "show what a checkpoint holds"),
-    "translate": ("tools/translate_config", "translate settings of Megatron-LM, DeepSpeed and others"),
+    "translate": ("tools/translate_config", "translate settings from Megatron-LM, DeepSpeed and others"),
     "generate": ("scripts/generate", "continue prompts, or answer them"),
     "evaluate": ("scripts/evaluate", "measure perplexity, or accuracy on tasks"),
     "report": ("tools/report", "compare runs on an HTML page"),
-    "calibrate": ("tools/calibrate", "measure this machine for plans"),
+    "calibrate": ("tools/calibrate", "measure this machine for the planner"),
 }
 """Command of `pangu` -> its file in a checkout, without suffix, and what it does."""
 _COMMANDS = {f"{file}.py": command for command, (file, _) in PROGRAMS.items()}

@@ -118,7 +118,7 @@ _ADVICE = {
     errno.EPERM: "no permission to write there: choose a folder that you own",
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.ENOTDIR: "part of the path is a file, not a folder: choose another folder",
-    errno.EEXIST: "a file of that name exists: choose another folder",
+    errno.EEXIST: "a file with that name exists: choose another folder",
 }
 
 
@@ -147,7 +147,7 @@ def reading(source: object, *errors: type[Exception], rule: str = "cannot be rea
             other = error.filename is not None and str(error.filename) != str(source)
             cause = f"{error.filename}: {error.strerror}" if other else error.strerror
         if "set_int_max_str_digits" in cause:
-            cause = f"an integer of more than {MOST_DIGITS:,} digits"
+            cause = f"an integer with more than {MOST_DIGITS:,} digits"
         text = f"{source}: {rule} ({shown(cause)})"
         raise UserError(f"{text}; {fix}" if fix else text) from error
 
@@ -170,7 +170,7 @@ def allocating(where: Callable[[], str], fix: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         asked, free = re.search(_ASKED, str(error)), re.search(_FREE, str(error))
-        sizes = (f", {asked[1]} asked for" if asked else "") + (f", {free[1]} free" if free else "")
+        sizes = (f", {asked[1]} requested" if asked else "") + (f", {free[1]} free" if free else "")
         raise LocalError(f"{where()}: out of memory{sizes}; {fix}") from error
 
 

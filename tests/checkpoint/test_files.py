@@ -250,7 +250,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not the index of a pangu checkpoint"):
         read_index(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": FORMAT, "version": 99}))
-    with pytest.raises(NewerFormatError, match="format version 99: this pangu is too old for it and reads 3"):
+    with pytest.raises(NewerFormatError, match=r"format version 99 is newer than this pangu supports \(3\)"):
         read_index(tmp_path)
 
 
@@ -261,7 +261,7 @@ def test_values_that_are_not_finite_are_damage(tmp_path: Path) -> None:
     tensors = {"weight/a": torch.full((2, 3), 3e38), "weight/b": torch.tensor([1.0, float("nan")])}
     commit(path, [write_slices(path, 0, [(name, whole(tensor)) for name, tensor in tensors.items()])], {})
     (said,) = find_damage(path, read_index(path))
-    assert said == f"{path}/tensors-00000-00000.safetensors: damaged: 'weight/b@0': a value is not finite"
+    assert said == f"{path}/tensors-00000-00000.safetensors: damaged: 'weight/b@0': has values that are not finite"
 
 
 def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:

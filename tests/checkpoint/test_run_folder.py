@@ -60,7 +60,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (b"model: " + b"[" * 1000, "cannot be read"),
         (b"[" * 1000, "cannot be read"),
         (b"model: {a: " * 3000, "cannot be read"),
-        (BOMB.encode() + b"model: *i\ndata: {}\nprecision: {}\n", "references"),
+        (BOMB.encode() + b"model: *i\ndata: {}\nprecision: {}\n", "aliases"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"model: 2020-99-99", "cannot be read"),
         (b"? [a]\n: 1", "cannot be read"),

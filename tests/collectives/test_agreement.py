@@ -191,7 +191,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     mesh = Mesh(Layout(data=2), 1, torch.device("cpu"), timeout_s=0.2, store=store, store_rank=0)
     with (
         patch.multiple(agreement, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
-        pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not respond .*the store does not answer"),
+        pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not respond .*the store does not respond"),
         report_unresponsive_ranks(mesh, lambda: "saving"),
     ):
         agree(mesh, lambda: None, runs_here=True)

@@ -78,7 +78,7 @@ def test_long_integers_are_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"c\.yaml: cannot be read as a cluster"):
         load_cluster(cluster)
     with (
-        pytest.raises(UserError, match=r"is no TOML \(an integer of more than 4,300 digits\)"),
+        pytest.raises(UserError, match=r"is no TOML \(an integer with more than 4,300 digits\)"),
         reading("x", ValueError, rule="is no TOML"),
     ):
         tomllib.loads(f"a = {'9' * 5000}")

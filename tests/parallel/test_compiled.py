@@ -263,6 +263,6 @@ def test_a_compiler_that_finds_no_memory_is_not_blamed() -> None:
 
     with patch.object(compiled, "BACKEND", full):
         trainer, batches = small_trainer(Layout(), "compile=true")
-    said = r"^here: out of memory, 2\.00 GiB asked for; less$"
+    said = r"^here: out of memory, 2\.00 GiB requested; less$"
     with pytest.raises(LocalError, match=said), allocating(lambda: "here", "less"):
         trainer.train_step(batches)

@@ -120,5 +120,5 @@ def test_chunks_behind_the_twenty_sixth_have_two_letters(tmp_path: Path, figures
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"part of the path is a file|a file of that name exists"):
+    with pytest.raises(UserError, match=r"part of the path is a file|a file with that name exists"):
         draw(timeline("gpipe", 1, 1, 1), tmp_path / "file" / "pipeline", "simulated")

@@ -46,7 +46,7 @@ def test_a_device_without_memory_is_one_message(
 
     monkeypatch.setattr(calibrate, "measure_machine", measure)
     assert calibrate.main(["--output", str(tmp_path / "mine.yaml"), "--quick"]) == USER_ERROR
-    said = "(cpu): out of memory, 2.00 GiB asked for, 1.00 GiB free; end other programs that use this memory"
+    said = "(cpu): out of memory, 2.00 GiB requested, 1.00 GiB free; end other programs that use this memory"
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -35,8 +35,8 @@ NPU = (
 @pytest.mark.parametrize(
     ("error", "sizes"),
     [
-        (torch.OutOfMemoryError(CUDA), ", 20.00 GiB asked for, 12.31 GiB free"),
-        (RuntimeError(NPU), ", 2.00 GiB asked for, 123.40 MiB free"),
+        (torch.OutOfMemoryError(CUDA), ", 20.00 GiB requested, 12.31 GiB free"),
+        (RuntimeError(NPU), ", 2.00 GiB requested, 123.40 MiB free"),
         (torch.AcceleratorError("CUDA error: out of memory"), ""),
         (torch.OutOfMemoryError(), ""),
     ],
@@ -50,7 +50,7 @@ def test_the_message_has_the_sizes_that_torch_names(error: RuntimeError, sizes: 
 
 
 def test_a_host_that_is_full_counts_and_other_errors_pass() -> None:
-    with pytest.raises(LocalError, match=r"^here: out of memory, 2000000000000000 bytes asked for; "):  # noqa: SIM117
+    with pytest.raises(LocalError, match=r"^here: out of memory, 2000000000000000 bytes requested; "):  # noqa: SIM117
         with allocating(lambda: "here", ""):
             torch.empty(2 * 10**15, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), allocating(lambda: "here", ""):
@@ -86,12 +86,12 @@ def test_a_run_says_where_it_ran_out_and_what_needs_less(
     with pytest.raises(LocalError) as raised:
         train(tmp_path / "run", 1, *files, "validation.every=1", "validation.sequences=4")
     advice = "try batch.micro_size=1 or memory.recompute=selective, then full; dry_run=true in the same "
-    said = rf"{place}: out of memory, 20.00 GiB asked for, 12.31 GiB free; {advice}command .*"
+    said = rf"{place}: out of memory, 20.00 GiB requested, 12.31 GiB free; {advice}command .*"
     assert re.fullmatch(said, str(raised.value)), str(raised.value)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_commands_that_load_a_model_say_the_same() -> None:
-    said = r"rank 0 on \S+: out of memory, 20.00 GiB asked for, 12.31 GiB free; try a smaller --rows, or .*"
+    said = r"rank 0 on \S+: out of memory, 20.00 GiB requested, 12.31 GiB free; try a smaller --rows, or .*"
     with pytest.raises(LocalError, match=said), connected(1, 1, "cpu", Launch(), replicas=False):
         full()

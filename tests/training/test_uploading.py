@@ -258,7 +258,7 @@ def test_a_damaged_file_is_replaced_by_its_copy_and_a_damaged_copy_is_passed_ove
     store.pipe_file(file, bytes(content))
     assert train(tmp_path / "run", 4, COPIED) == losses
     told = capsys.readouterr().err
-    assert "tensors-00000-00000.safetensors: damaged: SHA-256 " in told
+    assert "tensors-00000-00000.safetensors: damaged: its SHA-256 is " in told
     assert "continuing from" in told
     assert "set aside; delete it" in told
 
@@ -295,7 +295,7 @@ def test_a_store_that_fails_is_told_and_counted_and_training_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "open", refuse)
         assert train(tmp_path / "run", 2, COPIED) == losses[:2]
-    assert "checkpoint.remote does not answer as it should (Forbidden)" in capsys.readouterr().err
+    assert "checkpoint.remote cannot be used (Forbidden)" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(RemoteRun, "commit", refuse)  # a disk of this machine that fails
         assert train(tmp_path / "run", 3, COPIED) == losses[:3]
