@@ -73,7 +73,7 @@ def documents(chunk: TextChunk, text_key: str) -> Iterator[Document | BadLine]:
             try:
                 yield Document(text, len(text.encode()))
             except UnicodeEncodeError:
-                yield BadLine(chunk.source, line, "its text has half of a surrogate pair, which is not a character")
+                yield BadLine(chunk.source, line, "its text has a lone surrogate, which is not a character")
 
 
 def _in_text(chunk: TextChunk, _: str) -> Iterator[tuple[int, str | BadLine]]:

@@ -30,7 +30,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         f" `datasets` streams; {MDS}FOLDER of MosaicML shards; {WEBDATASET}SHARD-{{000..099}}.tar of WebDataset"
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record that has the text (text)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="record field that holds the text (text)")
     parser.add_argument(
         "--whole-files",
         action="store_true",
@@ -54,9 +54,9 @@ def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
         for match, files in matches:
             known = [file for file in files if (parts := suffixes(file))[0] in (TEXT if parts[1] else _KNOWN)]
             if not known and files == [match]:
-                raise UserError(f"{key} {match}: unknown kind of file; supported are {_KINDS}")
+                raise UserError(f"{key} {match}: unknown type of file; supported types: {_KINDS}")
             if not known:
-                raise UserError(f"{key} {match}: the folder has no file of a supported kind: {_KINDS}")
+                raise UserError(f"{key} {match}: the folder has no file of a supported type: {_KINDS}")
             inputs.update(dict.fromkeys(known))
     return list(inputs)
 
@@ -104,7 +104,7 @@ def _saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:
     """
     if (folder / "dataset_dict.json").is_file():
         if len(folders) > 1:
-            raise UserError(f"{folder}: has the splits {', '.join(folders)}; name one, e.g. {folder / folders[0]}")
+            raise UserError(f"{folder}: has the splits {', '.join(folders)}; choose one, e.g. {folder / folders[0]}")
         return []
     state = read_json_object(folder / "state.json")
     files = state.get("_data_files")

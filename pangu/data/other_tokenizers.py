@@ -55,7 +55,7 @@ class FastTokenizer:
         # the library raises arbitrary errors for a damaged file
         if len(files) == 1:
             check_growth(files[0])
-        with library_errors(path, "is not a tokenizer that the library tokenizers can read"):
+        with library_errors(path, "is not a tokenizer that the tokenizers library can read"):
             if len(files) == 1:
                 self._tokenizer = library.Tokenizer.from_file(str(path))
             else:
@@ -137,7 +137,7 @@ def require_encoding(encoding: str, pieces: int) -> None:
     """Raise ValueError if a file with this number of pieces belongs to another encoding."""
     if pieces > _OWN_PIECES and pieces != _PIECES[encoding]:
         raise ValueError(
-            f"it has {pieces:,} pieces, and {encoding} has {_PIECES[encoding]:,}: another program splits text "
+            f"it has {pieces:,} pieces, but {encoding} has {_PIECES[encoding]:,}, so it splits text "
             "differently; use its tokenizer.json with kind=huggingface"
         )
 
@@ -148,7 +148,7 @@ def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), 1):
         piece, _, rank = line.partition(b" ")
         if not rank.isdigit() or len(rank) > 10 or int(rank) >= 2**31 - 1:
-            raise ValueError(f"line {number} is not a piece in base64 and its id")
+            raise ValueError(f"line {number} is not a base64 piece and its id")
         ranks[base64.b64decode(piece, validate=True)] = int(rank)
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError("a byte has no piece")

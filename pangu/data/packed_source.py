@@ -211,7 +211,7 @@ class PackedSource:
     def changed(self) -> UserError:
         """Return the error of text that differs from what a position was taken of."""
         return UserError(
-            f"{self._name}: has changed since the checkpoint was written: there is another document at its position;"
+            f"{self._name}: has changed since the checkpoint was written: a different document is at its position;"
             " restore the text, or set another train.output to start a new run"
         )
 

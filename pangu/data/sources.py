@@ -135,8 +135,8 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
     paths = StdlibPaths(Path(data.folder))
     if not is_prepared(paths, model.vocab, data.validation_fraction):
         raise UserError(
-            f"data.folder = {data.folder} does not have the standard library in {model.vocab} pieces, which"
-            " pretrain.py prepares; if another run has replaced it, use a folder for each model.vocab"
+            f"data.folder = {data.folder} does not hold the standard library in {model.vocab} pieces, which"
+            " pretrain.py prepares; if another run has replaced it, use one folder per model.vocab"
         )
     files = ((str(paths.train),), None, (str(paths.validation),))
     return IndexedData("indexed", *files, tokenizer_of(data), data.packing)

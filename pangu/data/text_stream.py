@@ -150,7 +150,7 @@ def check_exist(data: StreamData, on_progress: Callable[[], None]) -> None:
         for source in with_progress(find_inputs(patterns, key), on_progress):
             input_record(source)
             if not (is_url(source) or is_dataset(source) or Path(source).is_file()):
-                rule = "is not a regular file, and each epoch and process reads the text again"
+                rule = "is not a regular file, but each epoch and process reads the text again"
                 raise UserError(f"{key} {source}: {rule}; encode it first with tools/preprocess_data.py")
 
 
@@ -247,7 +247,7 @@ def _require_same(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     ]
     pairs = zip_longest(chain(*current["train"]), chain(*saved["train"]), fillvalue=("none", 0))
     wrong += [
-        f"  data.train: {shown(name)} of {size} bytes, and the checkpoint has {shown(other)} of {bytes_}"
+        f"  data.train: {shown(name)} of {size} bytes, but the checkpoint has {shown(other)} of {bytes_}"
         for (name, size), (other, bytes_) in pairs
         if (name, size) != (other, bytes_)
     ][:3]

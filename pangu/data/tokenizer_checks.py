@@ -14,7 +14,7 @@ from pangu.common.files import read_json_object
 
 MOST_GROWTH = 100
 """Maximum number of characters that a tokenizer may substitute for one; Unicode normalization produces at most 18."""
-CANNOT_ENCODE = "cannot encode a text"
+CANNOT_ENCODE = "cannot encode text"
 _STEPS = ("normalizers", "decoders", "pretokenizers")
 
 
@@ -50,7 +50,7 @@ def check_growth(path: Path) -> None:
             growth = _growth(config.get(key))
         if growth > MOST_GROWTH:
             raise UserError(
-                f"{path}: its {key} replaces a character by up to {growth:.3g}; at most {MOST_GROWTH} are allowed"
+                f"{path}: its {key} replaces a character with up to {growth:.3g}; at most {MOST_GROWTH} are allowed"
             )
 
 

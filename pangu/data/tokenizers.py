@@ -129,7 +129,7 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     specs = [*fields.get(3, []), *fields.get(5, [])]
     for charsmap in (place for spec in specs for place in read_message(model, spec).get(2, [])):
         if charsmap_growth(model[charsmap]) > MOST_GROWTH:
-            raise ValueError(f"its normalization replaces a character by more than {MOST_GROWTH} bytes")
+            raise ValueError(f"its normalization replaces a character with more than {MOST_GROWTH} bytes")
     # damaged pieces are not UTF-8, which the library detects only when it decodes them, but for control pieces
     tokens = list(range(processor.vocab_size()))
     processor.id_to_piece(tokens)
@@ -185,7 +185,7 @@ class HuggingFaceTokenizer:
                 "a huggingface tokenizer needs transformers; pip install transformers (or this package's extra: test)"
             ) from error
         if not Path(path).is_dir():
-            raise UserError(f"data.tokenizer.path = {path}: no such folder; download it first, and name the folder")
+            raise UserError(f"data.tokenizer.path = {path}: no such folder; download it first, then give the folder")
         # the library raises arbitrary errors for a damaged file
         self._path = path
         check_growth(Path(path, "tokenizer.json"))
@@ -213,7 +213,7 @@ class HuggingFaceTokenizer:
         """Encode a text that may contain special pieces. Raises UserError for a tokenizer without offsets."""
         if not self._tokenizer.is_fast:
             raise UserError(
-                f"{self._tokenizer.name_or_path}: this tokenizer does not provide the offsets of its tokens;"
+                f"{self._tokenizer.name_or_path}: this tokenizer does not provide token offsets;"
                 " save it as a tokenizer.json"
             )
         with library_errors(self._path, CANNOT_ENCODE):

@@ -29,7 +29,7 @@ class Sampling:
     max_tokens: int
     """Largest number of generated tokens; a text also ends where it fills the model's window, `model.sequence`."""
     temperature: float = 1.0
-    """Softmax temperature; 0 takes the most probable token."""
+    """Softmax temperature; 0: always the most probable token."""
     top_k: int = 0
     """Sample among the k most probable tokens; 0: among all."""
     top_p: float = 1.0
@@ -50,7 +50,7 @@ class Sampling:
         rules = {
             "max_tokens": (self.max_tokens >= 1, "must be at least 1"),
             "temperature": (self.temperature >= 0, "must be at least 0"),
-            "top_k": (self.top_k >= 0, "must be at least 0, which draws among all tokens"),
+            "top_k": (self.top_k >= 0, "must be at least 0, which samples from all tokens"),
             "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "must be above 0; 1 is no penalty"),
         }

@@ -85,7 +85,7 @@ class ChatTemplate:
 
         output, parts = self._spend(allowance, ValueError, render)
         if name := unwritten(Dialog(messages, tools, []), output):
-            reason = f"does not write the function {shown(name)}; use qwen3 or the model's own"
+            reason = f"does not render the function {shown(name)}; use qwen3 or the model's own"
             raise ValueError(f"the chat template {self._name} {reason}")
         return self._count(parts, dialog.counted)
 
@@ -155,7 +155,7 @@ class ChatTemplate:
         is_clear = prompt and begin >= len(prompt) and prompt not in messages[number]["content"]
         if not (tail and before + after == output and after.startswith(tail) and is_clear):
             raise TemplateError(
-                f"it writes turn {number} differently if others follow; set data.turns=last, or mark responses in it"
+                f"it renders turn {number} differently if others follow; set data.turns=last, or mark responses in it"
                 " with {% generation %} and {% endgeneration %}"
             )
         return begin, len(before) + len(tail)
@@ -294,4 +294,4 @@ def kept_template(run: Path, data: DataConfig) -> str | None:
     try:
         return portable_template(replace(data, tokenizer=kept_tokenizer(run, data)))
     except UserError as error:
-        raise UserError(f"{error}; or put the template into {run / CHAT_TEMPLATE}") from error
+        raise UserError(f"{error}; or save the template as {run / CHAT_TEMPLATE}") from error

@@ -132,7 +132,7 @@ def _reopened(path: Path, size: int) -> Any:
     path.touch()
     file = path.open("r+b")
     if file.seek(0, os.SEEK_END) < size:
-        raise OSError(f"{path} is shorter than what was written; remove {path.parent} to start over")
+        raise OSError(f"{path} is shorter than when it was written; remove {path.parent} to start over")
     file.truncate(size)
     file.seek(size)
     return file

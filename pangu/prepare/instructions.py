@@ -222,7 +222,7 @@ def read_prepared(folder: Path) -> dict[str, Any]:
         files = sorted([*folder.glob("*.idx"), *folder.glob("data/*.idx")])  # of a run folder too
         more = f"to see its token files, give {files[0].with_suffix('')}" if files else "to see text, encode it"
         raise UserError(
-            f"{folder}: has no prepared conversations, or not all of them; the next run prepares conversations; {more}"
+            f"{folder}: prepared conversations are missing or incomplete; the next run prepares them; {more}"
         )
     return manifest
 

@@ -66,7 +66,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     for record in files.values():
         blocks = record.get("blake2b") if isinstance(record, dict) else None
         if not isinstance(blocks, list) or not isinstance(record.get("bytes"), int):
-            raise UserError(f"{path}: has no checksums of a file; write the files again")
+            raise UserError(f"{path}: lacks the checksums of a file; write the files again")
     return manifest
 
 

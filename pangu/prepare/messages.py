@@ -119,7 +119,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     read = {**left, "role": role, "content": _text(content, place, empty=bool(calls))}
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise ValueError(f"{place} has tool calls that are not a list, or not the assistant's: {shown(calls)}")
+            raise ValueError(f"{place} has tool calls that are not a list or not the assistant's: {shown(calls)}")
         read["tool_calls"] = [_call(call, place) for call in calls]
     elif role == "assistant" and not read["content"].strip():
         raise ValueError(f"{place} is an empty response")
@@ -178,7 +178,7 @@ def _check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("contains half of a surrogate pair, which is not a character") from error
+        raise ValueError("contains a lone surrogate, which is not a character") from error
     if any(sign in text for sign in (BEGIN, END, SEPARATOR)):
         raise ValueError("contains one of U+FDD0 to U+FDD2, which are not characters")
     return text

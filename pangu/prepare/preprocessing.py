@@ -138,7 +138,7 @@ def bands_of(text: str, threshold: float) -> NDArray[np.int64]:
         from rensa import RMinHash  # noqa: PLC0415 - optional package
     except ImportError as error:
         fix = "pip install rensa (or this package's extra: preprocess)"
-        raise UserError(f"finding near duplicates needs the package rensa; {fix}") from error
+        raise UserError(f"near-duplicate detection needs the package rensa; {fix}") from error
     text = _SPACE.sub(" ", text).lower()
     sketch = RMinHash(num_perm=_HASHES, seed=1)
     sketch.update([text[begin : begin + _SHINGLE] for begin in range(max(len(text) - _SHINGLE, 0) + 1)])
@@ -316,7 +316,7 @@ def plot_lengths(statistics: dict[str, Any], path: Path, title: str) -> None:
         shares = np.bincount(octaves, values) / values.sum()
         axes.bar(np.arange(len(shares)) + shift, 100 * shares, width=0.4, label=label)
     axes.set_xticks(range(octaves.max() + 1), [f"{2**octave:,}" for octave in range(octaves.max() + 1)], rotation=60)
-    axes.set(xlabel="tokens of a document, at least", ylabel="%")
+    axes.set(xlabel="tokens per document, at least", ylabel="%")
     axes.set_title(title, parse_math=False)
     axes.legend(frameon=False)
     figure.subplots_adjust(bottom=0.25)

@@ -147,7 +147,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _check_size(bits: int) -> None:
     if bits > _LARGEST:
-        raise SecurityError("it computes with too large numbers")
+        raise SecurityError("it computes with numbers that are too large")
 
 
 def _rounded(value: Any, precision: int = 0, method: str = "common") -> Any:

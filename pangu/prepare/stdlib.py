@@ -57,7 +57,7 @@ def prepare_stdlib(
     prepared = is_prepared(paths, vocab, validation_fraction)
     damaged = find_damage(paths) if prepared else []
     if damaged:
-        log.warning("%s: prepared again, because of checksum mismatches: %s", paths.folder, ", ".join(damaged))
+        log.warning("%s: prepared again because of checksum mismatches: %s", paths.folder, ", ".join(damaged))
     if damaged or not prepared:
         with writing(paths.folder), ProgressBar(show_progress, on_progress) as progress:
             _build(paths, vocab, validation_fraction, progress)
@@ -135,7 +135,7 @@ def _write_tokenizer(paths: StdlibPaths, sources: dict[str, list[str]], vocab: i
     try:
         model = train_sentencepiece((documents[0] for documents in sources.values()), vocab, "bpe")
     except UserError as error:
-        raise UserError(f"model.vocab = {vocab} does not fit data=stdlib: {error}") from error
+        raise UserError(f"model.vocab = {vocab} does not work with data=stdlib: {error}") from error
     write_atomically(paths.tokenizer, model)
     progress.update(task, completed=1)
 

@@ -299,7 +299,7 @@ def test_find_inputs(tmp_path: Path) -> None:
     assert found("b.txt", "*.txt", "b.txt") == ["b.txt", "x[1].txt"]
     assert found("x[1].txt") == ["x[1].txt"]
     assert found("**/c.txt") == ["deep/er/c.txt"]
-    for pattern, words in [("none", "no such"), ("*.parquet", "no such"), ("deep/notes.md", "unknown kind of file")]:
+    for pattern, words in [("none", "no such"), ("*.parquet", "no such"), ("deep/notes.md", "unknown type of file")]:
         with pytest.raises(UserError, match=words):
             found(pattern)
     (tmp_path / "empty").mkdir()
@@ -415,5 +415,5 @@ def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": selected, "test": rows}).save_to_disk(str(tmp_path / "several"))
     for name in ("one", "single", "several/train"):
         assert list(read_documents(find_inputs([str(tmp_path / name)]), "text")) == expected
-    with pytest.raises(UserError, match=r"several: has the splits test, train; name one, e.g. .*several/test"):
+    with pytest.raises(UserError, match=r"several: has the splits test, train; choose one, e.g. .*several/test"):
         find_inputs([str(tmp_path / "several")])

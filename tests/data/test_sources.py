@@ -59,7 +59,7 @@ def test_stdlib(prepared: StdlibPaths) -> None:
 
 @pytest.mark.parametrize(("vocab", "fraction"), [(VOCAB + 1, FRACTION), (VOCAB, 0.01)])
 def test_opening_prepares_nothing(prepared: StdlibPaths, vocab: int, fraction: float) -> None:
-    with pytest.raises(UserError, match=rf"data.folder = .* does not have the standard library in {vocab} pieces"):
+    with pytest.raises(UserError, match=rf"data.folder = .* does not hold the standard library in {vocab} pieces"):
         open_sources(stdlib(prepared.folder, fraction), model(vocab), seed=0)
 
 

@@ -154,7 +154,7 @@ def test_flipped_bytes_are_found(
     (paths.folder / name).write_bytes(bytes(byte ^ 1 for byte in whole[name]))
     prepare(tmp_path / "data")
     assert contents(paths.folder) == whole
-    assert f"prepared again, because of checksum mismatches: {name}" in caplog.text
+    assert f"prepared again because of checksum mismatches: {name}" in caplog.text
 
 
 def test_links_are_replaced_and_not_followed(small_library: Path, tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ CHANGES: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     (lambda path: {"holdout": 0.1}, r"  data\.holdout = 0\.1: the checkpoint has 0\.0"),
     (
         lambda path: {"train": (f"{path}/a.jsonl", f"{path}/b.jsonl")},
-        r"data\.train: b\.jsonl of 20 bytes, and the checkpoint has",
+        r"data\.train: b\.jsonl of 20 bytes, but the checkpoint has",
     ),
     (lambda path: {"packing": replace(PACKING, eod=299)}, r"data\.packing\.eod = 299: the checkpoint has 256"),
 ]
@@ -353,7 +353,7 @@ def test_text_that_has_changed_is_named(tmp_path: Path) -> None:
         resumed_with(stream_of(path), position)
     path.write_bytes(content[:-5])
     with pytest.raises(
-        UserError, match=rf"a\.jsonl of {len(content) - 5} bytes, and the checkpoint has .* of {len(content)}"
+        UserError, match=rf"a\.jsonl of {len(content) - 5} bytes, but the checkpoint has .* of {len(content)}"
     ):
         resumed_with(stream_of(path), position)
 
@@ -383,7 +383,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "gone.jsonl", r"data\.train .*gone\.jsonl: no such file or folder"),
         ("memory://nowhere/a.jsonl", r"data\.train memory://nowhere/a\.jsonl: no such file or folder"),
         ("nothing://a/b.jsonl", r"data\.train nothing://a/b\.jsonl: cannot be found \(Protocol not known: nothing"),
-        (tmp_path / "a.doc", r"a\.doc: unknown kind of file; supported are \.txt, \.jsonl"),
+        (tmp_path / "a.doc", r"a\.doc: unknown type of file; supported types: \.txt, \.jsonl"),
     ):
         (tmp_path / "a.doc").write_text("text")
         with pytest.raises(UserError, match=message):
@@ -391,7 +391,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.validation .*gone\.jsonl: no such file"):
         opened(stream_of(tmp_path / "a.jsonl", validation=(str(tmp_path / "gone.jsonl"),)))
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(UserError, match=r"data\.train .*pipe\.txt: is not a regular file, and each epoch"):
+    with pytest.raises(UserError, match=r"data\.train .*pipe\.txt: is not a regular file, but each epoch"):
         opened(stream_of(tmp_path / "pipe.txt"))
     (tmp_path / "binary.jsonl").write_bytes(b"\x80\x04\x95")
     with pytest.raises(UserError, match=r"binary\.jsonl, line 1: is not UTF-8; limit reached: data\.max_bad = 0"):

@@ -36,24 +36,24 @@ def written(folder: Path, **parts: Any) -> Path:
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({}, "cannot encode a text"),
-        ({"model": {"type": "WordPiece", "vocab": {"a": 0}, **PIECES}}, "cannot encode a text"),
-        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "cannot encode a text"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "u"}}, "cannot encode a text"),
+        ({}, "cannot encode text"),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}, **PIECES}}, "cannot encode text"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "cannot encode text"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "u"}}, "cannot encode text"),
         ({"model": {**WORDS, "vocab": {"a": 2**31}}}, "it has the id 2147483648; ids are less than 2^31 - 1"),
         ({"model": {**WORDS, "vocab": {"a": 2**32 - 1}}}, "it has the id 4294967295; ids are less than 2^31 - 1"),
         ({"model": {**WORDS, "vocab": {}}}, "it has no pieces"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgICAgA=="}}, "Cannot parse"),
         (
             {"normalizer": {"type": "Sequence", "normalizers": [LONGER] * 3}},
-            "its normalizer replaces a character by up to 1e+09",
+            "its normalizer replaces a character with up to 1e+09",
         ),
         (
             {"decoder": {"type": "Sequence", "decoders": [LONGER] * 2}},
-            "its decoder replaces a character by up to 1e+06; at most 100 are allowed",
+            "its decoder replaces a character with up to 1e+06; at most 100 are allowed",
         ),
-        ({"normalizer": BETWEEN}, "its normalizer replaces a character by up to 1e+03; at most 100 are allowed"),
-        ({"pre_tokenizer": SLOW, "model": {**WORDS, "unk_token": "a"}}, "cannot encode a text"),
+        ({"normalizer": BETWEEN}, "its normalizer replaces a character with up to 1e+03; at most 100 are allowed"),
+        ({"pre_tokenizer": SLOW, "model": {**WORDS, "unk_token": "a"}}, "cannot encode text"),
     ],
 )
 def test_hostile_tokenizers_end_in_one_message(tmp_path: Path, parts: dict[str, Any], says: str) -> None:
@@ -86,7 +86,7 @@ def test_the_normalization_of_sentencepiece_is_bounded(tmp_path: Path) -> None:
     hidden = long[: spec.start - 3] + b"\xaa\x80\x80\x80\x10" + long[spec.start - 2 :]
     # A control piece is never decoded
     for content, says in (
-        (long, "replaces a character by more than 100 bytes"),
+        (long, "replaces a character with more than 100 bytes"),
         (hidden, "field 536870917 before byte"),
         (model.replace(b"</s>", b"\xff/s>"), "is not a valid SentencePiece model"),
     ):

@@ -62,4 +62,4 @@ def test_a_streamed_run_goes_on_exactly_under_another_layout(tmp_path: Path) -> 
     done = pretrain(broken, *run, "train.steps=8")
     assert done.returncode == 2
     assert "the data differs from that of the checkpoint" in done.stderr
-    assert re.search(r"data\.train: b\.jsonl of \d+ bytes, and the checkpoint has b\.jsonl of \d+", done.stderr)
+    assert re.search(r"data\.train: b\.jsonl of \d+ bytes, but the checkpoint has b\.jsonl of \d+", done.stderr)

@@ -132,8 +132,8 @@ def test_a_template_with_an_error_is_told_with_its_line(tmp_path: Path, template
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
         ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
         ("{% for m in messages %}{{ '{0.__class__.__mro__}'.format(m) }}{% endfor %}", "unsafe"),
-        ("{{ 10 ** 9999999 }}", "computes with too large numbers"),
-        ("{{ 5 | round(-1000000000) }}", "computes with too large numbers"),
+        ("{{ 10 ** 9999999 }}", "computes with numbers that are too large"),
+        ("{{ 5 | round(-1000000000) }}", "computes with numbers that are too large"),
         ("{{ 5 | round(1000000000, 'ceil') }}", "too large"),
         ("{{ ('f' * 9999999) | int(0, 16) // (('f' * 4999999) | int(0, 16)) }}", "too large"),
         ("{% set n = namespace(x=3) %}{% for i in range(50) %}{% set n.x = n.x * n.x %}{% endfor %}", "too large"),
@@ -150,7 +150,7 @@ def test_a_template_with_an_error_is_told_with_its_line(tmp_path: Path, template
         ("{{ raise_exception('only two turns') }}", "only two turns"),
         ("{{ messages[9].content }}", "has no element 9"),
         ("{{ no_such_function() }}", "'no_such_function' is undefined"),
-        ("{{ messages[-1].content }}", "it writes turn 2 differently if others follow; set data.turns=last"),
+        ("{{ messages[-1].content }}", "it renders turn 2 differently if others follow; set data.turns=last"),
     ],
 )
 def test_hostile_and_broken_templates_end_in_one_reason(
@@ -192,9 +192,9 @@ def test_pieces_in_a_message_stay_text() -> None:
         ({"messages": [TALK[1], {"role": "assistant", "content": " \n"}]}, "message 1 is an empty response"),
         ({"prompt": "x", "response": ""}, "message 1 is an empty response"),
         ({"prompt": 3, "response": "y"}, "message 0 has 3 instead of text as its 'content'"),
-        ({"prompt": "\ud800", "response": "y"}, "contains half of a surrogate pair"),
+        ({"prompt": "\ud800", "response": "y"}, "contains a lone surrogate"),
         ({"prompt": "a\ufdd0", "response": "y"}, "contains one of U+FDD0 to U+FDD2"),
-        ({"messages": [{**TALK[2], "more": [{"\ud800": 1}]}]}, "contains half of a surrogate pair"),
+        ({"messages": [{**TALK[2], "more": [{"\ud800": 1}]}]}, "contains a lone surrogate"),
     ],
 )
 def test_records_without_a_conversation(record: Any, says: str) -> None:
@@ -291,7 +291,7 @@ def test_sharegpt() -> None:
 @pytest.mark.parametrize("template", ["plain", "chatml", "alpaca", "llama3"])
 def test_a_template_without_tools_says_so(template: str) -> None:
     for talk in (dialog(CALLED), dialog(TALK, tools=[TOOL])):
-        with pytest.raises(ValueError, match=f"{template} does not write the function add; use qwen3"):
+        with pytest.raises(ValueError, match=f"{template} does not render the function add; use qwen3"):
             rendered(template, talk)
 
 

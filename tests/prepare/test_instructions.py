@@ -249,7 +249,7 @@ def test_bad_lines_are_counted_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
     ("change", "says"),
     [
         ({"train": ("no.jsonl",)}, "data.train no.jsonl: no such file or folder"),
-        ({"train": ("README.md",)}, "data.train README.md: unknown kind of file"),
+        ({"train": ("README.md",)}, "data.train README.md: unknown type of file"),
         ({"train": ("a.txt",)}, "must be a .jsonl file with one conversation per line"),
         ({"train": ("empty.jsonl",)}, "empty.jsonl: no conversations left"),
         ({"template": "no.jinja"}, "data.template = no.jinja: no such file"),
