@@ -26,10 +26,10 @@ class HubRepository:
         except ImportError as error:
             raise UserError(f"--push-to-hub {name}: huggingface_hub is missing: pip install huggingface_hub") from error
         if not library.get_token():
-            fix = "set HF_TOKEN to one that may write, or run `hf auth login`"
-            raise UserError(f"--push-to-hub {name}: there is no token for the hub: {fix}")
+            fix = "set HF_TOKEN to one with write access, or run `hf auth login`"
+            raise UserError(f"--push-to-hub {name}: no access token for the hub: {fix}")
         self._api: Any = library.HfApi()
-        self._ask(self._api.whoami, "the hub does not answer, or refuses the token", "check HF_TOKEN and the network")
+        self._ask(self._api.whoami, "the hub does not respond, or rejects the token", "check HF_TOKEN and the network")
 
     def upload(self, folder: Path, public: bool) -> str:
         """Create the repository unless it exists, private unless `public`, and return its address."""

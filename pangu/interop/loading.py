@@ -145,10 +145,10 @@ def _checkpoint(path: Path) -> Path:
     newest = newest_checkpoint(path)
     if newest == path and not (path / "index.json").exists():
         if not path.exists():
-            kinds = "a run folder, a checkpoint, or the folder that `hf download` made of a transformers model"
+            kinds = "a run folder, a checkpoint, or the folder of a transformers model from `hf download`"
             raise UserError(f"{path}: does not exist, and nothing is downloaded; give {kinds}")
         rule = "neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)"
-        raise UserError(f"{path}: {rule} nor a model of transformers (no config.json)")
+        raise UserError(f"{path}: {rule} nor a transformers model (no config.json)")
     return newest
 
 

@@ -127,9 +127,7 @@ def test_malicious_pickles_run_nothing(source: str, tmp_path: Path, capsys: pyte
         path = folder / "checkpoints" / "step-00000000"
         path.mkdir(parents=True)
         (path / "index.json").write_bytes(pickle.dumps(attack))
-        expected = (
-            "index.json: is not JSON in UTF-8 ('utf-8' codec can't decode byte 0x80 in position 0: invalid start byte)"
-        )
+        expected = "index.json: is not JSON in UTF-8 ('utf-8' codec can't decode byte 0x80 in position 0: invalid start"
     assert expected in refusal(capsys, source, folder, HEADS_GIVEN)
     assert not attack_happened(tmp_path)
 
@@ -253,7 +251,7 @@ def test_files_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "huggingface",
             ("config.json: cannot be read"),
         ),
-        ("megatron", "no folder mp_rank_00 here"),
+        ("megatron", "no mp_rank_00 folder"),
         ("mindspore", "no .ckpt file here"),
     ):
         assert words in refusal(capsys, source, folder)

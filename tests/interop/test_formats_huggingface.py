@@ -295,10 +295,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2", {"layer_types": 7}, "layer_types = 7: is not supported"),
     ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "use full_attention or sliding_attention for each of the"),
     ("Cwm", {"layer_types": None}, "layer_types must be given"),
-    ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers = [1, 2]: must be 2 times 0 or 1"),
+    ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers = [1, 2]: must be a list of 2 zeros and ones"),
     ("GptOss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4}: is not supported; use bf16 weights, e.g."),
     ("DeepseekV3", {"quantization_config": {"quant_method": "fp8"}}, "fp8}: is not supported; convert the weights"),
-    ("Llama", {"quantization_config": {"quant_method": ["gptq"]}}, "is not supported; use the weights from before"),
+    ("Llama", {"quantization_config": {"quant_method": ["gptq"]}}, "is not supported; use the weights before"),
     ("Glm4Moe", {"routed_scaling_factor": None}, "routed_scaling_factor = null: must be a number"),
     ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported; use 7.0"),
     ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
@@ -421,8 +421,8 @@ DAMAGES = [
         set_field("generation_config.json", "eos_token_id", [1, None]),
         "generation_config.json: eos_token_id = [1, null]",
     ),
-    (index([1]), "weight_map must be a JSON object of tensors and their files"),
-    (index({"a": 3}), "weight_map must be a JSON object of tensors and their files"),
+    (index([1]), "weight_map must be a JSON object that maps tensors to files"),
+    (index({"a": 3}), "weight_map must be a JSON object that maps tensors to files"),
     (index({"a": "gone.bin"}), "weight_map names gone.bin, which is not a file in the folder"),
     (index({"a": "\x00\x1b[2J"}), "weight_map names \\x00\\x1b[2J, which is not a file in the folder"),
     (index({"a": "x" * 5000}), "which is not a file in the folder"),
@@ -501,7 +501,7 @@ def test_links_that_lead_out_of_a_folder_are_not_copied(exported: Path, tmp_path
     for name in ("vocab.model", "tokenizer.json"):
         link = folder / name
         link.symlink_to(secret)
-        with pytest.raises(UserError, match=rf"{name}: is a link to .*secret, outside the folder, and is not copied"):
+        with pytest.raises(UserError, match=rf"{name}: is a link to .*secret, outside the folder, so it is not copied"):
             HuggingFaceSource(folder)
         link.unlink()
     blobs = tmp_path / "models--x" / "blobs"

@@ -42,7 +42,7 @@ def test_compressed_entries_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     torch.save(weights(), file)
     compress(file)
-    assert "data.pkl is compressed, and torch.save compresses nothing" in refusal(file)
+    assert "data.pkl is compressed, but torch.save compresses nothing" in refusal(file)
     torch.save({"weight": torch.zeros(2**22)}, file)
     compress(file)
     assert file.stat().st_size < 2**17

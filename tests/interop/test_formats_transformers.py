@@ -306,7 +306,7 @@ def test_kimi_k2_without_the_layer_of_multi_token_prediction(
     save_file(state | ahead, file)
     words = ["--from", "huggingface", "--to", "pangu", "--input", str(tmp_path / "theirs"), "--output"]
     assert main([*words, str(tmp_path / "ours")]) == 2
-    assert "model.layers.2.*: multi-token prediction, of which tensors are missing" in capsys.readouterr().err
+    assert "model.layers.2.*: tensors of multi-token prediction are missing" in capsys.readouterr().err
     run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours", "model.mtp_layers=0")
     assert "model.mtp_layers = 1: left out; as given, 0 of 1 are kept" in capsys.readouterr().out
     with torch.no_grad():

@@ -61,7 +61,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message_before_the_conversion(
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     assert convert(tmp_path, "--push-to-hub", "my-lab/first") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--push-to-hub my-lab/first: the hub does not answer, or refuses the token (" in line
+    assert "--push-to-hub my-lab/first: the hub does not respond, or rejects the token (" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -72,7 +72,7 @@ def test_without_a_token_or_the_package_the_remedy_is_named(
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert convert(tmp_path, "--push-to-hub", "my-lab/first") == 2
-    assert "set HF_TOKEN to one that may write, or run `hf auth login`" in capsys.readouterr().err
+    assert "set HF_TOKEN to one with write access, or run `hf auth login`" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert convert(tmp_path, "--push-to-hub", "my-lab/first") == 2
     assert "pip install huggingface_hub" in capsys.readouterr().err

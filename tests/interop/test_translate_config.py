@@ -84,7 +84,7 @@ def test_the_model_has_as_many_weights_as_published(name: str) -> None:
     translated = built(done, *left_open, *([] if "data.train=???" not in done.stdout else ["data.train=[/data/web]"]))
     assert num_parameters(translated.model) == parameters
     assert f"\n# {parameters:,} parameters; processes: " in done.stdout or "model.vocab" in " ".join(left_open)
-    assert "unknown, and left out" not in done.stdout
+    assert "unknown and left out" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_curricula_without_a_counterpart_are_told(tmp_path: Path) -> None:
     assert missing.returncode == 2
     assert "schedule_config.root_degree: is required by schedule_type = fixed_root" in missing.stderr
     backwards = curriculum(tmp_path, "fixed_discrete", {"difficulty": [64, 512, 1024], "max_step": [9, 9]})
-    assert "max_step = [9, 9]: must be increasing, and one less than" in backwards.stderr
+    assert "max_step = [9, 9]: must increase, with one entry fewer than" in backwards.stderr
 
 
 def test_a_curriculum_of_truncated_samples(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_experts_sequences_and_blends_of_mindformers(tmp_path: Path) -> None:
     assert (translated.parallel.context, translated.parallel.context_kind) == (2, "ulysses")
     assert translated.data == config("data=indexed", *MOE_DATA).data
     assert "use_shared_expert_gating: this router is not supported" in section(done, "no counterpart")
-    assert "unknown, and left out" not in done.stdout
+    assert "unknown and left out" not in done.stdout
 
 
 MOE_DATA = (
@@ -525,7 +525,7 @@ def test_mixtral_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**fields, "flavour": "mint"}))
     done = translate("huggingface", "--keep-going", tmp_path / "config.json")
     assert num_parameters(built(done).model) == 46_702_792_704
-    assert "flavour: mint" in section(done, "unknown, and left out")
+    assert "flavour: mint" in section(done, "unknown and left out")
 
 
 @pytest.mark.parametrize(
@@ -565,7 +565,7 @@ def test_learning_rates_are_those_that_the_page_tells() -> None:
 def test_settings_that_are_not_known_are_named() -> None:
     words = [*GPT, "--use-magic", "--spell", "lumos", "7"]
     done = translate("megatron", "--keep-going", *words)
-    assert section(done, "unknown, and left out") == "#   --use-magic: true\n#   --spell: [lumos, 7]\n"
+    assert section(done, "unknown and left out") == "#   --use-magic: true\n#   --spell: [lumos, 7]\n"
     refused = translate("megatron", *words)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--use-magic: is unknown, and may change the model\n  --spell [lumos, 7]: is unknown" in refused.stderr
@@ -619,12 +619,12 @@ CASES: dict[str, tuple[str, str | None, str]] = {
         '{"zero_optimization": {"mics_shard_size": "all"}}',
         "parallel.zero_group (zero_optimization.mics_shard_size) = 'all': must be",
     ),
-    "not whole": ("deepspeed", '{"train_batch_size": 1.5}', "train_batch_size = 1.5: must be a whole number"),
+    "not whole": ("deepspeed", '{"train_batch_size": 1.5}', "train_batch_size = 1.5: must be an integer"),
     "none": ("deepspeed", '{"train_batch_size": 0}', "train_batch_size = 0: must be at least 1"),
     "no truth": ("deepspeed", '{"bf16": {"enabled": "yes"}}', "bf16.enabled = yes: must be true or false"),
-    "a list for a name": ("torchtitan", "[model]\nflavor = [1]", "model.flavor = [1]: must be one value"),
+    "a list for a name": ("torchtitan", "[model]\nflavor = [1]", "model.flavor = [1]: must be a single value"),
     "an open quote": ("megatron", "A=1\nB='x\n", "line 2: the quotation mark ' does not end"),
-    "no command": ("megatron", "echo hello\n", "no command with pretrain_gpt.py"),
+    "no command": ("megatron", "echo hello\n", "no command that runs pretrain_gpt.py"),
     "no option": ("megatron", "python pretrain_gpt.py 5 --lr 1", "5: expected an option of pretrain_gpt.py"),
     "doubling": ("megatron", "A=aaaaaaaa\n" + "A=$A$A\n" * 40, "$A$A expands to more than 1,000,000 characters"),
     "aliases": (
@@ -687,11 +687,11 @@ def test_conditions_of_a_script_are_told(tmp_path: Path) -> None:
     command = shlex.join(["python", "pretrain_gpt.py", *GPT]) + " --tensor-model-parallel-size $TP"
     (tmp_path / "run.sh").write_text("\n".join([*lines, command]))
     done = translate("megatron", tmp_path / "run.sh")
-    said = section(done, "set under a condition there, the last value is used")
+    said = section(done, "set conditionally there, the last value is used")
     assert said == "#   TP: 6\n#   X: 1\n#   Y: 1\n#   Z: 1\n"
     assert built(done).parallel.tensor == 6
     done = translate("megatron", tmp_path / "run.sh", "TP=2", "X=2", "Y=1", "Z=1")
-    assert "set under a condition" not in done.stdout
+    assert "set conditionally" not in done.stdout
     assert built(done).parallel.tensor == 2
 
 
@@ -708,7 +708,7 @@ def test_commands_of_other_branches_are_told(tmp_path: Path) -> None:
     assert "# other commands there" not in translate("megatron", tmp_path / "run.sh").stdout
     (tmp_path / "run.sh").write_text(f"if a; then\n{command} --seed 1\nelse\n{command} --seed 2 --bf16\nfi\n")
     done = translate("megatron", tmp_path / "run.sh")
-    assert "\n# other commands there: 1; the one with most options is used\n" in done.stdout
+    assert "\n# other commands there: 1; the one with the most options is used\n" in done.stdout
     assert built(done).train.seed == 2
     (tmp_path / "run.sh").write_text(f'CMD="{command}"\n$CMD --seed 3\n')
     assert "# other commands there" not in translate("megatron", tmp_path / "run.sh").stdout

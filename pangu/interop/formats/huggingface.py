@@ -125,7 +125,7 @@ class HuggingFaceSource(WeightSource):
         for layer in kept:
             if any(stored.name.startswith(layer) and stored.name not in self.tensors for stored in table):
                 fix = "set model.mtp_layers=0 to leave it out"
-                problems.append(f"{layer}*: multi-token prediction, of which tensors are missing; {fix}")
+                problems.append(f"{layer}*: tensors of multi-token prediction are missing; {fix}")
         dropped = tuple(layer for layer in self._ahead if layer not in kept)
         for name in sorted(name for name in self._places.keys() - self.tensors.keys() if not name.startswith(dropped)):
             found = self._read(name)
@@ -133,16 +133,16 @@ class HuggingFaceSource(WeightSource):
                 original = self._copies[name] if self._copies[name] in self._places else words
                 if original in self._places and not torch.equal(found, self._read(original)):
                     fix = "set model.mtp_layers=0 to leave multi-token prediction out"
-                    problems.append(f"{name}: differs from {original}, which pangu has only once; {fix}")
+                    problems.append(f"{name}: differs from {original}, but pangu keeps only one copy; {fix}")
             elif name == self._head:
                 if words in self._places and not torch.equal(found, self._read(words)):
                     problems.append(
-                        f"{name}: differs from {words}, and config.json says that they are one tensor; "
+                        f"{name}: differs from {words}, but config.json says that they are the same; "
                         f'"tie_word_embeddings": false keeps both, and without {name} the second is the head'
                     )
             elif not _is_implied(name.rpartition(".")[2], found, self.model_keys):
                 problems.append(
-                    f"{shown(name)}: is not what config.json implies, so that the model computes something else; "
+                    f"{shown(name)}: is not what config.json implies, so the model would compute something else; "
                     "correct config.json, or remove the tensor from the file if nothing uses it"
                 )
         implied = {stored.name: self.read(stored).to("meta") for stored in table if stored.implied is not None}
@@ -205,13 +205,13 @@ def _weight_files(path: Path) -> list[Path]:
         if index.is_file():
             named = read_json_object(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-                raise UserError(f"{index}: weight_map must be a JSON object of tensors and their files")
+                raise UserError(f"{index}: weight_map must be a JSON object that maps tensors to files")
             files = {file.name: file for file in path.iterdir() if file.is_file()}
             names = sorted({Path(file).name for file in named.values()})
             if missing := [name for name in names if name not in files or not name.isprintable()]:
                 raise UserError(f"{index}: weight_map names {shown(missing[0])}, which is not a file in the folder")
             return [files[name] for name in names]
-    raise UserError(f"{path}: no model.safetensors or pytorch_model.bin, or an index of several, is here")
+    raise UserError(f"{path}: no model.safetensors or pytorch_model.bin here, nor an index of several")
 
 
 def _tensors_in(file: Path) -> dict[str, Tensor]:

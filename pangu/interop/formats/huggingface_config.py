@@ -103,7 +103,7 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     refuse(path, problems)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        fix = _DEQUANTIZED.get(str(method), "use the weights from before they were quantized")
+        fix = _DEQUANTIZED.get(str(method), "use the weights before quantization")
         raise wrong_field(path, "quantization_config", quantization, "is not supported", fix)
     harmless = f"{load_table('model_types')['_harmless']} {kind.harmless}".split()
     used = {*kind.keys.values(), *kind.derived.split(), *kind.twins, *kind.values, *kind.aliases}
@@ -267,7 +267,7 @@ def _latent(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None
     twins = {"head_dim": latent.rope_head_dim, "qk_head_dim": latent.nope_head_dim + latent.rope_head_dim}
     for name, value in twins.items():
         if config.get(name, value) != value:
-            raise wrong_field(path, name, config[name], f"must be {value}, as the other widths of a head say")
+            raise wrong_field(path, name, config[name], f"must be {value} to match the other widths of a head")
 
 
 def _deepseek_router(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:

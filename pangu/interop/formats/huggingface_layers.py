@@ -19,7 +19,7 @@ def no_rope_layers(config: Mapping[str, Any], keys: dict[str, Any], path: Path) 
     if rotates is None:
         rotates = [int(not is_among(layer, every)) for layer in range(keys["layers"])]
     if not isinstance(rotates, list) or len(rotates) != keys["layers"] or any(one not in (0, 1) for one in rotates):
-        raise wrong_field(path, "no_rope_layers", rotates, f"must be {keys['layers']} times 0 or 1")
+        raise wrong_field(path, "no_rope_layers", rotates, f"must be a list of {keys['layers']} zeros and ones")
     keys["nope_layers"] = _pattern([layer for layer, turns in enumerate(rotates) if not turns], keys["layers"])
     # where `layer_types` does not say so, the layers without rotation have the window
     keys["full_layers"] = tuple(layer for layer, turns in enumerate(rotates) if turns)

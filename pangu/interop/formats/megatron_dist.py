@@ -66,14 +66,14 @@ class DistSource(WeightSource):
             # gate and up, one below the other, may be two tensors
             short = re.sub(r"(linear_fc1\.weight|linear_fc1\.bias)_[vw]$", r"\1", short)
             if (stacked := _STACKED.fullmatch(short)) and entry.shape[0] > MOST_LAYERS:
-                raise UserError(f"{path}: {shown(name)} is of {entry.shape[0]} layers; at most {MOST_LAYERS} are read")
+                raise UserError(f"{path}: {shown(name)} has {entry.shape[0]} layers; the limit is {MOST_LAYERS}")
             pattern = f"{stacked[1]}{{}}.{stacked[2]}" if stacked else short
             pattern, experts = re.subn(r"(mlp\.experts\.)experts\.(linear_fc)", r"\1local_experts.{}.\2", pattern)
             # experts one by one, as newer versions store them
             pattern = re.sub(r"(mlp\.experts\.)experts\.(\d+\.linear_fc)", r"\1local_experts.\2", pattern)
             axes = entry.shape[: bool(stacked) + experts]
             if prod(axes) > MOST_PARTS:
-                raise UserError(f"{path}: {shown(name)} is of {prod(axes)} matrices; at most {MOST_PARTS} are read")
+                raise UserError(f"{path}: {shown(name)} has {prod(axes)} matrices; the limit is {MOST_PARTS}")
             for index in itertools.product(*map(range, axes)):
                 full = pattern
                 for number in index:
@@ -92,7 +92,7 @@ class DistSource(WeightSource):
         entries = [(self._folder.entries[stored], index) for stored, index in self._where[name]]
         halves = [torch.empty(entry.shape[len(index) :], dtype=entry.dtype, device="meta") for entry, index in entries]
         if len({(part.shape[1:], part.dtype) for part in halves}) > 1:
-            raise UserError(f"{shown(name)}: its two halves have other shapes or formats")
+            raise UserError(f"{shown(name)}: its two halves differ in shape or format")
         return torch.cat(halves) if len(halves) > 1 else halves[0]
 
     def table(self, model: ModelConfig) -> list[Stored]:
@@ -125,16 +125,14 @@ def open_folder(path: Path) -> WeightSource:
     if (path / ".metadata").is_file():
         return DistSource(path)
     if not any(folder.is_dir() for folder in path.glob("mp_rank_*")):
-        raise UserError(
-            f"{path}: no folder mp_rank_00 here, no .metadata, nor a latest_checkpointed_iteration.txt that names one"
-        )
+        raise UserError(f"{path}: no mp_rank_00 folder, .metadata or latest_checkpointed_iteration.txt here")
     return RankSource(path)
 
 
 def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
     """Return the complete tensors of a model. Raises UserError if the format has no such model."""
     if model.kind == "pangu":
-        raise UserError("Megatron's PanGu-α port reads the files of ranks only; use --megatron-format torch")
+        raise UserError("Megatron's PanGu-α port reads only per-rank files; use --megatron-format torch")
     return table(model, 1)
 
 

@@ -157,7 +157,7 @@ def inexpressible_router(model: ModelConfig) -> list[Problem]:
             rule = f"Megatron-Core adds up the best {counted} of a group, experts_per_token / groups_per_token"
             problems.append(Problem("model.router.selection", router.selection, rule))
         if router.score == "softmax" and router.normalised:
-            rule = "Megatron-Core limits groups by their logits then"
+            rule = "Megatron-Core then limits groups by their logits"
             problems.append(Problem("model.router.normalised", True, rule, "use false"))
     return problems
 
@@ -199,4 +199,4 @@ def _listed(node: ast.expr) -> Any:
         times = isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int)
         if times and len(left) * right <= MOST_LAYERS:
             return left * right
-    raise ValueError("no list of layers")
+    raise ValueError("not a list of layers")

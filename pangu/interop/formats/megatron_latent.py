@@ -147,12 +147,12 @@ def inexpressible_latent(model: ModelConfig) -> list[Problem]:
         return []
     problems, scaling, eps = [], model.rope_scaling, model.latent.norm_eps
     if eps not in (None, model.norm_eps):
-        rule = f"Megatron-Core has one epsilon for all norms, model.norm_eps = {model.norm_eps}"
+        rule = f"Megatron-Core has a single epsilon for all norms, model.norm_eps = {model.norm_eps}"
         problems.append(Problem("model.latent.norm_eps", eps, rule))
     if scaling is not None and not isinstance(scaling, YarnScaling):
-        problems.append(Problem("model.rope_scaling", scaling, "Megatron-Core's latent attention has YaRN alone"))
+        problems.append(Problem("model.rope_scaling", scaling, "Megatron-Core's latent attention has only YaRN"))
     elif scaling is not None and not scaling.truncate:
-        rule = "Megatron-Core's latent attention rounds YaRN's pairs"
+        rule = "Megatron-Core's latent attention always rounds YaRN's pairs"
         problems.append(Problem("model.rope_scaling.truncate", False, rule, "use true"))
     elif scaling is not None and _mscale(scaling) is None:
         rule = "Megatron-Core's latent attention has no such factor"

@@ -72,10 +72,10 @@ def read_model(
         raise UserError(f"{where}: {error}") from error
     except KeyError as error:
         raise UserError(
-            f"{where}: neither a PanGu-α of Megatron 1.1 nor a GPT of Megatron-Core: no {error} in it"
+            f"{where}: neither a PanGu-α of Megatron 1.1 nor a GPT of Megatron-Core: {error} is missing"
         ) from error
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        raise UserError(f"{where}: the tensors have other shapes than those of a GPT or PanGu-α of Megatron") from error
+        raise UserError(f"{where}: the tensors do not have the shapes of a GPT or PanGu-α of Megatron") from error
     refuse(where, disagreements(options, agree, "does not match the tensors; use {}"))
     return keys | {"layers": layers + pangu}
 
@@ -172,13 +172,13 @@ def inexpressible_scaling(model: ModelConfig) -> list[Problem]:
     if model.latent is not None:
         return []
     if isinstance(scaling, Llama3Scaling) and scaling != replace(ROPE_SCALING, factor=scaling.factor):
-        rule = f"Megatron-Core scales as {replace(ROPE_SCALING, factor=scaling.factor)} alone"
+        rule = f"Megatron-Core has only {replace(ROPE_SCALING, factor=scaling.factor)}"
     elif isinstance(scaling, LinearScaling) and scaling.factor % 1:
-        rule, fix = "Megatron-Core interpolates positions by whole factors alone", f"use factor = {scaling.factor:.0f}"
+        rule, fix = "Megatron-Core interpolates positions only by whole factors", f"use factor = {scaling.factor:.0f}"
     elif isinstance(scaling, YarnScaling) and scaling.attention_factor is not None:
-        rule, fix = "Megatron-Core's YaRN has the paper's attention_factor alone", "use attention_factor = null"
+        rule, fix = "Megatron-Core's YaRN has only the paper's attention_factor", "use attention_factor = null"
     elif isinstance(scaling, YarnScaling) and model.partial_rotary_factor != 1:
-        rule, fix = "Megatron-Core's YaRN rotates all of a head", "use model.partial_rotary_factor = 1"
+        rule, fix = "Megatron-Core's YaRN always rotates a full head", "use model.partial_rotary_factor = 1"
     return [Problem("model.rope_scaling", scaling, rule, fix)] if rule else []
 
 

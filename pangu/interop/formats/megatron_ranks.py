@@ -83,7 +83,7 @@ class RankSource(WeightSource):
                 if rank[name].shape != first[name].shape
             ]
             problems += [
-                f"{shown(name)}: differs between {self._paths[0]} and {file}, and every rank has all of it"
+                f"{shown(name)}: differs between {self._paths[0]} and {file}, but every rank must hold the same"
                 for name, cut in cuts.items()
                 if cut is None and name in first and name in rank and not torch.equal(first[name], rank[name])
             ]
@@ -136,7 +136,7 @@ def _join_stages(files: Sequence[Path], contents: Sequence[Mapping[str, Any]], t
     tensors_of_rank: dict[str, Tensor] = {}
     chunks = [_models(content, file) for content, file in zip(contents, files, strict=True)]
     if wrong := [file for file, stage in zip(files, chunks, strict=True) if len(stage) != len(chunks[0])]:
-        raise UserError(f"{wrong[0]}: has another number of virtual stages than {files[0]}")
+        raise UserError(f"{wrong[0]}: has a different number of virtual stages than {files[0]}")
     layers = 0
     for virtual in range(len(chunks[0])):
         for file, stage in zip(files, chunks, strict=True):
@@ -146,7 +146,7 @@ def _join_stages(files: Sequence[Path], contents: Sequence[Mapping[str, Any]], t
             if copy is not None and (words is None or not torch.equal(copy, words)):
                 raise UserError(
                     f"{file}: output_layer.weight differs from embedding.word_embeddings.weight of the first stage, "
-                    "and the options say that they are one tensor (untie_embeddings_and_output_weights = false)"
+                    "but the options say that they are the same (untie_embeddings_and_output_weights = false)"
                 )
             numbers = {name: int(number[1]) for name in tensors if (number := _LAYER.search(name))}
             for name, tensor in tensors.items():

@@ -192,14 +192,14 @@ def _full_shape(
     first = next(iter(slices.values()))
     if len(layout.dims) > len(first.shape):
         cuts = f"the strategy file cuts {len(layout.dims)} dimensions"
-        raise UserError(f"{name}: {list(first.shape)} in the files, and {cuts}")
+        raise UserError(f"{name}: {list(first.shape)} in the files, but {cuts}")
     places = {rank: layout.place(rank, len(first.shape)) for rank in slices}
     counts = [count for _, count in next(iter(places.values()))]
     pieces = {tuple(index for index, _ in places[rank]): piece for rank, piece in slices.items()}
     if missing := math.prod(counts) - len(pieces):
         problems.append(f"{name}: {missing} of its {math.prod(counts)} slices are missing")
     if any(piece.shape != first.shape or piece.dtype != first.dtype for piece in pieces.values()):
-        problems.append(f"{name}: its slices have different shapes or formats")
+        problems.append(f"{name}: its slices differ in shape or format")
     if first.dtype is None:
         problems.append(f"{name}: its format is none of {', '.join(_TYPES)}")
     return tuple(size * count for size, count in zip(first.shape, counts, strict=True)), pieces
@@ -217,14 +217,14 @@ def _read_array(file: Path) -> np.ndarray:
         # np.load would open a zip file of arrays too
         array = np.lib.format.open_memmap(file, mode="r")
     if array.dtype not in (np.float64, np.float32, np.float16) or array.ndim != 2:
-        raise UserError(f"{file}: {array.dtype} {list(array.shape)}; a table of floating-point numbers is expected")
+        raise UserError(f"{file}: {array.dtype} {list(array.shape)}; expected an array of floating-point numbers")
     return array
 
 
 def _read_checkpoint(file: Path) -> dict[str, _Piece]:
     """Return the slices in a file by tensor name, without their values."""
     pieces: dict[str, _Piece] = {}
-    rule = "is not a MindSpore checkpoint, or an encrypted one"
+    rule = "is not a MindSpore checkpoint, or is encrypted"
     with (
         reading(file, ValueError, KeyError, IndexError, rule=rule),
         file.open("rb") as opened,

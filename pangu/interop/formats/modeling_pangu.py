@@ -226,7 +226,7 @@ class PanguModel(PanguPreTrainedModel):
         function. All else is as for `PanguForCausalLM`.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
-            raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {CACHE}")
+            raise ValueError(f"cache and past_key_values differ; this version of transformers takes {CACHE}")
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if self.training and self.gradient_checkpointing:

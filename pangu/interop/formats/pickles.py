@@ -118,8 +118,8 @@ def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
 
 def _no_tensor(where: object, name: str) -> UserError:
     return UserError(
-        f"{where}: holds {shown(name)}, which is not a tensor and is not loaded, as it could run code; save the "
-        "weights alone (torch.save of a dictionary of tensors)"
+        f"{where}: holds {shown(name)}, which is not a tensor and is not loaded, as it could run code; save only the "
+        "weights (torch.save of a dictionary of tensors)"
     )
 
 
@@ -147,7 +147,7 @@ def _require_stored(file: IO[bytes], where: object) -> None:
             raise UserError(f"{where}: the entry {shown(entry.filename)} is longer than the file")
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise UserError(
-                f"{where}: the entry {shown(entry.filename)} is compressed, and torch.save compresses nothing; zip the "
+                f"{where}: the entry {shown(entry.filename)} is compressed, but torch.save compresses nothing; zip the "
                 "files again without compression (zip -0)"
             )
 
@@ -156,9 +156,9 @@ def require_plain_tensor(tensor: Tensor, where: str) -> None:
     """Raise UserError unless every element of a tensor has separate bytes in the file."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)[6:]
-        raise UserError(f"{where} is {kind}, and only dense tensors are converted")
+        raise UserError(f"{where} is {kind}, but only dense tensors are converted")
     if tensor.device.type != "cpu":
-        raise UserError(f"{where} is on the device {tensor.device}, so that the file has no values of it")
+        raise UserError(f"{where} is on the device {tensor.device}, so the file has no values for it")
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise UserError(
             f"{where} of shape {shown(list(tensor.shape))} repeats elements (a stride is 0); save a copy of it"

@@ -67,7 +67,7 @@ class Folder:
         chunks.sort(key=lambda chunk: (chunk.file, chunk.start))
         for one, other in pairwise(chunks):
             if one.file == other.file and one.start + one.length > other.start:
-                raise UserError(f"{one.file}: two chunks of tensors share the bytes from {other.start} on")
+                raise UserError(f"{one.file}: two chunks of tensors overlap from byte {other.start} on")
 
     def _entry(self, name: str, state: dict[str, Any], places: dict[Any, dict[str, Any]]) -> StoredTensor:
         dtype, shape = state["properties"].state[0], _whole_numbers(state["size"])
@@ -77,7 +77,7 @@ class Folder:
         for chunk in (_state(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]):
             offsets, sizes = _whole_numbers(chunk["offsets"]), _whole_numbers(chunk["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape) or (name, offsets) not in places:
-                raise UserError(f"{self._path}: {shown(name)}: the place of the chunk at {list(offsets)} is missing")
+                raise UserError(f"{self._path}: {shown(name)}: the location of the chunk at {list(offsets)} is missing")
             chunks.append(self._place(name, offsets, sizes, places[name, offsets], dtype))
         if not cover(list(shape), [{"offsets": list(c.offsets), "shape": list(c.sizes)} for c in chunks]):
             raise UserError(f"{self._path}: {shown(name)}: its chunks do not cover the tensor {list(shape)}")
@@ -90,7 +90,7 @@ class Folder:
         if transforms := info.get("transform_descriptors"):
             raise UserError(f"{self._path}: {shown(name)} is stored by {shown(transforms)}, which is not supported")
         if not isinstance(file, str) or not file.isprintable() or Path(file).name != file:
-            raise UserError(f"{self._path}: {shown(file)} is not the name of a file of this folder")
+            raise UserError(f"{self._path}: {shown(file)} is not the name of a file in this folder")
         path = self._path.parent / file
         if not path.is_file():
             raise UserError(f"{path}: is missing; it holds {shown(name)}")

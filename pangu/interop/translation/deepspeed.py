@@ -155,7 +155,7 @@ def _lengths(source: Translation, section: str) -> None:
     if kind == "fixed_discrete":
         lengths, ends = (_counts(source, f"{section}.schedule_config.{name}") for name in ("difficulty", "max_step"))
         if len(lengths) != len(ends) + 1 or any(end <= begin for begin, end in pairwise(ends)):
-            rule = "must be increasing, and one less than schedule_config.difficulty has"
+            rule = "must increase, with one entry fewer than schedule_config.difficulty"
             raise source.wrong(f"{section}.schedule_config.max_step", rule)
         longest = max(lengths)
         if not set(lengths) <= set(_lengths_of_stages(longest, source)):
@@ -207,5 +207,5 @@ def _grown_lengths(source: Translation, section: str, possible: list[int]) -> tu
 def _counts(source: Translation, name: str) -> list[int]:
     words = source.words(name)
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise source.wrong(name, "must be a list of whole numbers of at least 1")
+        raise source.wrong(name, "must be a list of integers of at least 1")
     return [int(word) for word in words]

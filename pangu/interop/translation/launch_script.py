@@ -121,8 +121,8 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
                 commands.add(frozenset(following))
     if not options:
         others.pop("pretrain_gpt.py", None)
-        found = f"what it starts, {', '.join(list(others)[:5])}, is another program" if others else ""
-        raise UserError(f"{where}: no command with pretrain_gpt.py and its options{found and f'; {found}'}")
+        found = f"it starts another program, {', '.join(list(others)[:5])}" if others else ""
+        raise UserError(f"{where}: no command that runs pretrain_gpt.py with options{found and f'; {found}'}")
     values = {name: " ".join(variables[name]) for name in conditional if name not in given}
     empty = [match[1] for word in options if (match := _OPTIONS.fullmatch(word))]
     kept = [word for word in options if not _OPTIONS.fullmatch(word)]

@@ -41,11 +41,11 @@ def describe(source: Translation, configs: Path) -> str:
     lines += _section("not given there", unset)
     lines += _section("not set there, treated as empty", dict.fromkeys(source.command.empty, "set it with NAME=VALUE"))
     if others := source.command.others:
-        lines.append(f"# other commands there: {others}; the one with most options is used")
+        lines.append(f"# other commands there: {others}; the one with the most options is used")
     conditional = {name: shown(value) for name, value in source.command.conditional.items()}
-    lines += _section("set under a condition there, the last value is used", conditional)
+    lines += _section("set conditionally there, the last value is used", conditional)
     lines += _section("no counterpart", {_named(source, name): text["en"] for name, text in source.absent.items()})
-    lines += _section("unknown, and left out", {source.shown(n): shown(source.given[n]) for n in source.unknown})
+    lines += _section("unknown and left out", {source.shown(n): shown(source.given[n]) for n in source.unknown})
     if source.differences:
         lines.append("# different in effect:")
         lines += [f"#   {source.table.texts[name]['en']}" for name in source.differences]

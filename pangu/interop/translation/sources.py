@@ -91,7 +91,7 @@ def _megatron(words: Sequence[str]) -> Command:
     path = Path(words[0])
     variables = dict(word.partition("=")[::2] for word in words[1:])
     if wrong := next((word for word in words[1:] if "=" not in word), None):
-        raise UserError(f"{shown(wrong)}: only values of its variables, NAME=VALUE, may follow a launch script")
+        raise UserError(f"{shown(wrong)}: only values for its variables, NAME=VALUE, may follow a launch script")
     return read_command(_text(path), path, variables)
 
 
@@ -102,7 +102,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: has more than {MOST_BYTES // 2**20} MiB, which no file of settings has")
+        raise UserError(f"{path}: has more than {MOST_BYTES // 2**20} MiB, too many for a file of settings")
     with reading(path, UnicodeDecodeError, rule="is not UTF-8"):
         return content.decode("utf-8-sig").replace("\r\n", "\n")
 

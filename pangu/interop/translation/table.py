@@ -171,7 +171,7 @@ class Translation:
         """Return an integer. Raises UserError for anything else."""
         value = self.number(name)
         if value is not None and (isinstance(value, float) and not value.is_integer()):
-            raise self.wrong(name, "must be a whole number")
+            raise self.wrong(name, "must be an integer")
         return None if value is None else int(value)
 
     def real(self, name: str) -> float | None:
@@ -190,7 +190,7 @@ class Translation:
         """Return a text. Raises UserError for lists and tables."""
         value = self.value(name)
         if isinstance(value, list | Mapping):
-            raise self.wrong(name, "must be one value")
+            raise self.wrong(name, "must be a single value")
         return None if value is None else str(value)
 
     def flag(self, name: str) -> bool:
