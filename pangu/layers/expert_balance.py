@@ -100,7 +100,7 @@ class ExpertBalance:
                 if not tensor.isfinite().all():
                     raise ValueError
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            message = f"{path}: has no valid balancing state of the experts of layers {list(self.layers)}"
+            message = f"{path}: has no valid balancing state for the experts of layers {list(self.layers)}"
             raise UserError(message) from error
 
 

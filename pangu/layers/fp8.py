@@ -313,7 +313,7 @@ class Fp8Scales:
 def require_fp8(compute: str, device: torch.device, matmul: str = "fp8") -> str:
     """Describe how a device multiplies in a format of `precision.matmul`; raise `UserError` if it cannot."""
     if device.type == "cpu" or compute == "fp64":
-        return "emulated: the results of a device, but slower than without fp8"
+        return "emulated: the same results as on a device, but slower than without fp8"
     module: Any = torch.get_device_module(device)
     capability = module.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else (0, 0)
     if capability < (8, 9):

@@ -141,7 +141,7 @@ def require_blocks(matmul: str, device: torch.device) -> str:
     if not (major == 9 if matmul == "fp8_blockwise" else major in (10, 11)):
         needed = "Hopper (9.0)" if matmul == "fp8_blockwise" else "Blackwell (10.0)"
         raise UserError(
-            f"precision.matmul = {matmul}: {torch.cuda.get_device_name(device)} has no such matmuls, which GPUs of "
-            f"compute capability {needed} have; set precision=fp8, or precision=bf16"
+            f"precision.matmul = {matmul}: {torch.cuda.get_device_name(device)} lacks such matmuls; they need a GPU of "
+            f"compute capability {needed}; set precision=fp8, or precision=bf16"
         )
     return f"torch.nn.functional.scaled_mm, {matmul}"

@@ -72,7 +72,7 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
     if optimizer is not None:
         steps = index["optimizer_steps"]
         if steps is None:
-            raise UserError(f"{path}: was written without an optimizer; call `load` without one for its weights")
+            raise UserError(f"{path}: was written without an optimizer; call `load` without one to get its weights")
         kinds = sorted({name.partition("/")[0] for name in index["tensors"]} - {"weight", "buffer", "step"})
         for shard in sharded.parameters.trained_shards:
             state = optimizer.state[shard.main]

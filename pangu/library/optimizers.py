@@ -38,7 +38,7 @@ def _require_owner(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if owner is not None and not owner.is_stepping:
             raise UserError(
                 "optimizer.step(): its tensors belong to a sharded model, whose weights would not change; call "
-                "`sharded.step(optimizer)` on all ranks, with an optimizer that is created after `shard`"
+                "`sharded.step(optimizer)` on all ranks, with an optimizer created after `shard`"
             )
 
 
@@ -73,7 +73,7 @@ def options_of(
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
                 few = ", ".join(names[:3])
-                raise UserError(f"groups[{number}]: {pattern!r} fits no trained parameter; their names are {few}, ...")
+                raise UserError(f"groups[{number}]: {pattern!r} matches no trained parameter; names are {few}, ...")
             for name in matching:
                 if owner.setdefault(name, number) != number:
                     raise UserError(f"{name}: is in groups[{owner[name]}] and in groups[{number}]; keep one")
@@ -90,9 +90,9 @@ def require_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError if an optimizer does not update elementwise: it would see flat shards instead of matrices."""
     if isinstance(optimizer, Lamb) or not _treats_elements_alone(optimizer):
         raise UserError(
-            f"{type(optimizer).__name__}: its update depends on the shape or on the norm of a tensor, and main "
-            "parameters are flat shards; use `sharded.lamb(...)`, `sharded.adamw(...)` or an optimizer of "
-            "torch that updates each element alone"
+            f"{type(optimizer).__name__}: its update depends on the shape or norm of a tensor, but main "
+            "parameters are flat shards; use `sharded.lamb(...)`, `sharded.adamw(...)` or a torch optimizer "
+            "that updates each element independently"
         )
 
 

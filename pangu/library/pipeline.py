@@ -182,7 +182,7 @@ class Pipeline:
             )
         kinds = {str(tree_map(_described, value)): value for value in inputs}
         if len(kinds) > 1:
-            raise UserError(f"inputs of several shapes: {', '.join(kinds)}; all micro-batches of a step need the same")
+            raise UserError(f"inputs of several shapes: {', '.join(kinds)}; all micro-batches need the same one")
         if self._last:
             ((kind, value),) = kinds.items()
             if kind not in self._known:
@@ -213,7 +213,7 @@ class Pipeline:
             made[chunk] = next(answer for rank in stages if (answer := answers[rank]) is not None)
         if len({dtype for _, dtype in made.values()}) > 1:
             listed = ", ".join(f"chunk {chunk} {dtype}" for chunk, (_, dtype) in made.items())
-            raise UserError(f"chunks return tensors of several formats: {listed}; one is needed")
+            raise UserError(f"chunks return tensors of several formats: {listed}; use a single one")
         return made
 
 
@@ -228,9 +228,9 @@ def _run_chunk(chunk: int, module: nn.Module, given: Any) -> Made:
     tensors = list(output) if isinstance(output, (list, tuple)) else [output]
     if not tensors or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         what = ", ".join(str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in tensors)
-        raise UserError(f"chunk {chunk} returns {what or 'nothing'}; return a floating tensor, or a tuple of them")
+        raise UserError(f"chunk {chunk} returns {what or 'nothing'}; return a floating-point tensor or a tuple of them")
     if len(formats := {str(x.dtype) for x in tensors}) > 1:
-        raise UserError(f"chunk {chunk} returns {', '.join(sorted(formats))}: one format is needed")
+        raise UserError(f"chunk {chunk} returns {', '.join(sorted(formats))}: use a single format")
     return [tuple(x.shape) for x in tensors], tensors[0].dtype
 
 

@@ -67,7 +67,7 @@ def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:
             raise UserError(f"regions: {name!r} is not a submodule of {type(module).__name__}; its children are {near}")
         if _is_container(known[name]):
             raise UserError(
-                f"regions: {name} is {type(known[name]).__name__}, which has no forward; name the modules inside of it"
+                f"regions: {name} is {type(known[name]).__name__}, which has no forward; name the modules inside it"
                 " (parameters outside all regions are gathered throughout forward and backward)"
             )
         if inner := next((other for other in names if other.startswith(f"{name}.")), None):
@@ -165,8 +165,8 @@ def hiding(kind: type[T], is_pending: Callable[[], bool], **members: Any) -> typ
         if is_pending():
             raise UserError(
                 "grad: gradients of a sharded model are kept as each rank's part of their sum until "
-                "`sharded.step(optimizer, clip=...)`, which clips by the norm of all and returns it; "
-                "`clip_grad_norm_` and the like would see a part of them, or none"
+                "`sharded.step(optimizer, clip=...)`, which clips by the global norm and returns it; "
+                "`clip_grad_norm_` and the like would see only a part of them, or none"
             )
         return stored.__get__(tensor)
 
@@ -204,7 +204,7 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
                         unsharder.wait()
                     elif flat is not None and not unsharder.in_use(flat):
                         raise UserError(
-                            f"{name} is used outside of the forward of its region, where it is sharded; `with "
+                            f"{name} is used outside the forward of its region, where it is sharded; `with "
                             "sharded.full_parameters():` on all ranks gathers it, and regions=[...] of `shard` "
                             "without that module, or a method zero_regions(), leaves it whole"
                         )
@@ -303,15 +303,15 @@ class RegionHooks:
                 x.register_hook(lambda _: self.open(use))
             if torch.is_grad_enabled() and output is not None and next(tensors_in(output), None) is None:
                 raise UserError(
-                    f"{name or type(module).__name__}: its forward returns {type(output).__name__}, in which no tensor "
-                    "is found; return tensors, or lists, tuples, dictionaries or dataclasses of them"
+                    f"{name or type(module).__name__}: its forward returns {type(output).__name__}, which has no "
+                    "tensors; return tensors, or lists, tuples, dictionaries or dataclasses of them"
                 )
 
     def require_ended(self) -> None:
         """Raise UserError after a backward that an error has ended."""
         if self.failed or (self._in_backward and torch._C._current_graph_task_id() == -1):
             raise UserError(
-                "the last backward pass failed and left partial gradients; continue from a checkpoint, with a "
+                "the last backward pass failed and left partial gradients; continue from a checkpoint with a "
                 "newly sharded module"
             )
 

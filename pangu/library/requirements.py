@@ -37,25 +37,25 @@ def storage_of(
     for name, parameter in model.named_parameters():
         if parameter.is_meta or is_lazy(parameter):  # shards are cut from values
             raise UserError(
-                f"{name}: has no values yet; build the module on a device, and let lazy modules see a batch"
+                f"{name}: has no values yet; build the module on a real device, and run lazy modules on a batch"
             )
         if not parameter.is_floating_point():
-            raise UserError(f"{name}: is {parameter.dtype}; parameters must be floating; use buffers for others")
+            raise UserError(f"{name}: is {parameter.dtype}; parameters must be floating-point; use buffers for others")
         formats.setdefault(parameter.dtype, name)
     if dtype is None and len(formats) > 1:  # a flat parameter has one dtype
         listed = ", ".join(f"{name} is {kind}" for kind, name in formats.items())
-        raise UserError(f"parameters of several formats: {listed}; set one for all, e.g. dtype=torch.bfloat16")
+        raise UserError(f"parameters of several dtypes: {listed}; set one for all, e.g. dtype=torch.bfloat16")
     if unknown := {offload} if isinstance(offload, str) else set(offload) - {"optimizer", "parameters"}:
         raise UserError(f"offload = {sorted(unknown)}: use 'optimizer' and 'parameters' in a list")
     for name, kind in (("dtype", dtype), ("message", message)):
         if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
-            raise UserError(f"{name} = {kind}: must be a floating format of at least 16 bits; use torch.bfloat16")
+            raise UserError(f"{name} = {kind}: must be a floating-point dtype of at least 16 bits; use torch.bfloat16")
     layout, kind = mesh.layout, dtype or next(iter(formats), torch.float32)
     # frozen parameters have no gradients that could vanish
     half = {"dtype": kind if any(p.requires_grad for p in model.parameters()) else None, "message": message}
     for name in (name for name, each in half.items() if each == torch.float16):
         raise UserError(
-            f"{name} = torch.float16: small gradients vanish in it without a loss scale, which "
+            f"{name} = torch.float16: small gradients underflow in it without a loss scale, which "
             f"only pretrain.py has; use {name}=torch.bfloat16"
         )
     if bucket_mib is not None and not bucket_mib > 0:
@@ -104,9 +104,9 @@ def require_agreement(model: nn.Module, table: PlacementTable, mesh: Mesh) -> No
         for name, (tensor, digest) in {"": (0, names), **digests}.items():  # names and order must agree first
             first, expected = holders.setdefault((stage, tensor, name), (rank, digest))
             if expected != digest:
-                what = f"{name}: its first values differ" if name else "parameters and buffers differ"
+                what = f"{name}: its initial values differ" if name else "parameters and buffers differ"
                 raise UserError(
-                    f"{what} between ranks {first} and {rank}; build the module alike on every rank, with the same "
+                    f"{what} between ranks {first} and {rank}; build the same module on every rank, with the same "
                     "torch.manual_seed or from the same file"
                 )
 

@@ -222,7 +222,7 @@ class ShardedModel:
         self._require_main_parameters(optimizer)
         self.require_same()
         if clip is not None and not clip > 0:
-            raise UserError(f"clip = {clip}: must be above 0; None does not clip")
+            raise UserError(f"clip = {clip}: must be above 0; use None for no clipping")
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise UserError(f"loss = {shown(loss)}: must be a tensor with one element")
         if not (self._reduced or self._reduces_each or self._scheduled):
@@ -254,7 +254,7 @@ class ShardedModel:
             flat = self._flats.get(id(parameter))
             change = ""
             if flat is None or parameter.untyped_storage().data_ptr() != flat.weights.untyped_storage().data_ptr():
-                change = "was put into the model, or converted,"
+                change = "was added to the model, or converted,"
             elif parameter.requires_grad != flat.trained:
                 change = f"was {'frozen' if flat.trained else 'unfrozen'}"
             if change:
@@ -267,7 +267,7 @@ class ShardedModel:
         trained = set(self.main_parameters())
         if any(tensor not in trained for group in optimizer.param_groups for tensor in group["params"]):
             raise UserError(
-                "step: the optimizer has other tensors than this model's main parameters; use `sharded.lamb(...)`, "
+                "step: the optimizer's tensors are not this model's main parameters; use `sharded.lamb(...)`, "
                 "`sharded.adamw(...)` or an optimizer of `sharded.main_parameters()`"
             )
         require_alone(optimizer)
@@ -344,10 +344,10 @@ def shard(
 def _require_unsharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(isinstance(hook.hook, Hook) for hook in module._load_state_dict_pre_hooks.values()):
-            raise UserError(f"{name or type(model).__name__}: is sharded already; `shard` the whole model, once")
+            raise UserError(f"{name or type(model).__name__}: is already sharded; `shard` the full model once")
 
 
 def _refuse_state(*_: Any) -> None:
     raise UserError(
-        "load_state_dict: what is loaded after `shard` is lost at the next step; load before, or `pangu.load`"
+        "load_state_dict: weights loaded after `shard` are lost at the next step; load them before, or use `pangu.load`"
     )

@@ -153,7 +153,7 @@ def read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     damaged = [f"{number}" for number, (line, fields) in enumerate(lines[:-1], 1) if line and fields is None]
     if damaged:
         named = ", ".join([*damaged[:_MOST_NAMED], *["..."] * (len(damaged) > _MOST_NAMED)])
-        _warn_once(f"{path}: damaged lines left out: {len(damaged)} (line {named})")
+        _warn_once(f"{path}: damaged lines skipped: {len(damaged)} (line {named})")
     return [(line, fields) for line, fields in lines if fields is not None]
 
 

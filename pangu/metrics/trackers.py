@@ -215,4 +215,4 @@ class TrackerWriter:
             try:
                 self._service.give_up()
             except Exception:
-                _log.debug("%s could not be given up", self._service.name, exc_info=True)
+                _log.debug("%s could not be shut down", self._service.name, exc_info=True)

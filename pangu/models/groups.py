@@ -37,14 +37,14 @@ def check_groups(model: ModelConfig, frozen: tuple[str, ...], groups: Sequence[P
     for number, (group, (_, members)) in enumerate(zip(groups, group_options(groups, names), strict=False)):
         key = f"parameter_groups[{number}].names"
         if not group.names:
-            problems.append(Problem(key, [], "must have a pattern, as the group has no effect", "remove the group"))
+            problems.append(Problem(key, [], "needs a pattern, or the group has no effect", "remove the group"))
         for pattern in group.names:
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-                rule = "matches no trained tensor of the model"
-                problems.append(Problem(key, pattern, rule, f"names near it: {', '.join(near)}"))
+                rule = "matches no trained tensor in the model"
+                problems.append(Problem(key, pattern, rule, f"similar names: {', '.join(near)}"))
             elif not any(fnmatchcase(name, pattern) for name in members):
-                rule = "matches only tensors of earlier groups, and the first group that fits counts"
+                rule = "matches only tensors of earlier groups, and the first match applies"
                 problems.append(Problem(key, pattern, rule, "put this group first, or remove the pattern"))
     if problems:
         raise ConfigError(problems)

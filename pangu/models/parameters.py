@@ -99,13 +99,13 @@ def count_frozen(config: ModelConfig, patterns: tuple[str, ...]) -> int:
     names = [placement.name for placement in table]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            rule = "matches no tensor of the model"
+            rule = "matches no tensor in the model"
             problems.append(Problem("train.frozen", pattern, rule, f"names look like {', '.join(names[:3])}"))
     for parameter in sorted(parameter for parameter in table.shapes if not table.is_trained(parameter)):
         stored = [placement.name for placement in table.stored_in(parameter)]
         if free := [name for name in stored if not _fits(name, patterns)]:
             fitting = [name for name in stored if name not in free]
-            rule = f"freezes {', '.join(fitting)} but not {', '.join(free)}, which are stored in one matrix"
+            rule = f"freezes {', '.join(fitting)} but not {', '.join(free)}, which are stored as one matrix"
             problems.append(Problem("train.frozen", list(patterns), rule, "freeze all of them or none"))
     if all(_fits(name, patterns) for name in names):
         problems.append(Problem("train.frozen", list(patterns), "freezes all parameters", "leave some out"))

@@ -166,7 +166,7 @@ class Lamb(Uncompiled):
             raise UserError(f"{name} = {group[name]}: {rules.get(name, 'must be at least 0')}")
         for tensor in group["params"]:
             if not tensor.is_floating_point():
-                raise UserError(f"params: a tensor is {tensor.dtype}; LAMB updates floating tensors")
+                raise UserError(f"params: a tensor is {tensor.dtype}; LAMB updates floating-point tensors")
         start_moments(self, group["params"], self.moments, self._moments_of(group), share_steps=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def require_dense(gradient: Tensor) -> None:
     """Raise `UserError` for a sparse gradient."""
     if gradient.is_sparse:
         raise UserError(
-            "a gradient is sparse, and this optimizer needs dense ones; use nn.Embedding(..., sparse=False)"
+            "a gradient is sparse, but this optimizer needs dense ones; use nn.Embedding(..., sparse=False)"
         )
 
 

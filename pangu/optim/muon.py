@@ -90,12 +90,12 @@ class Muon(Lamb):
         if not 0 <= group["momentum"] < 1:
             raise UserError(f"momentum = {group['momentum']}: must be at least 0 and below 1")
         if not isinstance(group["ns_steps"], int) or group["ns_steps"] < 1:
-            raise UserError(f"ns_steps = {group['ns_steps']}: must be a whole number of at least 1")
+            raise UserError(f"ns_steps = {group['ns_steps']}: must be an integer of at least 1")
         if group["adjust_lr"] not in RULES:
             raise UserError(f"adjust_lr = {group['adjust_lr']}: must be one of {', '.join(RULES)}")
         for tensor in group["params"]:
             if group["matrices"] and self._shapes is None and tensor.dim() != 2:
-                raise UserError(f"params: a tensor of shape {list(tensor.shape)} is no matrix; set matrices=False")
+                raise UserError(f"params: a tensor of shape {list(tensor.shape)} is not a matrix; set matrices=False")
 
     def share_steps(self) -> None:
         """Let equal step counts share one tensor again, apart for matrices, which this class counts (a host sync)."""

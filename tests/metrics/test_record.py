@@ -57,7 +57,7 @@ def test_only_the_end_of_a_line_separates_records(tmp_path: Path, caplog: pytest
     assert not caplog.messages
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo\n')
     assert len(read_records(tmp_path / "metrics.jsonl")) == 1
-    assert "damaged lines left out: 1 (line 2): " in caplog.text
+    assert "damaged lines skipped: 1 (line 2): " in caplog.text
 
 
 @pytest.mark.parametrize(

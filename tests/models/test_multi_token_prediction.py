@@ -172,7 +172,7 @@ def test_weights_are_taken_with_and_without_modules(tmp_path: Path, capsys: pyte
         begun[modules] = {f"weight/{name}" for name in before}
         line = capsys.readouterr().err.partition("\n")[0]
         count = len(begun[modules] ^ stored)
-        expected = "left out" if modules == 0 else "not in it, they begin at random"
+        expected = "left out" if modules == 0 else "missing, so they are initialized at random"
         assert line == f"{path}: {count} tensors of multi-token prediction: {expected}"
     assert begun[0] < stored < begun[2]
     model = load_model(tmp_path, mesh).runner.model

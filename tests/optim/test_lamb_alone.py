@@ -288,7 +288,7 @@ def no_ratio() -> None:
     ("action", "message"),
     [
         (no_ratio, "max_ratio = 0.0: must be above 0"),
-        (sparse, "a gradient is sparse, and this optimizer needs dense ones"),
+        (sparse, "a gradient is sparse, but this optimizer needs dense ones"),
         (complex_numbers, "params: a tensor is torch.complex64"),
         (no_decay, "weight_decay = -1.0: must be at least 0"),
         (betas, "betas = (0.9, 1.0): both must be at least 0 and below 1"),

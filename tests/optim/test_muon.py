@@ -129,8 +129,8 @@ def test_a_group_may_be_added_and_maximized() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"ns_steps": 0}, "ns_steps = 0: must be a whole number of at least 1"),
-        ({"ns_steps": 2.5}, "ns_steps = 2.5: must be a whole number"),
+        ({"ns_steps": 0}, "ns_steps = 0: must be an integer of at least 1"),
+        ({"ns_steps": 2.5}, "ns_steps = 2.5: must be an integer"),
         ({"adjust_lr": "spectral"}, "adjust_lr = spectral: must be one of match_rms_adamw, original"),
         ({"momentum": 1}, "momentum = 1: must be at least 0 and below 1"),
     ],
@@ -218,5 +218,5 @@ def test_the_result_of_a_matrix_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])
 def test_names_what_is_no_matrix(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match=r"shape \[.*\] is no matrix; set matrices=False"):
+    with pytest.raises(UserError, match=r"shape \[.*\] is not a matrix; set matrices=False"):
         Muon([torch.zeros(shape)])

@@ -91,12 +91,12 @@ def problems(*groups: ParameterGroup, frozen: tuple[str, ...] = ()) -> str:
 
 def test_patterns_that_fit_nothing_are_refused() -> None:
     text = problems(ParameterGroup(("embeding.*",)))
-    assert "parameter_groups[0].names = embeding.*: matches no trained tensor of the model; names near it: " in text
+    assert "parameter_groups[0].names = embeding.*: matches no trained tensor in the model; similar names: " in text
     assert "embedding." in text
     assert "[0].names = final_norm.*: matches no trained" in problems(
         ParameterGroup(("final_norm.*",)), frozen=("final_norm.*",)
     )
     text = problems(ParameterGroup(("*.query.*",)), ParameterGroup(("layers.0.attention.query.weight",)))
     assert "parameter_groups[1].names = layers.0.attention.query.weight: matches only tensors of earlier groups" in text
-    assert "parameter_groups[0].names = []: must have a pattern" in problems(ParameterGroup(()))
+    assert "parameter_groups[0].names = []: needs a pattern" in problems(ParameterGroup(()))
     check_groups(tiny().model, (), (ParameterGroup(("*.query.*",)), ParameterGroup(("*.attention.*",))))

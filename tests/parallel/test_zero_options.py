@@ -98,7 +98,7 @@ def frozen_problems(*patterns: str) -> str:
 
 def test_patterns_that_cannot_be_meant_are_refused() -> None:
     text = frozen_problems("layers.9.*", "layers.0.attention.query.weight")
-    assert "train.frozen = layers.9.*: matches no tensor of the model" in text
+    assert "train.frozen = layers.9.*: matches no tensor in the model" in text
     assert (
         "freezes layers.0.attention.query.weight but not layers.0.attention.key.weight, layers.0.attention.value.weight"
     ) in text

@@ -438,7 +438,7 @@ def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
         ((*PLAN, "cluster.memory.gib=1"), "the smallest one needs "),
         ((*PLAN, "cluster.node=48"), "cluster.devices = 64: must be a multiple of cluster.node = 48, "),
         ((*PLAN, "parallel.expert=2"), "each and parallel.expert=2: "),
-        ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: matches no tensor of the model"),
+        ((*PLAN, "train.frozen=[nothing.*]"), "train.frozen = nothing.*: matches no tensor in the model"),
         ((*PLAN, "cluster.memory.gib=-1"), "cluster.memory.gib"),
         ((*PLAN, "--html", "/nowhere/page.html"), "/nowhere/page.html"),
     ],
@@ -454,7 +454,7 @@ def test_impossible_requests_end_in_one_message(
 
 def test_reasons_that_differ_in_numbers_are_counted_together() -> None:
     batch = "batch.global_size: must be a multiple of batch.micro_size x data-parallel size"
-    experts = "parallel.expert: needs a model with experts, and model.experts = null"
+    experts = "parallel.expert: needs a model with experts, but model.experts = null"
     divides = "parallel.expert: must divide model.experts = 6"
     reasons = {f"{batch} = 8 x 4 = 32": 2, f"{batch} = 8 x 2 = 16": 3, experts: 4, divides: 1}
     assert refusals(reasons) == f"{batch} (5); {experts} (4); {divides.replace(' = 6', '')} (1)"

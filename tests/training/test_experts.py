@@ -79,5 +79,5 @@ def test_a_state_of_other_experts_is_refused() -> None:
         {"bias": [[10**400] * 4] * 2},
     ]
     for state in (None, {}, {"layers": [0]}, {**right, "layers": [1, 2]}, *({**right, **change} for change in wrong)):
-        with pytest.raises(UserError, match=r"^there: has no valid balancing state of the experts of layers \[0, 1\]"):
+        with pytest.raises(UserError, match=r"^there: has no valid balancing state for the experts of layers \[0, 1\]"):
             balance.restore("there", state)
