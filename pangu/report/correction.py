@@ -49,7 +49,7 @@ class ProfiledRun(NamedTuple):
             median = (summary.get("forecast") or {}).get("measured_step_time_s")
             measured = measured_parts(summary["profile"]["ranks"], chosen.layout, median)
         if chosen.config.batch.stages:
-            raise UserError(f"{folder}: batch.stages: a profile is of its first stage; use a run without batch.stages")
+            raise UserError(f"{folder}: batch.stages: a profile covers only the first; use a run without batch.stages")
         assert chosen.config.cluster is not None
         space, plan = space_of(chosen.config, cluster_in(chosen.config.cluster), {}), plan_of(*chosen)
         return cls(chosen.config, space.program.describe(plan), plan, space.cluster, measured)

@@ -90,7 +90,7 @@ def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], e
 
 def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if report["device"] is not None:
-        yield "no device", f"{report['device']}: counted on CPU tensors, without kernels and copies of a device"
+        yield "no device", f"{report['device']}: counted on CPU tensors, without a device's kernels and copies"
     if report["compile"]:
         given = str(report["compile"]).lower()
         yield "not seen", f"compile={given}: counted without compilation, with more launches and memory traffic"

@@ -130,7 +130,7 @@ class Run:
             if math.isfinite(place):
                 yield int(step), f"continues from the checkpoint of step {place:.0f}" if place else "starts again"
             if saves > failed:
-                yield int(step), f"saving failed, {saves:.0f} times in a row"
+                yield int(step), f"saving failed {saves:.0f} times in a row"
             failed = saves if math.isfinite(saves) else 0.0
             if skipped > before:
                 yield int(step), "skipped: the gradients were not finite"

@@ -217,7 +217,7 @@ def run_words(outcome: Outcome) -> str:
     energy = (f" and {mwh:,.3g} MWh" if mwh >= 1 else f" and {1000 * mwh:.3g} kWh") if mwh else ""
     cost = "" if data["cost"] is None else f", cost {data['cost']:,.0f}"
     days = data["days_with_failures"]
-    failing = "they never end" if days is None else f"{_days(days)} (goodput {data['goodput']:.1%})"
+    failing = "it never finishes" if days is None else f"{_days(days)} (goodput {data['goodput']:.1%})"
     return (
         f"{outcome.tokens:.3g} tokens take {_days(data['days'])}{energy}{cost}; with {data['failures_per_day']:.2g} "
         f"failures a day, {failing} with checkpoint.every={data['checkpoint_every']}"

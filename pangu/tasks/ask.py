@@ -54,7 +54,7 @@ def read_questions(task: Task, folder: Path, setup: Setup) -> Questions:
         raise UserError(f"shots = {setup.shots}: {folder} has {len(pool)} training examples; use at most {len(pool)}")
     items = list(_read(task, folder, task.test))
     if not items:
-        raise UserError(f"{folder}: {', '.join(task.test)} has no question with an answer; use the published files")
+        raise UserError(f"{folder}: {', '.join(task.test)} has no questions with answers; use the published files")
     slots = set(re.findall(r"\{(\w+)\}", task.template)) - {"answer"}
     if task.template.count(SLOT) != 1 or not slots <= set(items[0].fields):
         known = ", ".join(f"{{{name}}}" for name in items[0].fields)

@@ -151,7 +151,7 @@ def load_torch(requested: object) -> ModuleType:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             rule = f"torch cannot create this folder for compiled code ({error.strerror})"
-            raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; set a writable folder") from error
+            raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; set it to a writable folder") from error
     try:
         # after `choose_settings`, whose variables it reads; composing a configuration does without
         import torch  # noqa: PLC0415

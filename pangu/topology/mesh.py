@@ -213,7 +213,7 @@ def _lost(
         return LostError(f"{name}: all {world} processes of this run met, but could not connect; {fix} ({reason})")
     return LostError(
         f"{name}: not all {world} processes of this run connected to {place} within {timeout_s:g} s "
-        f"(parallel.timeout_s){_missing_ranks(store, world)}; read the output of the missing ones, then check that "
+        f"(parallel.timeout_s){_missing_ranks(store, world)}; check the output of the missing ones, then that "
         f"address and the firewall ({reason})"
     )
 

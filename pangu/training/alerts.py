@@ -54,7 +54,7 @@ class Alerts(AlertHandler):
         self._waiting: Queue[Alert | None] = Queue(MOST_WAITING)
         self._thread = Thread(target=self._work, name="alerts", daemon=True)
         if command and shutil.which(command[0]) is None:
-            rule = "is no program that this machine can execute; use a path, or [] for no alerts"
+            rule = "is not a program that this machine can run; use a path, or [] for no alerts"
             raise UserError(f"train.alert_command: {command[0]}: {rule}")
 
     def __enter__(self) -> Self:
@@ -116,7 +116,7 @@ class Alerts(AlertHandler):
             return f"cannot be started ({error.strerror})"
         with suppress(subprocess.TimeoutExpired):
             process.communicate(line.encode(), LIMIT_SECONDS)
-            return f"ended with status {process.returncode}" if process.returncode else ""
+            return f"exited with status {process.returncode}" if process.returncode else ""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

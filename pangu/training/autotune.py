@@ -134,8 +134,8 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
     best = min(times, key=lambda name: times[name])
     if times[compute] > SLOW * times[best] and times[compute] > SLOW * times["fp32"]:
         log.warning(
-            "precision.compute = %s: this processor has no fast instructions for it, matmuls take %.1f times as long "
-            "as in %s; set precision=%s",
+            "precision.compute = %s: this processor has no fast instructions for it, so matmuls take %.1f times as "
+            "long as in %s; set precision=%s",
             compute,
             times[compute] / times[best],
             best,
@@ -178,7 +178,7 @@ def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[s
     kernel, is_free = previous.get("attention"), model.attention == "auto" and model.attention_dropout > 0
     if not is_free or kernel not in ABILITIES or ABILITIES[kernel].hashed or not ABILITIES[preferred].hashed:
         return previous
-    message = "the checkpoint's %r drops other elements in each layout; set model.attention=%s to keep it"
+    message = "the checkpoint's %r drops different elements in each layout; set model.attention=%s to keep it"
     log.info(f"%-12s {message}", "attention", kernel, kernel)
     return {key: value for key, value in previous.items() if key != "attention"}
 

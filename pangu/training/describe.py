@@ -21,7 +21,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> st
     parameters, tokens = f"{num_parameters(model):,} parameters", batch.global_size * model.sequence
     all_tokens = num_samples(config, config.train.steps) * model.sequence
     if model.experts is not None:
-        parameters += f", {num_parameters(model, active=True):,} of them active for a token"
+        parameters += f", {num_parameters(model, active=True):,} of them active per token"
     at_most = "at most " * (batch.global_size % (batch.micro_size * layout.data) > 0)
     shape = f"{quantity(model.layers, 'layer')}{' (query layer included)' if model.kind == 'pangu' else ''}"
     if model.mtp_layers:
@@ -74,7 +74,7 @@ def _copies(config: RunConfig, world: int) -> list[tuple[str, str]]:
         return []
     nbytes = 3 * itemsize * num_parameters(config.model) // world
     # two generations and one that is being written
-    words = f"on average {size(nbytes)} of each rank for its buddy; up to {size(6 * nbytes)} of host memory per rank"
+    words = f"on average {size(nbytes)} per rank for its buddy; up to {size(6 * nbytes)} of host memory per rank"
     return [("copies", f"every {every} steps, {words}, besides {size(nbytes)} to copy from")]
 
 

@@ -120,7 +120,7 @@ class DeviceChecks:
         if wrong is not None:
             return self._record_fault(f"{fault}; {wrong}", self._intact)
         again = "in place and on all replicas with the same bits, so no device is at fault"
-        return f"{fault}; computed again {again if in_place else 'on all replicas with the same bits'}", None
+        return f"{fault}; recomputed {again if in_place else 'on all replicas with the same bits'}", None
 
     def _repeat(self, batches: Sequence[Batch], norms: Norms) -> str | None:
         """Compute a skipped step again, whose weights are still there; return who gets other `norms` (None: none)."""
@@ -128,7 +128,7 @@ class DeviceChecks:
         trainer.forward_backward(batches)
         differs = str(_values(trainer.local_norms())) != str(_values(norms))  # as text, so that NaN is NaN
         wrong = [rank for rank, other in enumerate(gather_objects(differs, trainer.mesh.group("world"))) if other]
-        return self._text("computed again with other bits", wrong)
+        return self._text("recomputed with different bits", wrong)
 
     def _origin(self, norms: Norms) -> int:
         """Return the replica with the largest loss, of those with a gradient that is not finite if there are any."""
@@ -149,7 +149,7 @@ class DeviceChecks:
                 if len(rounds) == 1 and not wrong_ranks(mesh.layout, rounds):
                     break
             if wrong := wrong_ranks(mesh.layout, rounds):
-                return self._text("replicas compute other bits", wrong)
+                return self._text("replicas compute different bits", wrong)
         return None
 
     def _text(self, what: str, wrong: Sequence[int]) -> str | None:
@@ -212,7 +212,7 @@ class Stragglers:
         self._acts = config.stragglers == "act"
         if self._acts and MEMBER not in os.environ and not compute_apart(trainer.stages.schedule, trainer.mesh.layout):
             log.warning(
-                "faults.stragglers=act: slow ranks are only named, because there are no spares (scripts/launch.py "
+                "faults.stragglers=act: slow ranks are only reported, because there are no spares (scripts/launch.py "
                 "--spares) and replicas wait for each other in every micro-batch"
             )
             self._acts = False

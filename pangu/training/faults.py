@@ -69,7 +69,7 @@ class SpikeDetector:
             return None
         return (
             f"the loss is {loss:.4f}, above {fmean(previous):.4f} + {self._config.spike:g} x {stdev(previous):.4f}, "
-            f"mean and deviation of the {len(previous)} steps before (faults.spike)"
+            f"mean and deviation of the previous {len(previous)} steps (faults.spike)"
         )
 
     @property

@@ -95,8 +95,8 @@ def require_equal(nodes: Sequence[Node]) -> None:
             )
         if node.configuration != first.configuration:
             raise UserError(
-                f"rank {rank} on {node.host} was started with another configuration than rank 0 on {first.host}: use "
-                "the same command and configs/ on all nodes (paths of data and train.output may differ)"
+                f"rank {rank} on {node.host} was started with a different configuration than rank 0 on {first.host}: "
+                "use the same command and configs/ on all nodes (paths of data and train.output may differ)"
             )
 
 
@@ -161,6 +161,6 @@ def require_same_text(mesh: Mesh, position: Mapping[str, Any]) -> None:
     different = answer_all(mesh, position, lambda places: [i for i, one in enumerate(places) if one != places[0]])
     if different:
         raise UserError(
-            f"data.train: rank {', '.join(map(str, different[:8]))} has other names or sizes of files than rank 0, or"
-            " another tokenizer; make them equal on all nodes"
+            f"data.train: rank {', '.join(map(str, different[:8]))} has different file names or sizes than rank 0, or"
+            " a different tokenizer; make them the same on all nodes"
         )

@@ -65,7 +65,7 @@ def only_run(output: Path) -> Iterator[None]:
             if is_held:
                 message = f"train.output = {output}: another run uses this folder ({holder}); stop it, or set another"
                 raise UserError(f"{message} train.output") from error
-            log.warning("%s: this file system has no locks (%s); let no other run use the folder", path, error)
+            log.warning("%s: this file system has no locks (%s); make sure no other run uses the folder", path, error)
         if holder:
             log.info("the last run in this folder (%s) was killed", holder)
         file.truncate(0)

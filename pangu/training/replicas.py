@@ -58,7 +58,7 @@ def find_weight_difference(trainer: Trainer, sums: Tensor) -> str:
     for axis in COPY_AXES:
         pairs = zip(compared.rows, values, strict=True)
         found += _differences(mesh, axis, {(name, (), ()): value for (own, name), value in pairs if own == axis})
-    without = "the sums that each rank keeps are equal, so the message that compares them was changed on its way"
+    without = "the sums that each rank keeps are equal, so the message that compares them was corrupted"
     return _first_text(mesh, found) or without
 
 

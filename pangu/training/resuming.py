@@ -62,7 +62,7 @@ def place_to_continue(config: RunConfig, mesh: Mesh, is_running: bool = False) -
         return None
     fix = ", or checkpoint.resume=CHECKPOINT to continue from a condemned one" if len(order) < len(found) else ""
     raise UserError(
-        f"{folder}: no checkpoint here is intact and not condemned; set another train.output to start from the "
+        f"{folder}: every checkpoint here is damaged or condemned; set another train.output to start from the "
         f"beginning{fix}:\n" + "\n".join(f"  {line}" for line in problems)
     )
 
@@ -212,7 +212,7 @@ def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
         else:
             wrong.append(f"  {key} = {now}: the checkpoint has {before}")
     if wrong:
-        wrong += [f"  {name} would be {shapes[name]}: it is {tensors[name]['shape']}" for name in misfits[:3]]
+        wrong += [f"  {name} would be {shapes[name]}, not {tensors[name]['shape']}" for name in misfits[:3]]
         advice = "restore these values, or set another train.output to start a new run"
         raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
 

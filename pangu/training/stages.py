@@ -50,7 +50,7 @@ class BatchStages:
             self._shares.insert(0, (first, shares))
             now = self._shares_at(first)
             text = f"the replicas compute {', '.join(map(str, now))}" if now else "all replicas compute equally many"
-            log.warning("from step %d on %s micro-batches", first + 1, text)
+            log.warning("from step %d on, %s micro-batches", first + 1, text)
 
     def enter(self, trainer: Trainer) -> None:
         """Prepare a trainer for the stage of its next step, and log where another stage begins."""

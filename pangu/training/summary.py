@@ -121,7 +121,7 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     start = [*_program("launch"), f"--nproc-per-node={world}", pretrain[-1]] if world > 1 else pretrain
     output = config.train.output
     longer = _changed(sys.argv[1:], f"train.steps={2 * config.train.steps}")
-    commands = [(shlex.join([*start, *longer]), "continues for as long again")]
+    commands = [(shlex.join([*start, *longer]), "continues for as many steps again")]
     if isinstance(config.data, StdlibData) and config.optimizer.name == "adam":
         lamb = ("optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}")
         commands.append((shlex.join([*start, *_changed(sys.argv[1:], *lamb)]), "the same with LAMB"))
@@ -134,7 +134,7 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
         commands.append((shlex.join([*_program("convert"), "--help"]), "exports for Hugging Face and other programs"))
     if config.cluster is not None and config.profile and not config.batch.stages:
         corrected = shlex.join([*_program("calibrate"), "--from", output, "--output", "corrected.yaml"])
-        commands.append((corrected, "corrects the figures of the cluster by this run"))
+        commands.append((corrected, "corrects the cluster's figures with this run"))
     if config.metrics.tensorboard:
         commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
     commands.append((f"{shlex.join(pretrain)} +config=pangu_13b dry_run=true", "what a large preset needs"))

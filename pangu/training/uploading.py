@@ -69,9 +69,9 @@ class Uploader:
                 before, since_s = self._progress, time.monotonic()
                 on_progress()
         if not self._idle.is_set():
-            fix = "the same command sends the rest when it starts again"
+            fix = "start the same command again to send the rest"
             words = self._config.remote, limit_s, fix
-            log.warning("%s: not all is sent within %g s; %s", *words, extra={"alert": "failed_upload"})
+            log.warning("%s: not everything was sent within %g s; %s", *words, extra={"alert": "failed_upload"})
 
     def _on_progress(self) -> None:
         self._progress += 1
@@ -88,7 +88,7 @@ class Uploader:
                 is_waiting = self._send_all()
                 is_late = is_waiting and delay_s == MOST_SECONDS
                 if is_late and not self.failed:
-                    late = "%s: files of other ranks have not arrived yet"
+                    late = "%s: files from other ranks have not arrived yet"
                     log.warning(late, self._config.remote, extra={"alert": "failed_upload"})
                 self.failed = int(is_late)
             except (UserError, OSError) as error:
@@ -121,7 +121,7 @@ class Uploader:
                     remote.commit(path)
                     has_committed = True
                     if path.name not in self._done:
-                        log.info("%-12s %s is at %s, too", "copied", path.name, remote.url)
+                        log.info("%-12s %s to %s", "copied", path.name, remote.url)
                 if mesh.is_first and not is_whole:
                     is_waiting = True
                 else:
@@ -153,8 +153,8 @@ def all_checkpoints(config: RunConfig, is_running: bool) -> tuple[list[tuple[Pat
             found |= dict(remote.statuses(list(copies.values()), folder))
         except UserError as error:
             if not is_running:
-                raise UserError(f"{error}, or set checkpoint.remote=null to continue from {folder} alone") from error
-            log.warning("%s; only %s is looked at", error, folder)
+                raise UserError(f"{error}, or set checkpoint.remote=null to continue from {folder} only") from error
+            log.warning("%s; only checkpoints in %s are considered", error, folder)
     return sorted(found.items()), copies
 
 

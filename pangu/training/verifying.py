@@ -75,7 +75,7 @@ class Verifier:
 
     def _name(self, path: Path, damage: str) -> None:
         self.damaged[path.name] = damage
-        message = "%s: bit rot: %s; the disk may be failing. A restart passes it over, or replaces it by its copy"
+        message = "%s: bit rot: %s; the disk may be failing. A restart skips it, or replaces it with its copy"
         log.error(message, path, damage, extra={"alert": "damaged_checkpoint"})
 
     def _times(self) -> dict[str, float]:

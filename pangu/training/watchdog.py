@@ -181,7 +181,7 @@ class Watchdog:
         return "\n".join(
             [
                 f"{self._mesh.name}: no progress for {PATIENCE * limit_s:g} s (parallel.timeout_s = {limit_s:g}); "
-                f"stacks are in {self._folder / 'stacks'}; ranks by place, those that others wait for first:",
+                f"stacks are in {self._folder / 'stacks'}; ranks by place, starting with those that others wait for:",
                 *(f"  {named(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
             ]
         )

@@ -74,7 +74,7 @@ def test_a_replica_without_memory_says_so_in_one_message_and_ends_with_a_users_e
     code = ["if RANK == 1 and trainer.step == 1:", f"    raise {error}", "forward_backward(trainer, batches)"]
     done = run_changed(tmp_path, code, "train.steps=9")
     assert done.statuses[1] == USER_ERROR
-    expected = r"error: rank 1 \(cpu\), step 2, training: out of memory, 2.00 GiB asked for; try .*\n"
+    expected = r"error: rank 1 \(cpu\), step 2, training: out of memory, 2.00 GiB requested; try .*\n"
     assert len(re.findall(expected, done.stderr)) == 1, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -140,9 +140,9 @@ def test_a_spike_is_of_the_device_or_of_the_data(tmp_path: Path) -> None:
     words = ("faults.action=rollback", "faults.spike=1e3", "faults.spike_window=3", "faults.recheck=2")
     done = run_changed(tmp_path, code, *words, "faults.skip_after=0", "train.deterministic=true", "train.steps=7")
     assert done.returncode == 0, done.stderr
-    device = r"computed again with other bits \(faults.recheck\): rank 1 on \S+; check the device: rolling back\n.*"
+    device = r"recomputed with different bits \(faults.recheck\): rank 1 on \S+; check the device: rolling back\n.*"
     device += "step-00000002: continuing after step 2 with sample 8"
-    data = r"computed again in place and on all replicas with the same bits, so no device is at fault: rolling back; "
+    data = r"recomputed in place and on all replicas with the same bits, so no device is at fault: rolling back; "
     data += "(?s:.*)step-00000002: continuing after step 2 with sample 24"
     for step, verdict in ((4, device), (6, data)):
         assert len(re.findall(rf"step {step}: the loss is \S+, above .*; {verdict}", done.stderr)) == 1, done.stderr

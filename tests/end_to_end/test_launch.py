@@ -166,7 +166,8 @@ def test_launchers_that_do_not_meet_say_so() -> None:
         done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
     assert done.returncode == RETRYABLE
     assert (
-        f"\nthe launchers of this run did not meet at 127.0.0.1:{port}: The client socket has timed out" in done.stderr
+        f"\nthe launchers of this run could not connect at 127.0.0.1:{port}: The client socket has timed out"
+        in done.stderr
     )
     assert "Traceback" not in done.stderr
 

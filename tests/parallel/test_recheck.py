@@ -142,15 +142,15 @@ def assert_found(answers: list[Any], trials: Sequence[tuple[str, int]], every: i
         culprit = seed % len(answers)
         error, step, text = answers[culprit][1][number]
         assert all(answer[1][number][1:] == (step, text) for answer in answers)
-        assert text.startswith(f"replicas compute other bits (faults.recheck): rank {culprit} on ")
+        assert text.startswith(f"replicas compute different bits (faults.recheck): rank {culprit} on ")
         assert text.count("rank ") == 1
         assert 0 < error <= step < error + (1 if kind == "gradient" else every)
         steps.setdefault(kind, []).append(step)
-    same = "spike; computed again in place and on all replicas with the same bits, so no device is at fault"
+    same = "spike; recomputed in place and on all replicas with the same bits, so no device is at fault"
     for alike, _, (data, (once, _), (always, _)) in answers:
         assert alike
         assert data == (same, None)
-        assert f"computed again with other bits (faults.recheck): rank {len(answers) - 1} on " in once
+        assert f"recomputed with different bits (faults.recheck): rank {len(answers) - 1} on " in once
         assert f" (faults.recheck): rank {len(answers) - 1} on " in always
         assert once.count("rank ") == always.count("rank ") == 1
     return steps

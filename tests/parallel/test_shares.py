@@ -92,4 +92,4 @@ def test_fewer_micro_batches_on_slow_replicas_change_no_step(ranks: Ranks, name:
             torch.testing.assert_close(held[tensor], one, rtol=1e-8, atol=1e-10, msg=tensor)
         replica = layout.coordinates(rank).data
         assert counts[2:] == [shares[replica] for shares in expected]
-        assert verdict == ("spike; computed again on all replicas with the same bits", None)
+        assert verdict == ("spike; recomputed on all replicas with the same bits", None)

@@ -277,11 +277,11 @@ def test_damaged_lines_are_named_once_and_the_others_shown(tmp_path: Path, caplo
         page = Page(render([folder]))
     assert page.rows[1][7:9] == ["-", "40 / 40"]
     rule = "a record is a JSON object whose step is an integer from 0 on"
-    assert caplog.messages == [f"{folder}/metrics.jsonl: damaged lines left out: 4 (line 3, 10, 21, 23): {rule}"]
+    assert caplog.messages == [f"{folder}/metrics.jsonl: damaged lines skipped: 4 (line 3, 10, 21, 23): {rule}"]
     (folder / "metrics.jsonl").write_text("\n".join(["?"] * 9))
     render([folder])
     assert caplog.messages[1:] == [
-        f"{folder}/metrics.jsonl: damaged lines left out: 8 (line 1, 2, 3, 4, 5, ...): {rule}"
+        f"{folder}/metrics.jsonl: damaged lines skipped: 8 (line 1, 2, 3, 4, 5, ...): {rule}"
     ]
 
 

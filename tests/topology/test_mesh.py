@@ -92,7 +92,7 @@ def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch, pace:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "4"}
     for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LocalError, match=rf"within {pace:g} s \(parallel.timeout_s\), rank 2 missing; read the output"):
+    with pytest.raises(LocalError, match=rf"within {pace:g} s \(parallel.timeout_s\), rank 2 missing; check the"):
         Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=pace)
 
 

@@ -98,11 +98,11 @@ def test_repeated_events_are_counted(keeps: Path, tmp_path: Path, monkeypatch: p
 def test_a_command_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pangu"), Alerts([str(command(tmp_path, "exit 3"))], tmp_path):
         pass
-    assert "train.alert_command: ended with status 3, for the alert 'ended'" in caplog.text
+    assert "train.alert_command: exited with status 3, for the alert 'ended'" in caplog.text
 
 
 def test_a_program_that_is_missing_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.alert_command: no-such-program: is no program that this machine"):
+    with pytest.raises(UserError, match=r"train\.alert_command: no-such-program: is not a program that this machine"):
         train(tmp_path, 1, "train.alert_command=[no-such-program]")
     assert not (tmp_path / "metrics.jsonl").exists()
 

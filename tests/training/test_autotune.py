@@ -234,7 +234,7 @@ def test_a_kernel_that_drops_others_in_every_layout_is_not_gone_on_with(
     with caplog.at_level(logging.INFO, "pangu"):
         assert choose(given, ONE, before | {"attention": "flash"}, timer).attention == "triton"
     said = [record.getMessage() for record in caplog.records]
-    words = "'flash' drops other elements in each layout; set model.attention=flash to keep it"
+    words = "'flash' drops different elements in each layout; set model.attention=flash to keep it"
     assert f"attention    the checkpoint's {words}" in said
     assert not any("cannot be had" in line for line in said)
 

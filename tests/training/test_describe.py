@@ -81,4 +81,4 @@ def test_a_model_with_experts_says_what_is_active() -> None:
     chosen = config("+config=mixtral_8x7b")
     layout = Layout(tensor=8, pipeline=4)
     text = describe(chosen, layout, peak_states(chosen, layout, plan_stages(chosen, layout).of))
-    assert "46,702,792,704 parameters, 12,879,925,248 of them active for a token" in text
+    assert "46,702,792,704 parameters, 12,879,925,248 of them active per token" in text

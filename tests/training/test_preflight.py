@@ -26,7 +26,7 @@ def test_unequal_versions_and_configurations_are_refused() -> None:
     require_equal([NODE, replace(NODE, host="b", device="A100")])
     with pytest.raises(UserError, match=r"rank 1 on b has pangu 1, torch 3, rank 0 on a has pangu 1, torch 2"):
         require_equal([NODE, replace(NODE, host="b", versions="pangu 1, torch 3")])
-    with pytest.raises(UserError, match=r"rank 2 on b was started with another configuration than rank 0 on a"):
+    with pytest.raises(UserError, match=r"rank 2 on b was started with a different configuration than rank 0 on a"):
         require_equal([NODE, NODE, replace(NODE, host="b", configuration="4567")])
 
 
