@@ -1,7 +1,7 @@
 """Measures a trained model: perplexity on files, and the tasks of the PanGu-α paper, LAMBADA and WikiText.
 
 A task reads the benchmark's own files from DATA/TASK, e.g. data/afqmc/dev.json. Figures are printed next to the paper's
-for its 2.6B and 13B models; with --output they are written too, and a second start continues where the first one ended.
+for its 2.6B and 13B models; with --output they are written, and a second run continues where the first one stopped.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--task", nargs="+", required=True, metavar="NAME", help=f"perplexity (of --input), {', '.join(TASKS)}"
     )
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with one folder of files for each task")
-    parser.add_argument("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, for perplexity")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="files, folders or globs of text for perplexity")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="record field that holds the text (text)")
     parser.add_argument(
-        "--join", action="store_true", help="take each file of --input as one text, not each of its documents"
+        "--join", action="store_true", help="treat each --input file as one text, not as several documents"
     )
     parser.add_argument(
         "--shots", default="0", metavar="K", help="number of examples before each question; few: that of the paper (0)"
@@ -66,18 +66,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--scoring",
         choices=["text", "rest"],
         default="text",
-        help="rank answers by the perplexity of the whole filled template (text, the default: the paper's words) or of "
+        help="rank answers by the perplexity of the full filled template (text, the default: the paper's words) or of "
         "what follows the answer (rest: the paper's code)",
     )
-    parser.add_argument("--template", metavar="TEXT", help="instead of the task's own, with {answer} and its fields")
-    parser.add_argument("--limit", type=int, metavar="N", help="questions of each task at most, taken at random (all)")
-    parser.add_argument("--stride", type=int, help="tokens by which the window moves in long texts (half of it)")
+    parser.add_argument("--template", metavar="TEXT", help="replaces the task's own; with {answer} and its fields")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N questions per task, chosen at random (all)")
+    parser.add_argument("--stride", type=int, help="tokens by which the window moves in long texts (half a window)")
     parser.add_argument(
         "--recipe",
         choices=["own", "huggingface"],
         default="own",
-        help="perplexity with each token counted once behind the end of a document (own, the default), or as the "
-        "documentation of transformers computes it (huggingface), to compare with its published figures",
+        help="perplexity: own (the default) counts each token once, after the id that starts a text; huggingface "
+        "computes it as the documentation of transformers does, to compare with its published figures",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (0)")
     parser.add_argument(
@@ -92,7 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if set(options.task) != {"perplexity"} and not options.data:
         parser.error("--data must name the folder with the files of the tasks")
     if options.template and len(options.task) > 1:
-        parser.error("--template goes with one task")
+        parser.error("--template needs a single --task")
     return options
 
 

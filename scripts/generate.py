@@ -45,32 +45,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='one text a line or, in a file called *.jsonl, one {"prompt": TEXT} or {"messages": [...]} a line',
+        help='one text per line or, in a file named *.jsonl, one {"prompt": TEXT} or {"messages": [...]} per line',
     )
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="continue plain text; without it a model fine-tuned on conversations treats each prompt as a "
+        help="continue plain text; without it, a model fine-tuned on conversations treats each prompt as a "
         "user message in its chat template, and only its answer is printed",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="write one JSON object a line: prompt (as the model saw it), text, tokens, end (stop: end of document, "
-        "length: --max-tokens, window: model.sequence); without it texts are printed",
+        help="write one JSON object per line: prompt (as the model saw it), text, tokens, end (stop: end of document, "
+        "length: --max-tokens, window: model.sequence); without it, texts are printed",
     )
-    parser.add_argument("--max-tokens", type=int, default=100, help="largest number of new tokens (100)")
+    parser.add_argument("--max-tokens", type=int, default=100, help="maximum number of new tokens (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most probable token (1)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the k most probable tokens (0: all)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most probable tokens (0: all)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among the most probable tokens with this total probability (1)"
+        "--top-p", type=float, default=1.0, help="sample from the most probable tokens with this total probability (1)"
     )
     parser.add_argument(
         "--repetition-penalty",
         type=float,
         default=1.0,
-        help="divide the scores of tokens that occurred before by this (1)",
+        help="divide the scores of tokens that occurred before by this number (1)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed: the same seed and prompt give the same text (0)")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""torchrun with short messages. It takes torchrun's options and differs in five things:
+"""torchrun with short messages. It takes torchrun's options and differs in five ways:
 
 SIGTERM, SIGHUP and Ctrl-C are passed on, and the launcher ends when its processes have ended, with their status;
 torchrun kills them after 30 seconds. A user's error is the one message of the run, without torchrun's report around it;
 a process that crashed gets one line. The status is that of the process that failed first, where torchrun's is always 1.
-Where the network to the other launchers is cut, it ends soon after its processes; torchrun waits for ever.
+Where the network to the other launchers is cut, it ends soon after its processes; torchrun waits forever.
 
 With --spares=N it starts N more processes on each node. When a rank is killed or crashes, one of them takes its rank,
 and the processes of all other ranks stay; torchrun restarts all.
@@ -57,7 +57,7 @@ SILENCES = 2
 SPEAKS_ITSELF = (USER_ERROR, DEVICE_ERROR, INTERRUPTED, RETRYABLE, -signal.SIGINT)
 """Exit statuses of a process that has said why, or that Ctrl-C ended after its last word."""
 KILLED = (
-    ", most likely because host memory or the container's limit is full (`dmesg` shows the kernel's out-of-memory "
+    ", most likely because host memory or the container's limit is exhausted (`dmesg` shows the kernel's out-of-memory "
     "killer): try checkpoint.asynchronous=false, fewer data.workers or less memory.offload"
 )
 """Probable cause of SIGKILL, and what to do."""
@@ -260,8 +260,8 @@ def keep_processes(options: Namespace) -> int:
     wrong += [f"--node-rank={options.node_rank} of one node"] * (options.node_rank >= config.max_nodes == 1)
     wrong += [word for word in options.training_script_args if word in ("--multirun", "-m")]
     if wrong:
-        rule = "set --nnodes=NUMBER, --node-rank, --master-addr and --master-port instead, as far as there are nodes"
-        raise ValueError(f"--spares: does not go together with {', '.join(wrong)}; {rule}")
+        rule = "set --nnodes=NUMBER, --node-rank, --master-addr and --master-port instead, if there are several nodes"
+        raise ValueError(f"--spares: cannot be combined with {', '.join(wrong)}; {rule}")
     alone = config.max_nodes == 1
     place = ("127.0.0.1", 0) if alone else (options.master_addr, options.master_port or DEFAULT_PORT)
     numbers = (options.node_rank, config.max_nodes, config.nproc_per_node, options.spares)
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str]) -> int:
             print_error(f"port {port} of {socket.gethostname()} is in use: {rule}")
             return USER_ERROR
         place = config_from_args(options)[0].rdzv_endpoint
-        print(f"\nthe launchers of this run did not meet at {place}: {reason}", file=sys.stderr, flush=True)
+        print(f"\nthe launchers of this run could not connect at {place}: {reason}", file=sys.stderr, flush=True)
         return RETRYABLE
     except (OSError, ValueError) as error:  # an address, a folder or a program that cannot be
         print_error(f"torchrun cannot start: {error}")

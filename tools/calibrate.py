@@ -1,7 +1,7 @@
-"""Measures the machine that it runs on and writes a cluster file, for plans: matmuls over the
-shapes of the presets, attention, operations bound by memory, the floor of starting a kernel,
-collectives over sizes, and how much computing and communication slow each other. Takes less than five minutes.
---from corrects the cluster file of a profiled run instead, and measures nothing."""
+"""Measures the machine that it runs on and writes a cluster file, for plans: matmuls over the shapes of the presets,
+attention, memory-bound operations, the minimum time of a kernel launch, collectives over sizes, and how much compute
+and communication slow each other down. Takes less than five minutes. --from corrects the cluster file of a profiled run
+instead, and measures nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXAMPLE = """example:
   python tools/calibrate.py --from runs/mine --output mine.yaml
 
 Links between nodes are measured where the processes are on several (torchrun --nnodes); what is not measured is
-borrowed from the file of --like and marked so.
+taken from the --like file and marked as borrowed.
 """
 _CLUSTERS = Path(__file__).resolve().parent.parent / "configs" / "cluster"
 _HEAD = "# Measured by tools/calibrate.py on "
@@ -57,19 +57,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--like",
         default="",
         metavar="NAME",
-        help="cluster in configs/cluster/ that provides values which are not measured",
+        help="cluster in configs/cluster/ that provides the values that are not measured",
     )
-    parser.add_argument("--quick", action="store_true", help="measure few shapes, once each, as a test")
+    parser.add_argument("--quick", action="store_true", help="measure only a few shapes, once each, as a test")
     parser.add_argument(
         "--from",
         dest="run",
         type=Path,
         metavar="RUN",
-        help="correct the cluster of a finished run (cluster=NAME profile=true) by its profile, and measure nothing",
+        help="correct the cluster of a finished run (cluster=NAME profile=true) with its profile; measure nothing",
     )
     options = parser.parse_args(arguments)
     if options.run is not None and (options.quick or options.like):
-        parser.error("--from measures nothing: --quick and --like go without it")
+        parser.error("--from measures nothing: leave out --quick and --like")
     return options
 
 

@@ -1,7 +1,7 @@
 """Converts a checkpoint between pangu's own format and those of Hugging Face, Megatron and MindSpore, tensor by tensor.
 
-pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers, of
-the types that --model-types prints. megatron: the folder that --load names (GPT of
+pangu: a run folder, or a checkpoint in one; the output is a run folder. huggingface: a folder of transformers, of
+one of the types that --model-types prints. megatron: the folder that --load names (GPT of
 Megatron-Core in either of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with
 the slices, the strategy file and the .npy tables of PanGu-α."""
 
@@ -68,19 +68,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", choices=FORMATS, required=True, help="format of the input")
     parser.add_argument("--to", dest="target", choices=FORMATS, required=True, help="format of the output")
     parser.add_argument("--input", type=Path, required=True, help="files to convert")
-    parser.add_argument("--output", type=Path, required=True, help="a new folder (mindspore: a file NAME.ckpt)")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a Megatron output (1)")
+    parser.add_argument("--output", type=Path, required=True, help="new folder (mindspore: file NAME.ckpt)")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of Megatron output (1)")
     parser.add_argument(
         "--megatron-format",
         choices=MEGATRON,
         default="torch",
-        help="Megatron's --ckpt-format of a Megatron output: torch: files of ranks; torch_grouped: the same for "
-        "--moe-grouped-gemm; torch_dist: for any layout and either kind of experts (torch)",
+        help="Megatron's --ckpt-format for Megatron output: torch: per-rank files; torch_grouped: the same for "
+        "--moe-grouped-gemm; torch_dist: for any layout and both kinds of experts (torch)",
     )
     parser.add_argument("--license", help="license for the model card, e.g. apache-2.0")
     parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the output of --to huggingface, privately")
-    parser.add_argument("--public", action="store_true", help="--push-to-hub makes a new repository that all can read")
-    parser.add_argument("--model-types", action=_ModelTypes, nargs=0, help="print transformers' types, and exit")
+    parser.add_argument("--public", action="store_true", help="make the repository readable by everyone")
+    parser.add_argument("--model-types", action=_ModelTypes, nargs=0, help="print transformers' types and exit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model=pangu_2_6b or model.heads=32")
     options = parser.parse_intermixed_args(arguments)
     dist = options.megatron_format == "torch_dist"

@@ -1,6 +1,6 @@
-"""Tells what a checkpoint holds, how large it is, which layout wrote it, and whether it is proven or condemned.
---verify reads every byte of it, and --diff compares it with another one, tensor by tensor. Whatever the layouts were:
-tensors are whole here."""
+"""Shows what a checkpoint holds, how large it is, which layout wrote it, and whether it is proven or condemned.
+--verify reads every byte of it, and --diff compares it with another one, tensor by tensor, whatever their layouts:
+tensors are always full here."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step-00000100, or RUN: its newest one")
-    parser.add_argument("--verify", action="store_true", help="compare all files with their checksums")
-    parser.add_argument("--diff", type=Path, metavar="CHECKPOINT", help="another one to compare the tensors with")
+    parser.add_argument("--verify", action="store_true", help="check all files against their checksums")
+    parser.add_argument("--diff", type=Path, metavar="CHECKPOINT", help="checkpoint to compare the tensors with")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)
 
@@ -108,10 +108,10 @@ def show(console: Console, facts: dict[str, Any]) -> None:
     say(f"written by   {layout}")
     say(f"of           {model}")
     say(f"files        {facts['files']}, {size(facts['bytes'])}{', intact' if facts['verified'] else ''}")
-    say(f"standing     {CheckpointStatus(**facts['standing'])}")
+    say(f"status       {CheckpointStatus(**facts['standing'])}")
     for event in facts.get("watch", {}).get("rollbacks", ()):
         first, end = event["left_out"]
-        left_out = f"to {event['back_to']}, without the samples {first} to {end - 1}"
+        left_out = f"to {event['back_to']}, skipping samples {first} to {end - 1}"
         say(f"went back    from step {event['step']} {left_out}: {event['fault']}")
     for kind, one in facts["kinds"].items():
         say(f"{kind:<12} {quantity(one['tensors'], 'tensor')}, {quantity(one['elements'], 'element')}")

@@ -1,6 +1,6 @@
-"""Shows what indexed token files hold: documents, how long they are, and samples as a model gets them, with the borders
-of documents, positions, where the loss counts, and padding; or the same of the conversations of a fine-tuning run.
---verify reads every byte."""
+"""Shows what indexed token files hold: documents, how long they are, and samples as a model gets them, with the
+boundaries of documents, positions, where the loss counts, and padding; or the same for the conversations of a
+fine-tuning run. --verify reads every byte."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "prefix", nargs="+", help="a path without .bin and .idx (several are blended), or a folder of conversations"
     )
-    parser.add_argument("--verify", action="store_true", help="compare all files with the checksums of PREFIX.json")
-    parser.add_argument("--documents", type=int, default=2, metavar="N", help="first documents to show (2)")
-    parser.add_argument("--samples", type=int, default=0, metavar="N", help="first samples to show (0)")
+    parser.add_argument("--verify", action="store_true", help="check all files against the checksums in PREFIX.json")
+    parser.add_argument("--documents", type=int, default=2, metavar="N", help="number of first documents to show (2)")
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help="number of first samples to show (0)")
     parser.add_argument("--sequence", type=int, default=1024, metavar="TOKENS", help="model.sequence (1024)")
     parser.add_argument("--seed", type=int, default=0, help="train.seed (0)")
     parser.add_argument("--weights", nargs="+", type=float, help="data.weights (in proportion to tokens)")
@@ -67,14 +67,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reset-positions", action="store_true", help="data.packing.reset_positions")
     parser.add_argument("--eod", type=int, metavar="ID", help="data.packing.eod (what PREFIX.json says)")
     parser.add_argument("--pad", type=int, metavar="ID", help="data.packing.pad (none)")
-    parser.add_argument("--tokenizer", choices=_KINDS, help="kind of another tokenizer than that of PREFIX.json")
+    parser.add_argument("--tokenizer", choices=_KINDS, help="kind of tokenizer, if not that of PREFIX.json")
     parser.add_argument("--tokenizer-path", default="", metavar="PATH")
     options = parser.parse_args(arguments)
     for name, least in (("documents", 0), ("samples", 0), ("sequence", 1), ("seed", 0)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
     if options.weights and len(options.weights) != len(options.prefix):
-        parser.error(f"--weights: {len(options.weights)} of them for {len(options.prefix)} prefixes")
+        parser.error(f"--weights: {len(options.weights)} weights for {len(options.prefix)} prefixes")
     if (options.tokenizer in (None, "bytes")) == bool(options.tokenizer_path):
         parser.error("--tokenizer and --tokenizer-path belong together (bytes has no path)")
     return options
@@ -94,7 +94,7 @@ def inspect(options: argparse.Namespace) -> None:
 def _inspect_conversations(options: argparse.Namespace, folders: list[str]) -> None:
     """Print what a folder of conversations holds that a fine-tuning run has prepared."""
     if folders != options.prefix or len(folders) > 1 or options.verify:
-        raise UserError(f"{folders[0]}: is a folder of conversations; name it alone, without --verify")
+        raise UserError(f"{folders[0]}: is a folder of conversations; give only this folder, without --verify")
     folder = Path(folders[0])
     manifest = read_prepared(folder)
     with reading(folder / "manifest.json", *_ERRORS, rule="is damaged"):

@@ -56,8 +56,8 @@ _EXAMPLE = """example:
   python tools/plan.py +config=pangu_200b cluster=ascend910_2048 --search --explain
   python tools/plan.py +config=gpt3_175b cluster=a100 cluster.devices=1024 --search --tokens 300e9 --html layouts.html
 
-The overrides are those of pretrain.py; where parallel.data is left out, one replica is planned for. A search keeps to
-the keys of a layout that are given on the command line, e.g. parallel.tensor=8, and tries all values of the others.
+The overrides are those of pretrain.py; if parallel.data is left out, the plan is for one replica. A search keeps
+the layout keys that are given on the command line, e.g. parallel.tensor=8, and tries all values of the others.
 """
 log = logging.getLogger("plan")
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -75,15 +75,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help=as_typed("as for pretrain.py, e.g. +config=pangu_13b")
     )
-    parser.add_argument("--sharding", action="store_true", help="how each weight is split, and which collectives run")
-    parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
-    parser.add_argument("--modules", action="store_true", help="work and memory of each kind of module")
-    parser.add_argument("--search", action="store_true", help="the fastest layouts that fit (needs cluster=NAME)")
-    parser.add_argument("--top", type=int, metavar="N", help=f"how many of them ({TOP})")
+    parser.add_argument("--sharding", action="store_true", help="show how weights are split and which collectives run")
+    parser.add_argument("--dry-run", action="store_true", help="run a step of each stage without devices")
+    parser.add_argument("--modules", action="store_true", help="show work and memory of each kind of module")
+    parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit (needs cluster=NAME)")
+    parser.add_argument("--top", type=int, metavar="N", help=f"number of layouts to show ({TOP})")
     parser.add_argument("--explain", action="store_true", help="explain why neighbors of the fastest layout are slower")
-    parser.add_argument("--tokens", type=float, metavar="N", help="days, energy and cost of training on N tokens")
+    parser.add_argument("--tokens", type=float, metavar="N", help="show days, energy and cost of training on N tokens")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
-    parser.add_argument("--json", action="store_true", help="dry run, modules or search as data, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only the dry run, modules or search, as JSON")
     options = parser.parse_intermixed_args(arguments)
     problem = next(_contradictions(options), None)
     if problem:
@@ -94,17 +94,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def _contradictions(options: argparse.Namespace) -> Iterator[str]:
     """Options that would be ignored."""
     if options.search and (options.dry_run or options.modules or options.sharding):
-        yield "--search is of all layouts: --dry-run, --modules and --sharding are of one, and go without it"
+        yield "--search covers all layouts: leave out --dry-run, --modules and --sharding, which describe one"
     if options.modules and (options.dry_run or options.sharding):
-        yield "--modules prints data and nothing else: --dry-run and --sharding go without it"
+        yield "--modules prints nothing but JSON: leave out --dry-run and --sharding"
     if options.json and not (options.dry_run or options.search or options.modules):
-        yield "--json goes with --dry-run, --modules or --search"
+        yield "--json needs --dry-run, --modules or --search"
     if options.json and options.sharding:
-        yield "--json goes without --sharding, whose tables are for people"
+        yield "--json prints no tables: leave out --sharding"
     only = {"--top": options.top, "--explain": options.explain, "--tokens": options.tokens, "--html": options.html}
     alone = [name for name, value in only.items() if value not in (None, False)]
     if alone and not options.search:
-        yield f"{', '.join(alone)} goes with --search"
+        yield f"{', '.join(alone)}: only for --search"
     if options.top is not None and options.top < 1:
         yield f"--top {options.top}: must be at least 1; use e.g. --top {TOP}"
     if options.tokens is not None and not 0 < options.tokens < MOST_TOKENS:

@@ -1,4 +1,4 @@
-"""Turns text into indexed token files, PREFIX.bin and PREFIX.idx."""
+"""Converts text to indexed token files, PREFIX.bin and PREFIX.idx."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="end each document with the end-of-document id (default)",
     )
     parser.add_argument(
-        "--eod", type=int, metavar="ID", help="that id (the tokenizer's own, e.g. <eot>, which is 9 for PanGu-α)"
+        "--eod", type=int, metavar="ID", help="end-of-document id (the tokenizer's own, e.g. <eot>, 9 for PanGu-α)"
     )
     parser.add_argument(
         "--bos",
         type=_id_or_word,
         default="auto",
         metavar="ID",
-        help="id before each document; auto: the one that the tokenizer puts there, if any; none (auto)",
+        help="id before each document; auto: the one that the tokenizer adds, if any; none: no id (auto)",
     )
     _add_selection(parser)
     parser.add_argument("--workers", type=int, default=min(8, available_cores()), help="processes (CPUs, at most 8)")
@@ -71,9 +71,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="seconds between commits; after a kill the same command continues from the last commit (60)",
+        help="seconds between commits; if killed, the same command continues from the last commit (60)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     options = parser.parse_args(arguments)
     if problem := _problem(options):
         parser.error(problem)
@@ -87,21 +87,21 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="FRACTION",
-        help="share of the documents, chosen by a hash of their text, for PREFIX-validation (0)",
+        help="fraction of the documents, chosen by a hash of their text, for PREFIX-validation (0)",
     )
     parser.add_argument(
         "--max-bad",
         type=int,
         default=0,
         metavar="N",
-        help="skip and log up to N lines without a document (0: the first one ends the command)",
+        help="skip and log up to N lines without a document (0: the first one is an error)",
     )
-    parser.add_argument("--remove-duplicates", action="store_true", help="skip documents whose exact text came before")
+    parser.add_argument("--remove-duplicates", action="store_true", help="skip exact duplicates of earlier documents")
     parser.add_argument(
         "--remove-near-duplicates",
         type=float,
         metavar="SHARE",
-        help="skip documents that share about this part of their substrings of 8 characters with an earlier"
+        help="skip documents that share about this fraction of their 8-character substrings with an earlier"
         " one, e.g. 0.8 (MinHash; needs rensa)",
     )
 
@@ -109,7 +109,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 def _problem(options: argparse.Namespace) -> str:
     """Return what is wrong with the options, or an empty text."""
     if Path(options.output).name in ("", "..") or options.output.endswith("/"):
-        return f"--output {options.output!r}: must end in the name that files begin with"
+        return f"--output {options.output!r}: must end with the name that the files begin with"
     if options.workers < 1:
         return f"--workers {options.workers}: must be at least 1"
     if not 0 <= options.holdout < 1:
@@ -218,7 +218,7 @@ def _check_filled(options: argparse.Namespace, writers: list[ResumableWriter]) -
         raise UserError(f"--input {' '.join(options.input)}: has no text")
     if not all(writer.num_tokens for writer in writers):
         raise UserError(
-            f"--holdout {options.holdout} leaves one side without a document; use more text or another share"
+            f"--holdout {options.holdout} leaves one split without a document; use more text or another fraction"
         )
 
 

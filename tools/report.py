@@ -33,9 +33,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=as_typed(_EXAMPLE), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of them")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (report.html)")
-    parser.add_argument("--serve", action="store_true", help="show the page to browsers on this machine instead")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of run folders")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="page to write (report.html)")
+    parser.add_argument("--serve", action="store_true", help="serve the page to browsers on this machine instead")
     parser.add_argument("--port", type=int, help=f"port for --serve; 0: any free one ({_PORT})")
     options = parser.parse_args(arguments)
     if options.port is not None and not (options.serve and 0 <= options.port < 2**16):

@@ -42,22 +42,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=float,
         default=0.9995,
         metavar="SHARE",
-        help="share of the characters that get a piece of their own, 0.98 to 1 (0.9995)",
+        help="fraction of characters that get their own piece, 0.98 to 1 (0.9995)",
     )
     parser.add_argument(
         "--jieba",
         action="store_true",
-        help="cut the text into words first, as PanGu-α does; use the"
-        " result with --tokenizer pangu. Without it, decoding gives back the text exactly",
+        help="split the text into words first, as PanGu-α does; use the"
+        " result with --tokenizer pangu. Without it, decoding restores the text exactly",
     )
     parser.add_argument(
         "--max-sentences",
         type=int,
         default=200_000,
         metavar="N",
-        help="stretches of about 1,000 characters to train on, drawn evenly (200,000)",
+        help="chunks of about 1,000 characters to train on, sampled evenly (200,000)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     options = parser.parse_args(arguments)
     if not 0.98 <= options.character_coverage <= 1:
         parser.error(f"--character-coverage {options.character_coverage}: must be from 0.98 to 1")

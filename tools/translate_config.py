@@ -2,8 +2,8 @@
 MindSpeed-LLM), DeepSpeed, MindFormers, torchtitan up to v0.2.2, and config.json of transformers.
 
 Prints the overrides, one per line, to append to `pretrain.py`, after building this project's configuration from
-them; as comments, what has no counterpart, what you have to give, and what differs in effect. If a setting that may
-change the model would be lost, the command names it and ends with status 2."""
+them; as comments, what has no counterpart, what you have to provide, and what differs in effect. If a setting that may
+change the model would be lost, the command names it and exits with status 2."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _EXAMPLE = """examples:
   python tools/translate_config.py --from torchtitan llama3_8b.toml --keep-going
   python tools/translate_config.py --from huggingface config.json
 
-A launch script is read, not run: give variables that only a run would set as NAME=VALUE after it. All settings
-that are known are in docs/moving-over.md.
+A launch script is read, not run: give variables that only a run would set as NAME=VALUE after it. All known
+settings are listed in docs/moving-over.md.
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -42,10 +42,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
         usage="%(prog)s --from PROGRAM [--keep-going] FILE | ARGUMENTS",
     )
-    parser.add_argument("--from", dest="source", choices=SOURCES, help="the program whose settings they are")
-    keep_going = "leave out settings that are not known or change the model, instead of ending with status 2"
+    parser.add_argument("--from", dest="source", choices=SOURCES, help="program whose settings they are")
+    keep_going = "skip settings that are unknown or change the model, instead of exiting with status 2"
     parser.add_argument("--keep-going", action="store_true", help=keep_going)
-    parser.add_argument("--tables", choices=("en", "zh"), help="print all settings that are known, as Markdown")
+    parser.add_argument("--tables", choices=("en", "zh"), help="print all known settings as Markdown")
     options, words = parser.parse_known_args(arguments)
     options.words = words
     if (options.source is None) == (options.tables is None):

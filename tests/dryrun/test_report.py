@@ -70,7 +70,7 @@ def test_all_prints_every_role() -> None:
 def test_json_is_the_dry_runs() -> None:
     done = called("tools/plan", *SMALL, "--json")
     assert done.returncode == 2
-    assert "--json goes with --dry-run" in done.stderr
+    assert "--json needs --dry-run" in done.stderr
 
 
 def test_roles_are_the_corners_of_each_stage() -> None:

@@ -67,7 +67,7 @@ def test_rollbacks_are_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     event = {"step": 9, "fault": "the loss is nan", "back_to": 5, "left_out": [20, 40]}
     amend(checkpoint, {**read_index(checkpoint), "watch": {"rollbacks": [event]}})
     assert main([str(checkpoint), "--verify"]) == 0
-    expected = "went back    from step 9 to 5, without the samples 20 to 39: the loss is nan"
+    expected = "went back    from step 9 to 5, skipping samples 20 to 39: the loss is nan"
     assert expected in capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_the_standing_is_told(checkpoint: Path, capsys: pytest.CaptureFixture[st
         if status is not None:
             write_status(checkpoint, status)
         assert main([str(checkpoint)]) == 0
-        assert f"\nstanding     {told}\n" in capsys.readouterr().out
+        assert f"\nstatus       {told}\n" in capsys.readouterr().out
     assert main([str(checkpoint), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["standing"]
     assert told | {"proven": False, "condemned": True, "faults": [fault]} == told

@@ -108,7 +108,7 @@ def test_conversations(tmp_path: Path) -> None:
     assert "tokens 28-39: padding" in done.stdout
     (tmp_path / "data" / "instructions" / "manifest.json").unlink()
     done = tool(tmp_path / "data" / "instructions", name="inspect_data")
-    assert (done.returncode, "has no prepared conversations" in done.stderr) == (2, True)
+    assert (done.returncode, "prepared conversations are missing" in done.stderr) == (2, True)
     assert re.search(rf"; to see its token files, give {tmp_path}/data/instructions/train\S*\n", done.stderr)
     (tmp_path / "data" / "train.idx").touch()
     assert f"; to see its token files, give {tmp_path}/data/train\n" in tool(tmp_path, name="inspect_data").stderr
