@@ -45,7 +45,7 @@ ALIGNMENT = 16
 def obstacle(device: torch.device) -> str | None:
     """Return why nothing can be compiled for a device here, or None if it can."""
     if device.type != "cpu":
-        return None if has_triton() else f"this torch has no Triton for {device.type}"
+        return None if has_triton() else f"torch has no Triton for {device.type} here"
     # torch's compiler: only runs that compile load it
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
