@@ -245,6 +245,13 @@ _LOSS_SCALE = {
     "clean_steps": _is_count,
     "overflows?": _is_count,
 }
+_UNREAD = {
+    "numbers": [_is_number],
+    "lr": _is_number,
+    "seconds": _is_number,
+    "stragglers": lambda value: value is None or _matches(value, [lambda pair: len(pair) == 2]),
+    "details": dict,
+}
 _FACTS: dict[str, Any] = {
     "step?": _is_count,
     "skipped?": _is_count,
@@ -264,6 +271,8 @@ _FACTS: dict[str, Any] = {
     # the times of autotuning, as far as a continued run reports them
     "choices?": lambda value: value is None or _are_choices(value),
     "frozen?": [str],
+    # `pangu.training.survivors`
+    "unread?": lambda value: value is None or _matches(value, _UNREAD),
     "moments_since?": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
     "identity?": dict,
     "layout?": dict,

@@ -5,18 +5,28 @@
 
 A generation on a node is a checkpoint folder (`files.py`) with the whole index and some of the files. It is committed,
 verified and loaded as one on a disk is, by any layout. It counts if the nodes that are left hold all its files intact.
+
+When a rank is lost, those that are left keep the state of their last step the same way (`training.survivors`). They
+cannot meet any more, so each leaves its part of the index next to its files, and the ranks of the next epoch commit it:
+
+    node 0: .kept-RUN-0-00000107.partial/   part-00000.json, tensors-00000-00000.safetensors
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pangu.checkpoint.files import checksum, list_checkpoints, step_of
+from pangu.checkpoint.files import Written, checksum, commit, partial_of, step_of
 from pangu.checkpoint.index import find_damage, read_index
-from pangu.common.errors import UserError
+from pangu.common.errors import UserError, writing
+from pangu.common.files import read_json_object, write_atomically
 
 
 def buddies(nodes: Sequence[int]) -> list[int]:
@@ -47,10 +57,12 @@ class LocalGeneration:
     """Files of the whole generation."""
 
 
-def local_generations(folder: Path, node: int, share: int, shares: int) -> tuple[list[LocalGeneration], list[str]]:
-    """Return the generations in a node's folder, and their damage; each of `shares` processes reads its share."""
+def local_generations(
+    paths: Iterable[Path], node: int, share: int, shares: int
+) -> tuple[list[LocalGeneration], list[str]]:
+    """Return the generations at `paths` of a node, and their damage; each of `shares` processes reads its share."""
     found, problems = [], []
-    for path in list_checkpoints(folder):
+    for path in paths:
         try:
             index = read_index(path)
         except UserError as error:
@@ -93,3 +105,55 @@ def transfers(
                 holders = [peer for peer, node in enumerate(nodes) if node in places[name]]
                 plan.append((name, holders[len(plan) % len(holders)], rank))
     return plan
+
+
+def write_part(folder: Path, part: Mapping[str, Any]) -> None:
+    """Write what `kept_parts` returns, a rank's part of a generation that it keeps in `folder`. Raises UserError."""
+    with writing(folder):
+        content = json.dumps({**part, "checksum": checksum(part)})
+        write_atomically(folder / f"part-{part['rank']:05d}.json", content.encode())
+
+
+def kept_parts(root: Path) -> list[dict[str, Any]]:
+    """Return the parts of generations that ranks on this node keep; one that is damaged is missing.
+
+    A part has `step` and `rank`; `writers`, the ranks whose parts are a whole generation together; `problem`, why there
+    is none (""); `facts` of the run; and `tensors` and `files` of `Written`, which lie in `folder`.
+    """
+    parts = []
+    for file in sorted(root.glob(".kept-*/part-*.json")):
+        with suppress(UserError):
+            part = read_json_object(file)
+            if part.pop("checksum", None) == checksum(part):
+                parts.append({**part, "folder": file.parent.name})
+    return parts
+
+
+def newest_kept(parts: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the parts of the newest generation of which none is missing, in rank order, or [], and what is missing."""
+    # ranks that disagree about who is left do not write the same generation
+    generations = defaultdict[tuple[int, str, tuple[int, ...]], dict[int, Mapping[str, Any]]](dict)
+    for part in parts:
+        generations[part["step"], part["folder"], tuple(part["writers"])][part["rank"]] = part
+    problems = []
+    for (step, _, writers), found in sorted(generations.items(), reverse=True):
+        missing = [str(rank) for rank in writers if rank not in found]
+        reasons = [part["problem"] for part in found.values() if part["problem"]]
+        reasons += [f"rank {', '.join(missing)} has not written its part"] if missing else []
+        if not reasons:
+            return [found[rank] for rank in sorted(found)], ""
+        problems.append(f"step {step} is not whole: {reasons[0]}")
+    return [], "; ".join(problems)
+
+
+def commit_kept(path: Path, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Commit a generation of `newest_kept` where this node has files of it. Raises UserError."""
+    kept, partial = path.parent / parts[0]["folder"], partial_of(path)
+    if not kept.is_dir():
+        return
+    with writing(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        for file in kept.glob("part-*.json"):
+            file.unlink()
+        kept.rename(partial)
+    commit(path, [Written(part["tensors"], part["files"]) for part in parts], parts[0]["facts"])

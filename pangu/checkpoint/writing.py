@@ -19,7 +19,7 @@ from pangu.common.errors import UserError
 from pangu.metrics.progress import with_progress
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import Shard
-from pangu.zero.sharded import ShardedParameters
+from pangu.zero.sharded import Owned, ShardedParameters
 
 
 def weights_of(parameters: ShardedParameters) -> Iterator[tuple[str, Slice]]:
@@ -29,13 +29,13 @@ def weights_of(parameters: ShardedParameters) -> Iterator[tuple[str, Slice]]:
 
 
 def state_of(
-    parameters: ShardedParameters, optimizer: Optimizer | None, kinds: Collection[str], owned: bool = False
+    parameters: ShardedParameters, optimizer: Optimizer | None, kinds: Collection[str], owned: Owned = False
 ) -> Iterator[tuple[str, Slice]]:
     """Yield this rank's rectangles as `KIND/NAME`: kind `weight`, the main parameters, or a state of the optimizer.
 
     States that are not elementwise are left out. `owned`: of ranks that hold the same, only the one that writes it.
     """
-    shards = [shard for shard in parameters.shards if not owned or parameters.counts(shard)]
+    shards = [shard for shard in parameters.shards if not owned or parameters.counts(shard, owned)]
     states = {} if optimizer is None else optimizer.state
     for kind in kinds:
         for shard in shards:

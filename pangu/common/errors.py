@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from pangu.common.commands import as_typed
 
@@ -98,6 +99,9 @@ class DeviceError(UserError):
 
 class LostError(LocalError):
     """Error raised when other processes of the run are gone or stuck; the same command may succeed."""
+
+    keep_state: Callable[[Any], None] | None = None
+    """Function of `training.survivors` that keeps what this process has for those that are left; None: it has none."""
 
 
 class ConfigError(UserError):

@@ -9,8 +9,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from pangu.common.errors import writing
+from pangu.common.errors import UserError, writing
 from pangu.common.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.record import StepRecord, read_lines, to_json
@@ -223,3 +224,40 @@ def make_writers(
     if config.prometheus_port is not None:
         writers.append(PrometheusWriter(config.prometheus_host, config.prometheus_port))
     return writers
+
+
+class Writers:
+    """Writers of the metrics of a run, which is worth more than they are: one that fails is a warning."""
+
+    def __init__(self) -> None:
+        """Start without writers."""
+        self._writers: list[Writer] = []
+        self._failing: set[str] = set()
+        """Kinds of writers that failed last time, for which no further warning is logged."""
+
+    def open(self, writers: Sequence[Writer]) -> None:
+        """Replace the writers."""
+        self.close()
+        self._writers = [*writers]
+
+    def write(self, record: StepRecord) -> None:
+        """Write the metrics of one step."""
+        for writer in self._writers:
+            self._try(writer, partial(writer.write, record))
+
+    def close(self) -> None:
+        """Close and forget all writers."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            self._try(writer, writer.close)
+
+    def _try(self, writer: Writer, action: Callable[[], None]) -> None:
+        name = type(writer).__name__
+        try:
+            action()
+        except UserError as error:
+            if name not in self._failing:
+                log.warning("%s; the run continues without these metrics", error)
+            self._failing.add(name)
+        else:
+            self._failing.discard(name)

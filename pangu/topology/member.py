@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,8 @@ from pangu.topology.backends import abort_groups
 from pangu.topology.launch import MEMBER, end_with_launcher
 
 QUERY_SECONDS = 60.0
+MEET_SECONDS = 1.0
+"""Interval in which a rank that waits for others that are left looks whether they still are."""
 
 
 def send_news(store: dist.Store, *news: Any) -> None:
@@ -75,7 +78,7 @@ class Member:
             if rank < len(ranks):
                 rest()
                 send_news(self._store, "idle", self._number, self._epoch)
-            self._epoch += 1
+            self._pass_over()
         local_rank = ranks[rank][1]
         local_world = max(int(self._environment["LOCAL_WORLD_SIZE"]), local_rank + 1)
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
@@ -84,6 +87,21 @@ class Member:
         if self._epoch:
             begin()
         send_news(self._store, "joined", self._number, self._epoch)
+
+    def meet(self, report: Any) -> tuple[str, list[Any]]:
+        """Exchange reports with the ranks that are left, all of which call this after `leave`.
+
+        Return a name of the epoch that they leave, and their reports. Who is left is known when the next one begins.
+        """
+        epoch = self._epoch - 1
+        self._store.set(f"report-{epoch}-{self._number}", json.dumps(report))
+        were = {number for number, _ in json.loads(self._store.get(f"epoch-{epoch}"))["ranks"]}
+        while True:
+            keys = [f"report-{epoch}-{number}" for number, _ in self._newest_epoch()["ranks"] if number in were]
+            with suppress(dist.DistStoreError):  # one of them may be lost as well, then there is a newer epoch
+                self._store.wait(keys, timedelta(seconds=MEET_SECONDS))
+                run = self._environment["TORCHELASTIC_RUN_ID"]
+                return f"{run}-{epoch}", [json.loads(answer) for answer in self._store.multi_get(keys)]
 
     def leave(self, writers: Container[str]) -> None:
         """Leave the epoch, because a rank is lost: close connections, and wait for threads with the names `writers`.
@@ -113,5 +131,10 @@ class Member:
             except dist.DistStoreError:
                 continue  # a spare may wait for days
         while self._store.check([f"epoch-{self._epoch + 1}"]):
-            self._epoch += 1
+            self._pass_over()
         return json.loads(self._store.get(f"epoch-{self._epoch}"))
+
+    def _pass_over(self) -> None:
+        """Take no part in this epoch: nobody who leaves it waits for a report of this process."""
+        self._store.set(f"report-{self._epoch}-{self._number}", "null")
+        self._epoch += 1

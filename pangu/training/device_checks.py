@@ -104,7 +104,7 @@ class DeviceChecks:
         where the fault began. Different bits mean that a device is wrong.
         """
         trainer, (batches, config) = self._trainer, self.computed
-        if not self.repeats:
+        if not self.repeats or not batches:  # the step was made before a rank was lost
             return fault, None
         has_scales = config.precision.loss_scale is not None or trainer.scales is not None  # which have changed since
         in_place = result.skipped and not has_scales

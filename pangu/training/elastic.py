@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -50,9 +51,9 @@ def replace_ranks(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
 def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., StopSignals]], int]) -> int:
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
-    What an attempt has built is gone then, and the next one continues from the newest state of the run, in memory or on
-    the disk. Only the process, its imports, what the system has cached and the received signals stay. It makes
-    its handler of signals with the function that it is given.
+    What an attempt has built is gone then, and the next one continues from the newest state of the run: what the ranks
+    that are left keep (`training.survivors`), a copy in memory or a checkpoint. Only the process, its imports, what the
+    system has cached and the received signals stay. It makes its handler of signals with the function that it is given.
     """
     if MEMBER not in os.environ:
         return attempt(StopSignals)
@@ -73,12 +74,16 @@ def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., Stop
 
         while True:
             member.join(fits, record_signals, stack.close)
+            keep_state = None
             try:
                 return attempt(signals)
-            except LostError:
-                pass
+            except LostError as error:
+                keep_state = error.keep_state
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
             record_signals()
             member.leave((memory_checkpoints.WRITER, saving.WRITER))
+            (keep_state or (lambda meet: meet(None)))(member.meet)
+            keep_state = None
+            gc.collect()  # the next attempt needs the memory

@@ -20,7 +20,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import Sources
 from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.record import StepRecord, speed
-from pangu.metrics.writers import ForecastWriter, Writer, make_writers
+from pangu.metrics.writers import ForecastWriter, Writers, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import DeviceEvent
 from pangu.training.device_checks import DeviceChecks, Stragglers
@@ -33,6 +33,7 @@ from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
 from pangu.training.step import PendingResult, StepResult, Trainer
+from pangu.training.survivors import Border, UnreadResult, keeping_state, result_of
 from pangu.training.validation import Benchmarks, Validation, in_training, trust_ratios
 
 log = logging.getLogger("pangu")
@@ -71,12 +72,11 @@ class Loop:
         """Position of the data source after the last step."""
         self._continued_from: int | None = None
         """Step of the checkpoint that the next step continues from, if no step has been recorded since."""
-        self._restore(checkpoint)
-        self._writers: list[Writer] = []
-        self._failing: set[str] = set()
-        """Writers whose last metrics could not be written."""
-        self._pending: tuple[PendingResult, dict[int, float] | None, dict[str, Any]] | None = None
-        """Last step whose result has not been read, its stragglers, and the data part of its record."""
+        self._writers = Writers()
+        self._pending: UnreadResult | None = None
+        """Last step whose result has not been read."""
+        self._details: tuple[dict[int, float] | None, dict[str, Any]] = None, {}
+        """Stragglers of the step that is computed, and the data part of its record."""
         self._asked: list[bool] = []
         """Requests in the flags of earlier steps that are not done yet."""
         self._step_began: DeviceEvent | None = None
@@ -84,6 +84,7 @@ class Loop:
         self._outside_s = 0.0
         """Seconds since then that belong to no step."""
         self._step_s = 0.0
+        self._restore(checkpoint)
         self.checkpoint: Path | None = None
         self.stopped: str | None = None
         """Reason why the run ended before its last step, if it did."""
@@ -101,9 +102,16 @@ class Loop:
         sizes = (batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data)
         loader = Loader(self.sources.train, data.packing, *sizes, mesh.device, self.stages.loader_stage_at)
         with self.signals, loader, ExitStack() as stack:
-            stack.callback(self._close_writers)
+            stack.callback(self._writers.close)
             self._open_writers()
             saver = stack.enter_context(Saver(config, trainer, self._in_memory))
+            if self._in_memory is not None:
+                stack.enter_context(keeping_state(self, self._in_memory.folder))
+            with report_unresponsive_ranks(mesh, partial(self._place, trainer.step)):
+                if self._in_memory is not None:
+                    self._in_memory.release()
+                if self._pending is not None:  # ranks that are left have kept it
+                    self._handle_result(saver, at_once=True)
             while trainer.step < config.train.steps and self.stopped is None:
                 with report_unresponsive_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._train_step(loader, saver)
@@ -135,14 +143,12 @@ class Loop:
             stragglers = self._stragglers.forward_backward(batches)
         if self._pending is not None and not self._handle_result(saver, at_once=False):
             return  # these gradients are those of a state that is gone
-        stage = self.stages.loader_stage_at(trainer.step)
+        self._details = stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
+        self.devices.computed = batches, trainer.config
         trainer.loss_limit = self.spikes.limit if self.devices.repeats else None
         with recorder.span("update"):
             saver.finish_copy()
-            update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
-        self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
-        self.devices.computed = batches, trainer.config
-        self.samples += stage.global_size // stage.parts
+            self.finish_step(trainer.update(self.signals.flags(self._step_s, saver.has_failed)))
         config = self.config
         every = [config.checkpoint.every, config.checkpoint.memory_every, config.validation.every]
         every += [config.evaluate.every, config.train.check_replicas]
@@ -150,6 +156,18 @@ class Loop:
         if is_asked or any(map(self._is_due, every)):
             with recorder.span("interlude"):  # the time is a part of the next step, as always
                 self._handle_result(saver, at_once=True)
+
+    def finish_step(self, result: PendingResult) -> None:
+        """Enter the border between a step, whose update has returned `result`, and the next one."""
+        stage = self.stages.loader_stage_at(self.trainer.step - 1)
+        self._pending = result, *self._details
+        self.samples += stage.global_size // stage.parts
+        if self._in_memory is not None:
+            self._enter_border()
+
+    def _enter_border(self) -> None:
+        times = self._step_began, self._outside_s
+        self.border = Border(self._pending, self.spikes.state(), self._position, *times)
 
     def _handle_result(self, saver: Saver, at_once: bool) -> bool:
         """Read the result of the last update and act on it; return False if the run has gone back to a checkpoint.
@@ -171,17 +189,17 @@ class Loop:
         record = self._make_record(result, self._step_s, stragglers)
         counts = saver.failures | {"rollbacks": len(self.spikes.rollbacks)}
         goodput = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
-        fields = {name: count or None for name, count in counts.items()} | {"goodput": goodput} | data_fields
-        self.record = replace(record, continued_from=self._continued_from, **fields)
+        fields: dict[str, Any] = {name: count or None for name, count in counts.items()} | data_fields
+        self.record = replace(record, continued_from=self._continued_from, goodput=goodput, **fields)
         self._continued_from = None
         self.heartbeat.counts = {**counts, "skipped": self.trainer.skipped, "goodput": goodput}
-        for writer in self._writers:
-            with self._log_failures(type(writer).__name__):
-                writer.write(self.record)
+        self._writers.write(self.record)
         saver.statuses.mark_proven(self.spikes.good_steps, saver.is_writing)
         self._check_replicas(saver)
         if at_once:
             self._handle_signals(saver)
+        if self._in_memory is not None and self.trainer.mesh.is_first and not any(self._asked):  # it records for all
+            self.border = self.border._replace(result=None, watch=self.spikes.state())
         return True
 
     def _handle_signals(self, saver: Saver) -> None:
@@ -331,19 +349,24 @@ class Loop:
             step, last = trainer.step, trainer.step + faults.skip_after
             end = self.samples + num_samples(self.config, last) - num_samples(self.config, step) if is_of_data else None
             self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
-        self._step_began = None
         place = saver.newest or "the beginning"
         log.warning("rolled back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
         replace_ranks(trainer.mesh, self.devices.wrong)
-        self._close_writers()
         self._open_writers()
         return True
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> None:
         self.samples = checkpoint.get("samples", 0)
         self.sources.train.resume(checkpoint.get("position"))
-        self._continued_from = self.trainer.step if checkpoint else None
         self.spikes.restore(checkpoint.get("watch", {}))
+        self._position, unread = checkpoint.get("position"), checkpoint.get("unread")
+        self._pending, self._step_began, self._outside_s = None, None, 0.0
+        if unread is not None:
+            self._step_began = DeviceEvent(self.trainer.mesh.device)
+            self._pending, self._outside_s = result_of(unread, self.trainer), -unread["seconds"]
+        self._continued_from = self.trainer.step - (unread is not None) if checkpoint else None
+        self._enter_border()
+        self.trainer.is_whole = True
 
     def _check_replicas(self, saver: Saver) -> None:
         step, every = self.trainer.step, self.config.train.check_replicas
@@ -364,30 +387,12 @@ class Loop:
         return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)
 
     def _open_writers(self) -> None:
-        """Open writers that continue after the current step; later steps in a file will be made again."""
-        step, total = self.trainer.step, self.config.train.steps
+        """Open writers that continue after the last step that was read; later ones in a file will be made again."""
+        step, total = self.trainer.step - (self._pending is not None), self.config.train.steps
         if self.trainer.mesh.is_first and step < total:
             output = Path(self.config.train.output)
-            self._writers = make_writers(self.config.metrics, output, total, step, asdict(self.config))
-            self._writers += [] if self.forecast is None else [self.forecast]
-
-    def _close_writers(self) -> None:
-        writers, self._writers = self._writers, []
-        for writer in writers:
-            with self._log_failures(type(writer).__name__):
-                writer.close()
-
-    @contextmanager
-    def _log_failures(self, writer: str) -> Iterator[None]:
-        """Warn once, until it works again, if metrics cannot be written: the run is worth more than they are."""
-        try:
-            yield
-        except UserError as error:
-            if writer not in self._failing:
-                log.warning("%s; the run continues without these metrics", error)
-            self._failing.add(writer)
-        else:
-            self._failing.discard(writer)
+            writers = make_writers(self.config.metrics, output, total, step, asdict(self.config))
+            self._writers.open([*writers, *([] if self.forecast is None else [self.forecast])])
 
     @property
     def tokens(self) -> int:

@@ -40,7 +40,16 @@ from pangu.checkpoint.files import (
     step_of,
 )
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.memory import LocalGeneration, buddies, local_generations, newest_complete, transfers
+from pangu.checkpoint.memory import (
+    LocalGeneration,
+    buddies,
+    commit_kept,
+    kept_parts,
+    local_generations,
+    newest_complete,
+    newest_kept,
+    transfers,
+)
 from pangu.checkpoint.reading import pieces_by_file
 from pangu.checkpoint.run_folder import flush_figures
 from pangu.checkpoint.staging import StagingMemory
@@ -61,6 +70,7 @@ from pangu.common.files import open_regular, remove, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.topology.backends import abort_groups
+from pangu.topology.launch import Launch
 from pangu.topology.mesh import Mesh
 from pangu.topology.recorder import AxisGroup
 from pangu.training.step import Trainer
@@ -86,7 +96,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         """Make the process group, and the folder on each node."""
         # no groups: what the thread refers to cannot be closed while it waits for another rank, which may wait for that
         self._mesh, self._background = replace(mesh, groups={}), mesh.background("copies")
-        self._output = Path(config.train.output)
+        self._output, self._is_asked = Path(config.train.output), config.checkpoint.memory_every > 0
         self._group: AxisGroup | None = None
         if mesh.layout.world > 1:
             self._group = AxisGroup(mesh.new_group(range(mesh.layout.world), "host"), "host")
@@ -100,9 +110,9 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         """True if this rank acts for its node."""
         name = agree_on_first(mesh, self._read_id)
         self._root = Path(place[1]) / f"pangu-{os.getuid()}-{name[:16]}"
-        self._folder = self._root / name[16:]
+        self.folder = self._root / name[16:]
         agree(mesh, self._make_folder, runs_here=self._leads)
-        if len(set(self._nodes)) == 1:
+        if len(set(self._nodes)) == 1 and self._is_asked:
             log.warning("checkpoint.memory_every: copies on one node outlive its processes, but not the node")
         self._staging: StagingMemory | None = None
         self._writing: Future[None] | None = None
@@ -119,12 +129,11 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
         Otherwise, return None and delete all generations. All ranks get the same; none has fetched any file yet.
         """
-        share = self._peers.index(self._mesh.rank), len(self._peers)
-        answers = self._meet(lambda: local_generations(self._folder, self._nodes[self._mesh.rank], *share))
-        held: list[LocalGeneration] = [one for found, _ in answers for one in found]
-        for line in dict.fromkeys(line for _, lines in answers for line in lines):
-            log.warning("skipping a copy in memory: %s", line, extra={"alert": "damaged_checkpoint"})
+        held = self._held(lambda: list_checkpoints(self.folder))
         found = newest_complete(held)
+        if kept := self._commit_kept(-1 if found is None else found[0]):
+            held += self._held(lambda: [kept] if kept.exists() else [])
+            found = newest_complete(held)
         if found is None or has_newer(found[0]):
             if held:
                 steps = ", ".join(str(step) for step in sorted({one.step for one in held}))
@@ -133,13 +142,13 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
             self.clear()
             return None
         step, checksum, self._places = found
-        path = checkpoint_path(self._folder, step)
+        path = checkpoint_path(self.folder, step)
         holders = [one.node for one in held if (one.step, one.index) == (step, checksum)]
         (index,) = (one for one in self._meet(lambda: read_index(path), holders[0] == self._mesh.rank) if one)
 
         def prepare() -> None:
             with writing(path):
-                for rest in (*list_checkpoints(self._folder), *self._folder.glob(".*")):
+                for rest in (*list_checkpoints(self.folder), *self.folder.glob(".*")):
                     is_stale = rest == path and self._mesh.rank not in holders
                     if rest.name.startswith(".") or is_stale or step_of(rest) > step:
                         remove(rest)
@@ -149,9 +158,35 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         self._meet(prepare, self._leads)
         return path
 
+    def _held(self, paths: Callable[[], Iterable[Path]]) -> list[LocalGeneration]:
+        """Return the generations on all nodes; `paths` returns those on this one. Damage is a warning."""
+        share = self._peers.index(self._mesh.rank), len(self._peers)
+        answers = self._meet(lambda: local_generations(paths(), self._nodes[self._mesh.rank], *share))
+        for line in dict.fromkeys(line for _, lines in answers for line in lines):
+            log.warning("skipping a copy in memory: %s", line, extra={"alert": "damaged_checkpoint"})
+        return [one for found, _ in answers for one in found]
+
+    def _commit_kept(self, newest: int) -> Path | None:
+        """Commit the generation that ranks of the epoch before have kept, if it is whole and after step `newest`."""
+        answers = self._meet(lambda: kept_parts(self.folder), self._leads)
+        parts, problem = newest_kept(part for found in answers for part in found or ())
+        if not any(answers) and Launch.from_environment().epoch:
+            problem = "none of those that are left has kept a step"
+        path = checkpoint_path(self.folder, parts[0]["step"] if parts else 0)
+        if parts and parts[0]["step"] > newest:
+            try:
+                self._meet(lambda: commit_kept(path, parts), self._leads)
+                log.info("%-12s those that are left hold all of step %d", "survivors", parts[0]["step"])
+                return path
+            except UserError as error:
+                problem = str(error)
+        if problem:
+            log.warning("survivors: %s", problem)
+        return None
+
     def fetch(self, path: Path, trainer: Trainer) -> None:
         """Fetch the files that this node's ranks need and it lacks, if `path` is the generation that was found."""
-        if path.parent != self._folder:
+        if path.parent != self.folder:
             return
         index = read_index(path)
         files = index["files"]
@@ -169,7 +204,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
             self._staging = StagingMemory(self._mesh.device, state, keeps=True)
         trainer.copied.wait()  # the update waits for the copy of a checkpoint of this step, too
         slices, trainer.copied = self._staging.copy(trainer.state(owned=True))
-        write = partial(self._write, checkpoint_path(self._folder, trainer.step), slices, facts)
+        write = partial(self._write, checkpoint_path(self.folder, trainer.step), slices, facts)
         self._writing = in_thread(WRITER, write)
 
     def wait(self) -> None:
@@ -193,7 +228,12 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
     def clear(self) -> None:
         """Delete all generations on all nodes, because the run continues from elsewhere; none is being written."""
-        agree(self._mesh, lambda: self._delete(self._folder.iterdir()), runs_here=self._leads)
+        agree(self._mesh, lambda: self._delete(self.folder.iterdir()), runs_here=self._leads)
+
+    def release(self) -> None:
+        """Delete what was kept for all ranks of this epoch, which have read it, unless copies are asked for."""
+        if not self._is_asked:
+            self.clear()
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         """Wait for the last generation, or end it if this process fails; free the memory if the run has ended."""
@@ -218,13 +258,13 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
 
     def _make_folder(self) -> None:
         """Make the folder of this node, and delete those of runs before that had the same run folder."""
-        fix = f"set {PLACE} to a folder in memory on every node, or checkpoint.memory_every=0"
+        fix = f"set {PLACE} to a folder in memory on every node" + ", or checkpoint.memory_every=0" * self._is_asked
         with reading(self._root, rule="copies in memory cannot be kept here", fix=fix):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._root.is_symlink() or self._root.stat().st_uid != os.getuid():
                 raise UserError(f"{self._root}: belongs to another user; {fix}")
-            self._folder.mkdir(exist_ok=True)
-            self._delete(path for path in self._root.iterdir() if path != self._folder)
+            self.folder.mkdir(exist_ok=True)
+            self._delete(path for path in self._root.iterdir() if path != self.folder)
 
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
@@ -277,7 +317,7 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         if self._leads:
             start(path)
             # not before: until every node had the newest one, the two before might be all that was whole
-            old = list_checkpoints(self._folder)[:-GENERATIONS]
+            old = list_checkpoints(self.folder)[:-GENERATIONS]
             if old and old[-1] in self._own:  # another layout has other files
                 self._own.remove(old[-1])
                 with writing(path):

@@ -41,7 +41,7 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.schedule.advice import advise
 from pangu.topology.backends import backend_of, describe_environment, record_collectives
-from pangu.topology.launch import Launch, choose_device
+from pangu.topology.launch import MEMBER, Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.alerts import Alerts
@@ -129,8 +129,22 @@ def run(
             measure = partial(expect, config, layout, stages)
             forecast = _do_long_work(mesh, watchdog, "measuring the layers", measure, mesh.is_first)
         signals = stop_signals(began, config.train.stop_after_s)
-        in_memory = stack.enter_context(MemoryCheckpoints(config, mesh)) if config.checkpoint.memory_every else None
+        in_memory = _memory(config, mesh, stack)
         return _train(config, mesh, launch, stages, signals, forecast, watchdog, read_benchmarks, corpora, in_memory)
+
+
+def _memory(config: RunConfig, mesh: Mesh, stack: ExitStack) -> MemoryCheckpoints | None:
+    """Return the copies in memory if they are asked for, or if ranks that outlive a loss may keep their state there."""
+    is_asked = config.checkpoint.memory_every > 0
+    if not is_asked and MEMBER not in os.environ:
+        return None
+    try:
+        return stack.enter_context(MemoryCheckpoints(config, mesh))
+    except UserError as error:
+        if is_asked:
+            raise
+        log.warning("survivors: they will not keep their state: %s", error)
+        return None
 
 
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:

@@ -100,6 +100,28 @@ def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     return facts
 
 
+def facts_of(
+    config: RunConfig, trainer: Trainer, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the facts of a run for the index of a checkpoint; see `Saver.save`."""
+    return {
+        "step": trainer.step,
+        "skipped": trainer.skipped,
+        "samples": samples,
+        "order": ORDER_VERSION,
+        "position": position,
+        "watch": dict(watch),
+        "loss_scale": trainer.loss_scale.state(),
+        "fp8": None if trainer.scales is None else trainer.scales.state(),
+        "experts": None if trainer.balance is None else trainer.balance.state(),
+        "frozen": list(config.train.frozen),
+        "moments_since": trainer.moments_since,
+        "identity": identity(config),
+        "layout": asdict(trainer.mesh.layout),
+        "choices": trainer.choices,
+    }
+
+
 class Saver(AbstractContextManager["Saver"]):
     """Writer of checkpoints during training; each element is written once, by one of the ranks that hold it.
 
@@ -149,7 +171,7 @@ class Saver(AbstractContextManager["Saver"]):
         """
         self.wait()
         trainer = self._trainer
-        facts = self._facts(samples, watch, position)
+        facts = facts_of(self._config, trainer, samples, watch, position)
         path = checkpoint_path(self._folder, trainer.step)
         # first: what is pruned after this save depends on it, however long the save before took
         self.statuses.mark_proven(watch.get("good_steps", 0), writing=False)
@@ -170,29 +192,9 @@ class Saver(AbstractContextManager["Saver"]):
 
     def save_in_memory(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         """Start to write a generation in memory if it is due; the last step's would be deleted at once."""
-        step, every = self._trainer.step, self._config.checkpoint.memory_every
-        if self._in_memory is not None and step % every == 0 and step < self._config.train.steps:
-            self._in_memory.save(self._trainer, self._facts(samples, watch, position))
-
-    def _facts(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the facts of the run for an index."""
-        trainer = self._trainer
-        return {
-            "step": trainer.step,
-            "skipped": trainer.skipped,
-            "samples": samples,
-            "order": ORDER_VERSION,
-            "position": position,
-            "watch": dict(watch),
-            "loss_scale": trainer.loss_scale.state(),
-            "fp8": None if trainer.scales is None else trainer.scales.state(),
-            "experts": None if trainer.balance is None else trainer.balance.state(),
-            "frozen": list(self._config.train.frozen),
-            "moments_since": trainer.moments_since,
-            "identity": identity(self._config),
-            "layout": asdict(trainer.mesh.layout),
-            "choices": trainer.choices,
-        }
+        config, step, every = self._config, self._trainer.step, self._config.checkpoint.memory_every
+        if self._in_memory is not None and every and step % every == 0 and step < config.train.steps:
+            self._in_memory.save(self._trainer, facts_of(config, self._trainer, samples, watch, position))
 
     @property
     def has_failed(self) -> bool:

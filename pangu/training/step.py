@@ -42,10 +42,13 @@ from pangu.training.autotune import Choices
 from pangu.training.step_check import StepCheck
 from pangu.zero.gradients import Norms, fuses_gradient_accumulation
 from pangu.zero.muon_exchange import MuonExchange
-from pangu.zero.sharded import ShardedParameters
+from pangu.zero.sharded import Owned, ShardedParameters
 from pangu.zero.stage_parameters import FlatSpec
 from pangu.zero.weight_gradients import GradientAccumulator
 from pangu.zero.weight_sums import NUMBERS
+
+SUMMING = "adding up loss and norm"
+"""Activity of a rank that has its reduced gradients and waits for the sums of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,10 @@ class Trainer:
 
     loss_limit: float | None = None
     """Largest loss with which the next update changes weights, so that a spike can be computed again; None: any."""
+    is_whole = True
+    """False while weights and moments change: they are those of no step."""
+    sums: Tensor | None = None
+    """Norm, loss and what else all ranks have summed for the last update; None: that sum is not known."""
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None
@@ -164,7 +171,7 @@ class Trainer:
             )
         self.parameters.publish_updated(flats)
 
-    def state(self, every_kind: bool = False, owned: bool = False) -> Iterator[tuple[str, Slice]]:
+    def state(self, every_kind: bool = False, owned: Owned = False) -> Iterator[tuple[str, Slice]]:
         """Yield this rank's rectangles as `KIND/NAME`: weights and, after the first update, the optimizer's moments."""
         kinds = ("weight", *MOMENTS) if every_kind or self.step > self.skipped else ("weight",)
         return state_of(self.parameters, self.optimizer, kinds, owned)
@@ -184,6 +191,7 @@ class Trainer:
 
         Bias correction counts from `moments_since`, see the attribute, and without the `skipped` steps.
         """
+        self.is_whole, self.sums = False, None
         self.parameters.unsharder.wait()  # what the last update still sends would arrive in restored weights
         if self.check is not None:
             self.check.drop()  # a run goes back when it has computed the gradients of the next step
@@ -301,20 +309,29 @@ class Trainer:
         weights = (factor * per_token[1:] / per_token[0]).to(self.parameters.squares.dtype)[:, None]
         return [replace(batch, mtp_weights=one * weights) for batch, one in zip(batches, ahead, strict=True)]
 
-    def update(self, flags: Sequence[bool] = ()) -> PendingResult:
+    @property
+    def can_finish_alone(self) -> bool:
+        """True if this rank has its gradients of the next step, and needs only `sums` of other ranks for the update."""
+        needs_others = (self.scales, self.balance, self.clip) != (None,) * 3 or self.config.optimizer.name != "adam"
+        return self.doing == SUMMING and not needs_others
+
+    def update(self, flags: Sequence[bool] = (), sums: Tensor | None = None) -> PendingResult:
         """Unscale, clip, update the weights, then adjust the scale; a step with a non-finite gradient norm is skipped.
 
         All of that is decided on the device, without a host sync. The result of the previous step must have been read:
-        the learning rate depends on the number of skipped steps. `flags` are raised for all ranks to see.
+        the learning rate depends on the number of skipped steps. `flags` are raised for all ranks to see. `sums`: those
+        that another rank had before this one lost it, see `can_finish_alone`.
         """
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
-        self.doing = "adding up loss and norm"
-        compared = self.parameters.unsharder.sums
-        weight_sums, comparison = (None, None) if compared is None else compared.finish_step()
-        # one collective for the norm, the loss and the flags of all ranks, and for the comparison of their weights
-        sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._has_mtp, comparison)
-        if self._has_mtp:
-            sums[2] *= self._per_token / self.config.loss.mtp_weight
+        self.doing = SUMMING
+        compared, weight_sums, comparison = self.parameters.unsharder.sums, sums, None
+        if sums is None:
+            if compared is not None:
+                weight_sums, comparison = compared.finish_step()
+            # one collective for the norm, the loss and the flags of all ranks, and for the comparison of their weights
+            sums = self.parameters.norm_and_loss(self._loss, flags, 1 + self._has_mtp, comparison)
+            if self._has_mtp:
+                sums[2] *= self._per_token / self.config.loss.mtp_weight
         if self.scales is not None:
             self.scales.start_update(self.mesh.group("world"))
         self.doing = "updating weights"
@@ -326,6 +343,7 @@ class Trainer:
         numbers = torch.cat([torch.stack([loss, norm, old_scale]), sums[2:]])
         if self.balance is not None:
             numbers = torch.cat([numbers, self.balance.finish_step(self.mesh.group("world"), overflow)])
+            self.is_whole = False
         if self.logits is not None and self.clip is not None:
             self.clip.decide(largest(self.logits.values, self.mesh.group("world")), overflow)
             numbers = torch.cat([numbers, self.logits.values.amax().double().view(1)])
@@ -338,6 +356,7 @@ class Trainer:
             group["lr"], group["weight_decay"] = rate * group["lr_multiplier"], decay * group["decay_multiplier"]
         # a save copies the weights that are about to change
         self.copied.wait()
+        self.is_whole = False
         self.parameters.update(self.optimizer, norm, overflow, old_scale, optimizer.clip)
         if self.check is not None:
             self.check.end()
@@ -345,8 +364,9 @@ class Trainer:
         if self.scales is not None:
             self.scales.finish_update(self.step)
         self.step += 1
+        self.is_whole, self.sums = True, sums
         end = DeviceEvent(self.mesh.device)
-        return PendingResult(on_host, rate, norms, end, weight_sums)
+        return PendingResult(on_host, rate, norms, end, None if compared is None else weight_sums)
 
     def read(self, pending: PendingResult) -> StepResult:
         """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -68,6 +68,19 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     if placement.expert:
         return ExpertLayout(layout).counts(at, is_cut(placement, layout))
     return layout.replica(at) < layout.shards and (is_cut(placement, layout) or at.tensor == 0)
+
+
+def holders(layout: Layout, rank: int, expert: bool) -> list[int]:
+    """Return the ranks that hold the same shards of tensors as `rank`, of experts or of the rest; the owner first."""
+    return ExpertLayout(layout).peers(rank, "expert_copies") if expert else layout.peers(rank, "copies")
+
+
+def counts_among(placement: Placement, layout: Layout, rank: int, left: Set[int]) -> bool:
+    """Return whether a rank's shard counts, as in `counts`, if only some ranks are left."""
+    ranks = holders(layout, rank, placement.expert)
+    return rank == next((one for one in ranks if one in left), None) and counts(
+        placement, layout, layout.coordinates(ranks[0])
+    )
 
 
 def norm_and_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import filterfalse
 
 import torch
@@ -19,10 +19,13 @@ from pangu.topology.copy_stream import CopyStream, host_memory
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum
-from pangu.zero.norms import Squares, counts, norm_and_loss
+from pangu.zero.norms import Squares, counts, counts_among, norm_and_loss
 from pangu.zero.stage_parameters import FlatSpec, StageParameters
 from pangu.zero.unshard import Unsharder
 from pangu.zero.weight_sums import WeightSums
+
+Owned = bool | Set[int]
+"""Shards of a rank: those that count over all ranks, or over the ranks that are left, or (False) all that it holds."""
 
 
 class ShardedParameters:
@@ -96,8 +99,10 @@ class ShardedParameters:
             for values, first in shard.rectangles(shard.main):
                 yield shard.placement.name, values, first[0]
 
-    def counts(self, shard: Shard) -> bool:
+    def counts(self, shard: Shard, owned: Owned = True) -> bool:
         """Return whether this rank's copy of a shard is the one that counts in norms and is saved."""
+        if not isinstance(owned, bool):
+            return counts_among(shard.placement, self._mesh.layout, self._mesh.rank, owned)
         return counts(shard.placement, self._mesh.layout, self._mesh.at)
 
     def fill(self, seed: int) -> None:

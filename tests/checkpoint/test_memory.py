@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.checkpoint.files import Slice, Written, checkpoint_path, commit, start, write_slices
+from pangu.checkpoint.files import (
+    Slice,
+    Written,
+    checkpoint_path,
+    commit,
+    list_checkpoints,
+    partial_of,
+    start,
+    write_slices,
+)
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.memory import LocalGeneration, buddies, local_generations, newest_complete, transfers
+from pangu.checkpoint.memory import (
+    LocalGeneration,
+    buddies,
+    commit_kept,
+    kept_parts,
+    local_generations,
+    newest_complete,
+    newest_kept,
+    transfers,
+    write_part,
+)
 from pangu.checkpoint.reading import load
 
 NODES = [0, 0, 2, 2, 4, 4]
@@ -51,7 +72,11 @@ def save(root: Path, step: int) -> None:
 
 
 def look(root: Path) -> tuple[list[LocalGeneration], list[str]]:
-    looks = [local_generations(root / str(node), node, share, 2) for node in set(NODES) for share in range(2)]
+    looks = [
+        local_generations(list_checkpoints(root / str(node)), node, share, 2)
+        for node in set(NODES)
+        for share in range(2)
+    ]
     return [one for held, _ in looks for one in held], [line for _, lines in looks for line in lines]
 
 
@@ -118,3 +143,56 @@ def test_the_older_generation_stands_in_for_one_that_a_node_did_not_commit(tmp_p
     assert found is not None
     assert found[0] == 1, "files of ranks 0 and 1 are only in the uncommitted folder of generation 2"
     assert torch.equal(restored(tmp_path, *found), value(1))
+
+
+def keep(root: Path, step: int, ranks: list[int], problem: str = "") -> None:
+    """Let ranks keep the state of a step, each two rows on its node, without having met."""
+    for rank in ranks:
+        folder = partial_of(root / str(NODES[rank]) / f"kept-run-0-{step:08d}")
+        folder.mkdir(parents=True, exist_ok=True)
+        part = Slice(value(step)[2 * rank : 2 * rank + 2], (12, 2), (2 * rank, 0))
+        written = write_slices(root / str(NODES[rank]) / f"kept-run-0-{step:08d}", rank, [("weight/a", part)])
+        facts = {"step": step, "rank": rank, "writers": [*range(6)], "problem": problem, "facts": {"step": step}}
+        write_part(folder, {**facts, "tensors": written.tensors, "files": written.files})
+
+
+def kept(root: Path) -> tuple[list[Mapping[str, Any]], str]:
+    return newest_kept(part for node in set(NODES) for part in kept_parts(root / str(node)))
+
+
+def test_what_ranks_keep_is_a_generation_once_each_has_written_its_part(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    keep(tmp_path, 3, [0, 1, 2, 3, 5])
+    assert kept(tmp_path) == ([], "step 3 is not whole: rank 4 has not written its part")
+    keep(tmp_path, 2, [*range(6)])
+    parts, problem = kept(tmp_path)
+    assert ([part["rank"] for part in parts], problem) == ([*range(6)], "")
+    for node in set(NODES):
+        commit_kept(checkpoint_path(tmp_path / str(node), 2), parts)
+    held, problems = look(tmp_path)
+    assert not problems
+    assert (found := newest_complete(held)) is not None
+    assert (restored(tmp_path, *found) == value(2)).all()
+
+
+def test_damage_of_what_ranks_keep_leads_to_the_generation_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    keep(tmp_path, 2, [*range(6)])
+    (part,) = (tmp_path / "2").glob(".kept-*/part-00003.json")
+    part.write_text(part.read_text().replace('"step": 2', '"step": 9', 1))
+    assert kept(tmp_path) == ([], "step 2 is not whole: rank 3 has not written its part")
+    keep(tmp_path, 2, [3])
+    parts, _ = kept(tmp_path)
+    for node in set(NODES):
+        commit_kept(checkpoint_path(tmp_path / str(node), 2), parts)
+    file = checkpoint_path(tmp_path / "2", 2) / "tensors-00002-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    held, problems = look(tmp_path)
+    assert "tensors-00002-00000.safetensors: damaged: checksum mismatch" in problems[0]
+    assert (found := newest_complete(held)) is not None
+    assert (restored(tmp_path, *found) == value(1)).all()
+
+
+def test_ranks_say_why_they_keep_nothing(tmp_path: Path) -> None:
+    keep(tmp_path, 2, [*range(6)], "only rank 6 held a part of it")
+    assert kept(tmp_path) == ([], "step 2 is not whole: only rank 6 held a part of it")

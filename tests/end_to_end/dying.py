@@ -8,7 +8,11 @@ HOLDS_AFTER = 6
 """Step that a run waits in, once it has met again, while there is a file `holds`."""
 CONNECTING = "while groups are made"
 """Point after another kill at which a rank dies: others know its address, but have not connected to it yet."""
+KEEPING = "training.survivors:write_own"
+"""Point after another kill at which a rank dies: it has written what it keeps, but has not said so."""
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+DEAF = "deaf"
+"""File with the rank that does not hear the sum of the step in which the first of the others is killed."""
 SCRIPT = f"""
 import json
 import importlib
@@ -43,6 +47,7 @@ def begin(original, loop):
     with (FOLDER / "processes").open("a") as file:
         print(os.environ["RANK"], os.getpid(), loop.trainer.step, file=file)
     current.append(loop)
+    past.append(loop)
     began.append(loop.trainer.step)
     try:
         return original(loop)
@@ -50,16 +55,17 @@ def begin(original, loop):
         current.clear()  # nobody dies while copies come from the buddy: two nodes would be lost at once
 
 
-def hold(original, trainer, *arguments):
+def hold(original, trainer, *arguments, **keys):
     while (FOLDER / "holds").exists() and began[-1] and trainer.step >= {HOLDS_AFTER}:  # once it has met again
         time.sleep(0.05)
-    return original(trainer, *arguments)
+    return original(trainer, *arguments, **keys)
 
 
 def die(place, original, *arguments, **keys):
     number = len(list(FOLDER.glob("killed-*")))
     point, dies, after = [*KILLS, ["", -1, 0]][number]
-    trainers = [loop.trainer for loop in current if loop.trainer.step >= after]
+    loops = past[-1:] if place == "{KEEPING}" else current
+    trainers = [loop.trainer for loop in loops if loop.trainer.step >= after]
     is_due = trainers and point == place and int(os.environ["RANK"]) == dies
     result = original(*arguments, **keys)
     if is_due and number == len(list(FOLDER.glob("killed-*"))):
@@ -96,16 +102,26 @@ def open_store(original, *arguments):
     return store, rank, world
 
 
+def listen(original, *arguments, **keys):
+    result = original(*arguments, **keys)
+    file = FOLDER / "{DEAF}"
+    if file.exists() and file.read_text() == os.environ["RANK"] and not began[-1] and current:
+        if current[-1].trainer.step == KILLS[0][2]:
+            raise RuntimeError("/gloo/ Connection closed by peer, as if its last message was lost")
+    return result
+
+
 def late(original, *arguments, **keys):
     time.sleep(4)
     return original(*arguments, **keys)
 
 
-current, began, stores = [], [], []
+current, past, began, stores = [], [], [], []
 if __name__ == "__main__":
     replace("training.loop:Loop.run", begin)
     replace("training.step:Trainer.update", hold)
     replace("topology.mesh:_open_store", open_store)
+    replace("zero.sharded:norm_and_loss", listen)
     backends.CONNECT_SECONDS = 2.0
     for place in {{point for point, *_ in KILLS}} - {{"{CONNECTING}"}}:
         replace(place, lambda *arguments, _place=place, **keys: die(_place, *arguments, **keys))

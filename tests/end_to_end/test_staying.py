@@ -31,7 +31,7 @@ from tests.end_to_end.commands import (
     metrics,
     wait_until,
 )
-from tests.end_to_end.dying import CONNECTING, KILL, SCRIPT
+from tests.end_to_end.dying import CONNECTING, DEAF, KEEPING, KILL, SCRIPT
 from tests.spawn import repository, run_ranks
 
 DIES_AFTER, STEPS = 4, 12
@@ -51,7 +51,22 @@ MORE_LAYOUTS = LAYOUTS | {
     "data 4 in fp64": (4, ("parallel.zero=2", "precision=fp64", "precision.fp32_matmul=auto")),
     "context 2 x data 2": (4, ("parallel.context=2", "parallel.zero=2")),
     "tensor 2 x pipeline 2": (4, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true")),
+    "zero 1 in groups": (4, ("parallel.zero=1", "parallel.zero_group=2")),
+    "zero 3 in groups": (4, ("parallel.zero=3", "parallel.zero_group=2")),
+    "tensor 2 x data 2 with zero 0": (4, ("parallel.tensor=2", "parallel.zero=0")),
+    "pipeline 2 x data 2 with zero 0": (4, ("parallel.pipeline=2", "parallel.zero=0")),
+    "zero 0 in fp64": (4, ("parallel.zero=0", "precision=fp64", "precision.fp32_matmul=auto")),
+    "zero 0 with Muon": (2, ("parallel.zero=0", "optimizer=muon")),
+    "zero 0 with LAMB": (2, ("parallel.zero=0", "optimizer=lamb")),
+    "zero 0 with experts": (2, ("parallel.zero=0", "model.experts=4", "model.router.balance=bias")),
+    "zero 0 in fp8": (2, ("parallel.zero=0", "precision.matmul=fp8")),
 }
+HELD = (
+    *("zero 0", "zero 1 in groups", "zero 3 in groups", "tensor 2 x data 2 with zero 0"),
+    *("pipeline 2 x data 2 with zero 0", "zero 0 in fp64"),
+)
+"""Layouts in which other ranks hold all that one does; no update needs more of others than norm and loss."""
+ON_DISK = "checkpoint.memory_every=0"
 POINTS = {
     "before the forward pass": "training.step:Trainer.forward_backward",
     "in a reduction": "zero.gradients:GradientSum._start",
@@ -116,11 +131,11 @@ def launched(script: Path, world: int, spares: int, arguments: Sequence[str], st
 
 
 def start(
-    folder: Path, layout: str, *kills: tuple[str, int, int], action: str = KILL, status: int = 0
+    folder: Path, layout: str, *kills: tuple[str, int, int], action: str = KILL, status: int = 0, key: str = ""
 ) -> tuple[str, list[list[list[int]]]]:
     """Kill ranks, with a spare for each; return what is said, and rank, process and step of all ranks per epoch."""
     script, world = prepare(folder, kills, action), MORE_LAYOUTS[layout][0]
-    said = launched(script, world, len(kills), words(folder / "run", layout), status)
+    said = launched(script, world, len(kills), [*words(folder / "run", layout), *filter(None, [key])], status)
     return said, epochs(folder, world)
 
 
@@ -173,9 +188,11 @@ def test_every_point_at_which_a_rank_is_killed_is_there() -> None:
         assert callable(attrgetter(names)(import_module(f"pangu.{module}")))
 
 
-def check(folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expected: object) -> list[int]:
+def check(
+    folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expected: object, key: str = ""
+) -> list[int]:
     """Kill ranks; return how many steps were repeated after each, unless it died while groups were made."""
-    said, ranks = start(folder, layout, *kills)
+    said, ranks = start(folder, layout, *kills, key=key)
     losses = [number for number, (point, *_) in enumerate(kills) if point != CONNECTING]
     assert len(ranks) == len(losses) + 1, said
     repeated = []
@@ -183,8 +200,9 @@ def check(folder: Path, layout: str, kills: Sequence[tuple[str, int, int]], expe
         stayed = [old[1] == new[1] for old, new in zip(before, after, strict=True)]
         dead = {rank for _, rank, _ in kills[number:end]}
         assert stayed == [rank not in dead for rank in range(len(before))], said
-        repeated.append(int((folder / f"killed-{number}").read_text()) - after[0][2])
-        assert 0 <= repeated[-1] <= 1, said
+        # a rank that dies with the sums of a step has not made it yet, but those that are left have
+        repeated.append(max(0, int((folder / f"killed-{number}").read_text()) - after[0][2]))
+        assert repeated[-1] <= (0 if key else 1), said
     assert figures(folder / "run") == expected
     assert "/memory/" in said.partition("continuing from")[2].partition("\n")[0], "the disk is read"
     return repeated
@@ -200,6 +218,93 @@ def test_a_spare_takes_the_rank_of_a_killed_process(
 ) -> None:
     kills = [(point, dies, DIES_AFTER), *([then] if then else [])]
     check(tmp_path_factory.mktemp("broken") / "of", layout, kills, whole(tmp_path_factory, layout))
+
+
+def held_cases() -> list[object]:
+    """Each point with each layout, but for points that only copies have."""
+    every = [
+        (layout, point, dies)
+        for layout in HELD
+        for point in POINTS
+        for dies in (0, MORE_LAYOUTS[layout][0] - 1)
+        if "copy" not in point and (point != "in a gather" or "zero 3" in layout)
+    ]
+    return [pytest.param(*case, marks=pytest.mark.long) for case in every]
+
+
+@pytest.mark.parametrize(("layout", "point", "dies"), held_cases())
+def test_no_step_is_repeated_without_copies_where_others_hold_what_is_lost(
+    layout: str, point: str, dies: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, kills = tmp_path_factory.mktemp("held") / "of", [(point, dies, DIES_AFTER)]
+    check(folder, layout, kills, whole(tmp_path_factory, layout), ON_DISK)
+
+
+@pytest.mark.parametrize("hears", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_rank_without_the_sums_of_a_step_finishes_it_with_those_of_another(
+    hears: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rank 1 is killed, and only rank 3 has its shards; ranks 0 and 2 have made step 5, rank 3 has not."""
+    layout, folder = "zero 1 in groups", tmp_path_factory.mktemp("deaf") / "of"
+    script = prepare(folder, [("at the norm", 1, DIES_AFTER)])
+    (folder / DEAF).write_text("" if hears else "3")
+    said = launched(script, 4, 1, [*words(folder / "run", layout), ON_DISK])
+    assert {step for *_, step in epochs(folder, 4)[1]} == {DIES_AFTER + 1}, said
+    assert f"those that are left hold all of step {DIES_AFTER + 1}" in said
+    assert figures(folder / "run") == whole(tmp_path_factory, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "point"),
+    [
+        ("zero 1", "before the forward pass"),
+        *(
+            pytest.param(layout, "at the norm", marks=pytest.mark.long)
+            for layout in ("zero 3", "zero 0 with Muon", "zero 0 with LAMB", "zero 0 with experts", "zero 0 in fp8")
+        ),
+    ],
+)
+def test_the_newest_copy_is_used_where_what_is_left_is_not_whole(
+    layout: str, point: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Copies of every third step. Updates with further sums over ranks may be made by none of those that are left."""
+    folder = tmp_path_factory.mktemp("torn") / "of"
+    script = prepare(folder, [(point, 1, DIES_AFTER)])
+    said = launched(script, 2, 1, [*words(folder / "run", layout), "checkpoint.memory_every=3"])
+    steps = {step for *_, step in epochs(folder, 2)[1]}
+    assert steps <= ({3} if layout in LAYOUTS else {3, DIES_AFTER, DIES_AFTER + 1}), said
+    if layout in LAYOUTS:
+        assert "is not whole: only rank 1 held a part of it" in said
+    assert figures(folder / "run") == whole(tmp_path_factory, layout)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_lost_while_it_keeps_its_state_leaves_the_newest_copy(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Rank 0 writes for all replicas: it is the first that holds each shard."""
+    layout, folder = "zero 0 in fp64", tmp_path_factory.mktemp("kept") / "of"
+    script = prepare(folder, [("before the forward pass", 1, DIES_AFTER), (KEEPING, 0, DIES_AFTER)])
+    said = launched(script, 4, 2, [*words(folder / "run", layout), "checkpoint.memory_every=3"])
+    assert (folder / "killed-1").exists()
+    assert {step for *_, step in epochs(folder, 4)[1]} == {3}, said
+    assert "survivors: none of those that are left has kept a step" in said
+    assert figures(folder / "run") == whole(tmp_path_factory, layout)
+
+
+@pytest.mark.parametrize("key", [ON_DISK, "checkpoint.memory_every=2"])
+@pytest.mark.parametrize("dies", [0, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+def test_without_a_spare_or_copies_no_step_is_repeated(
+    dies: int, key: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """4 samples on 3 replicas, in fp64, from the state that all of them hold."""
+    layout, folder = "zero 0 in fp64", tmp_path_factory.mktemp("dealt") / "of"
+    script = prepare(folder, [("before the forward pass", dies, DIES_AFTER)])
+    said = launched(script, 4, 0, [*words(folder / "run", layout), key])
+    assert epochs(folder, 4, 3)[1][0][2] == DIES_AFTER, said
+    for ours, theirs in zip(figures(folder / "run"), whole(tmp_path_factory, layout), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 @pytest.mark.parametrize("dies", [3, pytest.param(0, marks=pytest.mark.long)])

@@ -7,12 +7,14 @@ from dataclasses import replace
 from fractions import Fraction
 
 from hypothesis import given
+from hypothesis import strategies as st
 
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Layout
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
+from pangu.training.survivors import writers_of
 from pangu.zero.grouping import Sharding, divide
-from pangu.zero.norms import counts
+from pangu.zero.norms import counts, counts_among, holders
 from tests.layouts import layouts
 
 WIDTH = 8
@@ -57,6 +59,27 @@ def test_each_shard_counts_once_and_those_that_count_make_the_whole(layout: Layo
     assert set(found.values()) == {1}
     whole = {p.name: p.numel for _, tensors in experts_of(0, 2 * layout.expert) for p in tensors}
     assert numel == whole
+
+
+@given(layouts(), st.data())
+def test_ranks_that_are_left_write_each_shard_once_or_know_who_held_it_alone(
+    layout: Layout, data: st.DataObject
+) -> None:
+    left = data.draw(st.sets(st.integers(0, layout.world - 1), min_size=1))
+    writers, written = writers_of(layout, left), defaultdict[tuple[str, int], list[int]](list)
+    held = defaultdict[tuple[str, int], set[int]](set)
+    for rank in range(layout.world):
+        for placement in table_of(layout, rank):
+            owner = holders(layout, rank, placement.expert)[0]
+            if counts(placement, layout, layout.coordinates(owner)):
+                held[placement.name, owner].add(rank)
+            if rank in left and counts_among(placement, layout, rank, left):
+                written[placement.name, owner].append(rank)
+    alone = {shard for shard, ranks in held.items() if not ranks & left}
+    assert written.keys() == held.keys() - alone
+    assert all(len(ranks) == 1 and ranks[0] in writers for ranks in written.values())
+    assert left.issuperset(writers) == (not alone)
+    assert {min(held[shard]) for shard in alone} <= writers
 
 
 def test_experts_are_sent_with_each_other_in_the_order_of_forward() -> None:
