@@ -126,11 +126,8 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
     figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), freedom) if timed else {}
     # A row that takes much longer than its like has another cause, and tells nothing of the figures.
     errors = log_errors(timed, Fitted(times=figures))
-    limit = (
-        RULES.farther * max(RULES.noise, median(map(abs, errors)))
-        if len(timed) > RULES.models_at_most
-        else RULES.unusual
-    )
+    is_large = len(timed) > RULES.models_at_most
+    limit = RULES.farther * max(RULES.noise, median(map(abs, errors))) if is_large else RULES.unusual
     usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < limit]
     if 2 * len(usual) > len(timed) > len(usual):
         figures = fit(lambda factors: log_errors(usual, Fitted(times=factors)), freedom)
@@ -142,11 +139,8 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
 
 def _spread(rows: list[Row]) -> list[Row]:
     """Return at most `RULES.most_rows` of the rows, evenly spread."""
-    return (
-        [rows[place * len(rows) // RULES.most_rows] for place in range(RULES.most_rows)]
-        if len(rows) > RULES.most_rows
-        else rows
-    )
+    number = min(len(rows), RULES.most_rows)
+    return [rows[place * len(rows) // number] for place in range(number)]
 
 
 def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:

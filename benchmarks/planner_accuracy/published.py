@@ -30,15 +30,8 @@ class System(NamedTuple):
     gradient_bytes: int
     accumulation_bytes: float
     spare_bytes: int = 0
-    optimizer_bytes: float = 12
-    update_bytes: float = 34
-    update_launches: float = 24
-    message_buffers: int = 4
     score_elements: float = 0.0
     rotary: float = 10.0
-    permuted: float = 4.5
-    expert_launches: float = 2
-    routing_launches: float = 400
     hidden_tensor: float = 0.0
     hidden_backward: float = 0.0
     hidden_context: float = 0.9
@@ -89,7 +82,7 @@ SYSTEMS = {name: System(**fields) for name, fields in data("systems")["systems"]
 OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = data("systems")["options"]
 """Pattern in the words of a row -> the fields that it changes, of fully sharded systems and of models with experts."""
 RULES = SimpleNamespace(**data("figures")["rules"])
-"""Numbers by which rows are read, chosen and fitted."""
+"""Numbers that all systems share, and those by which rows are read, chosen and fitted."""
 DEVICES: Mapping[str, Mapping[str, Any]] = data("devices")
 """Devices that are like others, by their names."""
 
@@ -171,15 +164,15 @@ def feed_forward(setup: Setup, layer: int) -> FeedForward:
     beside = matmuls(tokens, shared * width // t) if shared else ()
     # A token is copied for each of its experts and summed again: before it is sent and sorted, or after.
     copies = chosen + (_distinct(chosen, plan.expert) if system.sends_once else 2 * chosen)
-    launches = system.expert_launches * own * (2 if fp8 else 1)
+    launches = RULES.expert_launches * own * (2 if fp8 else 1)
     return FeedForward(
         (Matmul(max(1, tokens // t), model.experts, h), *routed, *beside),
         (chosen + shared) * width / t,
-        system.permuted * each * chosen * splits / t + (each - 2) * (shared > 0),
+        RULES.permuted * each * chosen * splits / t + (each - 2) * (shared > 0),
         (up + 1) * h * shared * width / t + h * model.experts,
         (up + 1) * h * width * own / splits,
-        system.permuted * 2 * h * (2 + 2 * copies) / t,
-        launches + system.routing_launches * (not (system.graphs and system.sends_once)),
+        RULES.permuted * 2 * h * (2 + 2 * copies) / t,
+        launches + RULES.routing_launches * (not (system.graphs and system.sends_once)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.planner_accuracy import published
-from benchmarks.planner_accuracy.published import Module, Setup, System
+from benchmarks.planner_accuracy.published import RULES, Module, Setup, System
 from pangu.config.cluster import ClusterConfig
 from pangu.config.model import ModelConfig
 from pangu.planning.cost import Phase, collective_seconds, phase_seconds
@@ -70,19 +70,19 @@ def describe(setup: Setup) -> Step:
     updated, states = np.zeros((2, plan.pipeline))
     for held, shards in groups.values():
         updated += held * (
-            system.update_bytes / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
+            RULES.update_bytes / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
         )
         gradients = system.gradient_bytes / (shards if setup.reduces_each else 1) + system.spare_bytes
-        states += held * (2 / (shards if plan.zero == 3 else 1) + gradients + system.optimizer_bytes / shards)
+        states += held * (2 / (shards if plan.zero == 3 else 1) + gradients + RULES.optimizer_bytes / shards)
     ends = set()
     for stage, number in enumerate(counts[:, 1:-1].sum(1).tolist()):
         pairs = [_reductions(float(held[stage]), setup, prefix) for prefix, (held, _) in groups.items()]
         reductions, gathers = (sum(works, ()) for works in zip(*pairs, strict=True))
         if shared and stage in (0, plan.pipeline - 1):
             reductions += (Collective("all_reduce", "ends", shared * system.gradient_bytes),)
-        update = Work((), float(updated[stage]), system.update_launches * number)
+        update = Work((), float(updated[stage]), RULES.update_launches * number)
         ends.add((Work(collectives=reductions), update, Work(collectives=gathers)))
-    activations += system.message_buffers * sent if plan.pipeline > 1 else 0
+    activations += RULES.message_buffers * sent if plan.pipeline > 1 else 0
     return Step(modules, counts, Collective("send", "pipeline", sent), ends, states, activations)
 
 
@@ -137,7 +137,11 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     step, system, plan = describe(setup), setup.system, setup.plan
     m, chunks = plan.micro_batches, plan.virtual_stages
     groups = groups_of(plan.layout, cluster.node)
-    phases = [[pass_time(work, system, groups, cluster) for work in module.passes] for module in step.modules]
+    phases = []
+    for *passes, inputs, weights in (module.passes for module in step.modules):
+        *early, late = [pass_time(work, system, groups, cluster) for work in (*passes, weights)]
+        # Weight gradients hide what input gradients send, too, as in a plan.
+        phases.append([*early, pass_time(inputs, system, groups, cluster, late.compute), late])
     seconds = step.counts @ [[phase.total for phase in passes] for passes in phases]
     longest = (stages := seconds.sum(1)).argmax()
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
@@ -156,13 +160,15 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
 
 
-def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
-    """Return the seconds of one pass of a module."""
+def pass_time(
+    work: Work, system: System, groups: Mapping[Axis, Group], cluster: ClusterConfig, computing: float = 0.0
+) -> Phase:
+    """Return the seconds of one pass of a module, which overlaps `computing` seconds of another one."""
     if system.contended_us and groups["pipeline"].inside < groups["pipeline"].size:
         rings = sum(one.calls for one in work.collectives if one.axis == "tensor" and one.kind != "all_reduce")
         held_us = rings * (groups["tensor"].size - 1) * system.contended_us
         work = replace(work, launches=work.launches + held_us / cluster.launch_us)
-    return phase_seconds(work, groups, cluster)
+    return phase_seconds(work, groups, cluster, computing)
 
 
 def makespan(seconds: Any, setup: Setup, link: float) -> float:

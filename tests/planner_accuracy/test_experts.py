@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_accuracy.published import DECODER, SYSTEMS, Module, Setup, System, layer_work
+from benchmarks.planner_accuracy.published import DECODER, RULES, SYSTEMS, Module, Setup, System, layer_work
 from benchmarks.planner_accuracy.step import describe
 from pangu.config.model import LatentConfig, ModelConfig
 from pangu.models.size import num_parameters
@@ -206,7 +206,7 @@ def test_graphs_launch_all_but_experts_and_an_exchange_whose_sizes_the_host_wait
         assert forward.launches == launches
         assert inputs.launches + weights.launches == 2 * launches
     routed = layer_work(setup(Layout(), captured._replace(sends_once=False), DEEPSEEK), 3).passes[0]
-    assert routed.launches == 2 * 128 + captured.routing_launches
+    assert routed.launches == 2 * 128 + RULES.routing_launches
 
 
 @pytest.mark.parametrize(

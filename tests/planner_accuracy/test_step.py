@@ -21,6 +21,7 @@ from benchmarks.planner_accuracy.published import (
 )
 from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memory_gib, pass_time, step_seconds
 from pangu.models.size import num_parameters
+from pangu.planning.cost import collective_seconds
 from pangu.planning.program import LAYOUT, Plan
 from pangu.schedule.actions import Durations
 from pangu.schedule.groups import groups_of
@@ -99,9 +100,9 @@ def test_memory_is_what_the_papers_formulas_say() -> None:
 
 
 def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
-    def sent(zero: int, schedule: str = "1f1b", stages: int = 1) -> dict[str, float]:
+    def sent(zero: int, schedule: str = "1f1b", stages: int = 1, system: System = MEGATRON_2022) -> dict[str, float]:
         layout = Layout(pipeline=stages, data=4, zero=zero)
-        (reductions, _, gathers), *_ = describe(setup(layout, micros=8, schedule=schedule)).ends
+        (reductions, _, gathers), *_ = describe(setup(layout, system, micros=8, schedule=schedule)).ends
         collectives = (*reductions.collectives, *gathers.collectives)
         return {one.kind: one.calls for one in collectives if one.axis != "ends"}
 
@@ -141,6 +142,19 @@ def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others(
         return step_seconds(one, slow) - step_seconds(one, A100)
 
     assert 0 < exposed(4) < exposed(1)
+
+
+def test_weight_gradients_hide_what_input_gradients_send() -> None:
+    one = setup(Layout(8))
+    fast, slow = (replace(A100, inside=replace(A100.inside, gb_s=gb_s), overlap=1.0) for gb_s in (1e9, 38.0))
+    groups = groups_of(one.plan.layout, 8)
+    sums = Collective("all_reduce", "tensor", 2.0 * 4 * 2048 * 6144)
+    seconds = collective_seconds(sums, groups["tensor"], slow) - collective_seconds(sums, groups["tensor"], fast)
+    assert 2 * seconds > pass_time(layer_work(one).passes[2], one.system, groups, slow).compute, (
+        "too long for them alone"
+    )
+    # what is exposed are the sums of the forward pass: of the embedding, and two of each layer
+    assert step_seconds(one, slow) - step_seconds(one, fast) == pytest.approx((1 + 2 * 48) * seconds, rel=1e-3)
 
 
 def test_heads_and_attention_compute_in_16_bits_in_fp8_runs() -> None:
