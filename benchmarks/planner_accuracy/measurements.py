@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from benchmarks.planner_accuracy.published import DECODER, DEVICES, OPTIONS, RULES, SYSTEMS, Setup, System
+from benchmarks.planner_accuracy.published import DECODER, DEVICES, OPTIONS, RULES, RUNS, SYSTEMS, Setup, System
 from pangu.common.errors import UserError, reading
 from pangu.config.cluster import ClusterConfig
 from pangu.config.model import LatentConfig, ModelConfig
@@ -131,7 +131,8 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
         for values in reader:
             try:
                 texts = {name: (value or "").strip() for name, value in values.items() if isinstance(name, str)}
-                rows.append(_row(_Values(str, texts)))
+                known = RUNS.get(texts.get("source", ""), {}).get(texts.get("model", ""), {})
+                rows.append(_row(_Values(str, {name: texts.get(name) or known.get(name, "") for name in texts})))
             except UserError as error:
                 skipped[str(error)] += 1
     return rows, skipped

@@ -45,6 +45,7 @@ class System(NamedTuple):
     stops_early: bool = False
     sends_once: bool = False
     graphs: bool = False
+    replicated: bool = False
 
 
 class Setup(NamedTuple):
@@ -85,6 +86,8 @@ RULES = SimpleNamespace(**data("figures")["rules"])
 """Numbers that all systems share, and those by which rows are read, chosen and fitted."""
 DEVICES: Mapping[str, Mapping[str, Any]] = data("devices")
 """Devices that are like others, by their names."""
+RUNS: Mapping[str, Mapping[str, Mapping[str, str]]] = data("runs")
+"""Source -> model -> columns that a table leaves empty, from the scripts that made its runs."""
 
 
 class Module(NamedTuple):

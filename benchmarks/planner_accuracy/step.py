@@ -122,7 +122,8 @@ def _reductions(parameters: float, setup: Setup, prefix: Any) -> tuple[tuple[Col
         return (Collective("all_reduce", f"{prefix}replicas", sent, buckets, hidden),) * (plan.zero == 0), ()
     times = plan.micro_batches if setup.reduces_each else 1
     gathers = (Collective("all_gather", f"{prefix}shard", 2 * parameters / buckets, buckets, hidden),)
-    return (Collective("reduce_scatter", f"{prefix}shard", sent, times * buckets, hidden),), gathers
+    sums = Collective("reduce_scatter", f"{prefix}shard", sent, times * buckets, hidden)
+    return (sums._replace(kind="all_reduce") if system.replicated else sums,), gathers
 
 
 def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
@@ -145,19 +146,21 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
     seconds = step.counts @ [[phase.total for phase in passes] for passes in phases]
     longest = (stages := seconds.sum(1)).argmax()
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
-    link = collective_seconds(step.message, groups["pipeline"], cluster) * (not system.overlapped)
-    link += cluster.message_us * 1e-6
+    sent = collective_seconds(step.message, groups["pipeline"], cluster)
+    link = sent * (not system.overlapped) + cluster.message_us * 1e-6
+    # Messages that are hidden in between are not while a pipeline fills and drains (Megatron-Core's default).
+    filling = 2 * (plan.pipeline - 1 + (chunks - 1) * min(m, plan.pipeline)) * sent * system.overlapped
     total = makespan(seconds, setup, link)
     # The last stage computes weight gradients of the head while the others drain the pipeline, if it is the longest.
     draining = (plan.pipeline - 1) / chunks * seconds[-1, 1:].sum(), m * (stages[-1] - stages[:-1].max(initial=0.0))
     total -= system.deferred_head * max(0.0, min(m * phases[-1][3].total, *map(float, draining)))
-    waiting = min(2 * link * chunks * m, total - m * float(stages[longest]))
+    waiting = min(2 * link * chunks * m, total - m * float(stages[longest])) + filling
     # What the replicas send of a chunk hides behind all that the other chunks have left, or begin with.
     window = (1 + (chunks - 1) * min(m, plan.pipeline)) / chunks
     beside = window * seconds[longest, 1:].sum(), 0.0, window * seconds[longest, 0]
     ends = [zip(works, beside, strict=True) for works in step.ends]
     end = max(sum(phase_seconds(work, groups, cluster, float(least)).total for work, least in one) for one in ends)
-    return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
+    return slowdown * (total + filling - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
 
 
 def pass_time(

@@ -123,6 +123,14 @@ def test_chunks_that_are_not_told(values: dict[str, str], chunks: int, tmp_path:
     assert {setup.plan.virtual_stages for setup in row(tmp_path, **values).setups} == {chunks}
 
 
+def test_scripts_of_published_runs_say_what_a_table_leaves_out(tmp_path: Path) -> None:
+    # Megatron-LM, examples/sc21/run_table_1.sh; what the table says itself stays
+    source = {"source": "arXiv:2104.04473 (Megatron SC21)", "pp": "8", "gpus": "1536", "global_batch": "2304"}
+    for model, micro, told in (("GPT-145.6B", "", (2, 2)), ("GPT-145.6B", "4", (4, 2)), ("GPT-39.1B", "", (4, 1))):
+        (one,) = row(tmp_path, **source, model=model, micro_batch=micro, vpp="", note="interleaved").setups
+        assert (one.plan.micro_size, one.plan.virtual_stages) == told
+
+
 def test_fp8_doubles_the_rate_of_the_layers_matmuls_alone(tmp_path: Path) -> None:
     half, eighth = (row(tmp_path, gpu="H100-80G", note=note) for note in ("", "fp8"))
     rates, faster = half.cluster.matmul, eighth.cluster.matmul

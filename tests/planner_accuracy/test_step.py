@@ -30,6 +30,7 @@ from pangu.schedule.simulate import simulate
 from pangu.schedule.spans import Collective
 from pangu.topology.layout import Layout
 
+DEEPSPEED = SYSTEMS["deepspeed bf16"]
 FSDP = SYSTEMS["fully sharded"]
 MEGATRON_2021 = SYSTEMS["megatron of 2021"]
 MEGATRON_2022 = SYSTEMS["megatron of 2022"]
@@ -111,6 +112,7 @@ def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
     assert sent(2) == {"reduce_scatter": 8, "all_gather": 1}
     assert sent(2, "zb-1p") == {"reduce_scatter": 1, "all_gather": 1}
     assert sent(2, stages=2) == {"reduce_scatter": 1, "all_gather": 1}
+    assert sent(1, system=DEEPSPEED) == {"all_reduce": 1, "all_gather": 1}  # its `_bf16_reduce_grads`
     assert sent(3) == {}
     _, _, _, weights = layer_work(setup(Layout(data=4, zero=3))).passes
     assert [one.kind for one in weights.collectives] == ["reduce_scatter"]
@@ -142,6 +144,20 @@ def test_gradients_of_a_chunk_are_sent_beside_the_backward_passes_of_the_others(
         return step_seconds(one, slow) - step_seconds(one, A100)
 
     assert 0 < exposed(4) < exposed(1)
+
+
+@pytest.mark.parametrize(("chunks", "messages"), [(1, 3), (3, 3 + 2 * 4)])
+@pytest.mark.parametrize("micros", [16, 32])
+def test_hidden_messages_are_exposed_while_a_pipeline_fills_and_drains(chunks: int, messages: int, micros: int) -> None:
+    # Narayanan et al. 2021, section 2.2: to the last stage, then a round of all stages for each further chunk
+    one = setup(
+        Layout(8, 4, virtual_stages=chunks), MEGATRON_CORE, "none", micros, "interleaved" if chunks > 1 else "1f1b"
+    )
+    groups, slow = groups_of(one.plan.layout, 8), replace(A100, between=replace(A100.between, latency_us=1e6))
+    later = step_seconds(one, slow) - step_seconds(one, A100)
+    tied = 2 * (1e6 - A100.between.latency_us) * 1e-6  # the all-reduce of the embedding's gradients, once a step
+    assert groups["ends"].size == 2
+    assert later - tied == pytest.approx(2 * messages * (1 - A100.between.latency_us * 1e-6), rel=1e-3)
 
 
 def test_weight_gradients_hide_what_input_gradients_send() -> None:
