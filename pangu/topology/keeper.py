@@ -115,7 +115,7 @@ class Leader:
                 if facts[0] == self._epoch == self._target:
                     self._expect(self._epoch + 1)
         for node in self._silent_nodes():
-            say(f"node {node} gives no sign of life: {len(self._membership.processes_of(node))} processes are lost")
+            say(f"node {node} sent no heartbeat: {len(self._membership.processes_of(node))} processes are lost")
             lost += self._give_up(node)
         if lost and self._epoch >= 0:
             self._replace(lost)
@@ -125,10 +125,10 @@ class Leader:
         elif not late and self._grows:
             self._begin_epoch()
         elif not late and self._target > self._epoch >= 0:
-            say("the processes lost each other, but none has ended: look for a cut in the network between them")
+            say("the ranks lost contact with each other, but no process ended: check the network between the nodes")
             self.order(RETRYABLE)
         elif late and time.monotonic() > self._due_s:
-            say(f"{len(late)} processes hang, and are killed")
+            say(f"{len(late)} processes hang and are killed")
             self._killed |= {*late}
             self._due_s = float("inf")
             self.order()
@@ -146,7 +146,7 @@ class Leader:
                 yield from self._early
                 self._early.clear()
         if self._epoch < 0 and time.monotonic() - self._began_s > MEET_SECONDS:
-            say(f"{len(self._arrived)} of {self._expected} launchers have come within {MEET_SECONDS:g} s")
+            say(f"{len(self._arrived)} of {self._expected} launchers connected within {MEET_SECONDS:g} s")
             self.order(RETRYABLE)
 
     def _welcome(self, node: int, numbers: list[int], count: int) -> list[int]:
@@ -154,10 +154,10 @@ class Leader:
         lost = self._give_up(node) if self._epoch >= 0 and self._membership.processes_of(node) else []
         self._beats[node] = (numbers[0], 0, time.monotonic())
         if self._epoch >= 0:
-            say(f"node {node} has come: {len(numbers)} more spares")
+            say(f"node {node} connected: {len(numbers)} more spares")
             self._membership.add(node, numbers)
             if self._membership.can_grow and not lost and self._target == self._epoch:
-                say("ranks are missing: all processes meet again, and continue from the newest state")
+                say("ranks are missing: all processes rejoin and continue from the newest state")
                 self._grows = True
                 self._expect(self._epoch + 1)
             return lost
@@ -214,11 +214,11 @@ class Leader:
         )
         self._store.set(f"answer-{question}", json.dumps(is_possible))
         if not is_possible:
-            say("no process is exchanged: not each can now have a spare with a device of its own")
+            say("no process was replaced: not every slow rank has a spare with its own device")
         if not (is_possible and now):
             return
         for one in numbers:
-            say(f"a spare replaces process {one} of the run, which is killed; the other processes stay")
+            say(f"a spare replaces process {one} of the run, which is killed; the other processes keep running")
         self._killed |= {*numbers}
         self.order()
         self._grows = True
@@ -310,7 +310,7 @@ def supervise(command: Sequence[str], place: tuple[str, int], node: int, nodes: 
         return _watch(store, leader, children, answers)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not answer ({reason})")
+        say(f"{socket.gethostname()}: the launchers' store at {host}:{port} does not respond ({reason})")
         return RETRYABLE
     finally:
         answers.put(False)
@@ -370,7 +370,7 @@ def _end_if_cut_off(children: dict[int, subprocess.Popen[bytes]], answers: Simpl
             silences = 0
         except Empty:
             silences += 1
-    say(f"{socket.gethostname()}: the launchers' store does not answer: {len(children)} processes are killed")
+    say(f"{socket.gethostname()}: the launchers' store does not respond: {len(children)} processes are killed")
     for child in list(children.values()):
         _signal(child, signal.SIGKILL)
     os._exit(RETRYABLE)

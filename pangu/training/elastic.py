@@ -40,11 +40,11 @@ def replace_ranks(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
     # said before the other ranks know: the launcher kills those that are exchanged at once
     if now or not answer:
         log.warning(
-            "exchanging %s for spares" if answer else "%s: not exchanged, as not each can have a spare now", name
+            "replacing %s with spares" if answer else "%s: not replaced, because not every one has a free spare", name
         )
     has_spares: bool = gather_objects(answer, mesh.group("world"))[0]
     if has_spares and now:
-        raise LostError(f"{name}: exchanged for spares")
+        raise LostError(f"{name}: replaced with spares")
     return has_spares
 
 

@@ -56,7 +56,7 @@ def test_a_slow_rank_and_one_that_computes_wrongly_are_exchanged_and_the_other_p
     code = CODE.strip().replace("SECONDS", f"{0.4 * pace}")
     script.write_text(script.read_text().replace('if __name__ == "__main__":', code, 1), encoding="utf-8")
     said = launched(script, 2, 2, [*words(folder / "run", LAYOUT), *KEYS])
-    assert "exchanging rank 1 for spares" in said
+    assert "replacing rank 1 with spares" in said
     began, without_slow, without_both = epochs(folder, 2)
     assert [(rank, step) for rank, _, step in (*without_slow, *without_both)] == [(0, 3), (1, 3)] * 2, said
     processes = [[process for _, process, _ in ranks] for ranks in (began, without_slow, without_both)]
