@@ -231,8 +231,8 @@ class Block(nn.Module):
 
     def steps(
         self, below: HiddenStates, context: ForwardContext, queries: Tensor | None
-    ) -> Iterator[tuple[LayerPart, Tensor | HiddenStates]]:
-        """Compute part by part: yield each with a tensor that it starts to send, and then what `forward` returns."""
+    ) -> Iterator[tuple[LayerPart, HiddenStates]]:
+        """Compute part by part: yield each with the last tensor that it sends, and then what `forward` returns."""
         if not self.exchanges:
             yield LayerPart.OUTPUT, self(below, context, queries)
             return
@@ -245,8 +245,8 @@ class Block(nn.Module):
         with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
             steps = self.mlp.steps(normed, context.routes)
             sent = next(steps)  # later steps do not save the norm's output
-        yield LayerPart.ATTENTION, sent
-        yield LayerPart.EXPERTS, next(steps)
+        yield LayerPart.ATTENTION, HiddenStates(sent)
+        yield LayerPart.EXPERTS, HiddenStates(next(steps))
         change = self.of_mlp(next(steps))
         yield LayerPart.OUTPUT, HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)
 
@@ -360,10 +360,8 @@ def in_turns(
     halves = [block.steps(HiddenStates(x, scores), context, asked) for x, scores, context, asked in inputs]
     outputs: dict[int, HiddenStates] = {}
     for turn in turns if block.exchanges else (turn for turn in turns if turn.part is LayerPart.OUTPUT):
-        part, last = next(halves[turn.half])
-        if isinstance(last, HiddenStates):
-            outputs[turn.half] = last
-        on_turn(Turn(part, turn.half), last.hidden if isinstance(last, HiddenStates) else last)
+        part, outputs[turn.half] = next(halves[turn.half])
+        on_turn(Turn(part, turn.half), outputs[turn.half].hidden)
     hidden, scores = zip(*(outputs[half] for half in range(number)), strict=True)
     return HiddenStates(torch.cat(hidden, 1), None if scores[0] is None else torch.cat(scores))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import zip_longest
 
-from pangu.layers.turns import LayerPart
+from pangu.layers.turns import LayerPart, Turn
 from pangu.schedule.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.schedule.schedule import Schedule
 
@@ -51,13 +51,10 @@ def check(schedule: Schedule) -> None:
     the same messages in the same order; each half of a micro-batch takes all turns in order. Only `simulate` finds
     stages that wait for each other in a circle.
     """
-    for half in sorted({0, 1, *(turn.half for turn in schedule.turns)} if schedule.turns else ()):
-        parts = [turn.part for turn in schedule.turns if turn.half == half]
-        if parts != [*LayerPart] or half not in (0, 1):
-            found, needed = ", ".join(parts) or "no turn", ", ".join(LayerPart)
-            raise ScheduleError(
-                f"half {half} of a micro-batch has {found}: halves 0 and 1 need {needed}, in this order"
-            )
+    needed = [Turn(part, half) for half in (0, 1) for part in LayerPart]
+    if schedule.turns and sorted(schedule.turns, key=lambda turn: turn.half) != needed:
+        found, parts = ", ".join(map(str, schedule.turns)), ", ".join(LayerPart)
+        raise ScheduleError(f"turns {found}: halves 0 and 1 of a micro-batch need {parts} once each, in this order")
     sent: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     received: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     for stage, actions in enumerate(schedule.actions):
