@@ -110,8 +110,9 @@ class Loop:
             with report_unresponsive_ranks(mesh, partial(self._place, trainer.step)):
                 if self._in_memory is not None:
                     self._in_memory.release()
-                if self._pending is not None:  # ranks that are left have kept it
+                if self._pending is not None:  # surviving ranks kept it
                     self._handle_result(saver, at_once=True)
+                    self._step_began = None  # the time since the restart belongs to no step
             while trainer.step < config.train.steps and self.stopped is None:
                 with report_unresponsive_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._train_step(loader, saver)
@@ -198,8 +199,6 @@ class Loop:
         self._check_replicas(saver)
         if at_once:
             self._handle_signals(saver)
-        if self._in_memory is not None and self.trainer.mesh.is_first and not any(self._asked):  # it records for all
-            self.border = self.border._replace(result=None, watch=self.spikes.state())
         return True
 
     def _handle_signals(self, saver: Saver) -> None:

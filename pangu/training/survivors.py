@@ -138,7 +138,8 @@ def keep_state(loop: Loop, folder: Path, meet: Meet) -> None:
     trainer = loop.trainer
     rank, layout, device = trainer.mesh.rank, trainer.mesh.layout, trainer.mesh.device
     report = None
-    if trainer.is_whole and _is_sound(loop.border.result, trainer):
+    # A device executes updates that are already launched after NCCL has aborted the sums and gradients they use.
+    if device.type == "cpu" and trainer.is_whole and _is_sound(loop.border.result, trainer):
         known = None if trainer.sums is None else trainer.sums.tolist()
         report = {"rank": rank, "step": trainer.step, "sums": known, "waits": trainer.can_finish_alone}
     epoch, reports = meet(report)
@@ -179,5 +180,5 @@ def _write(loop: Loop, path: Path, common: CommonStep) -> None:
     part = {"step": trainer.step, "rank": rank, "writers": common.writers, "problem": problem, **asdict(written)}
     try:
         write_part(folder, {**part, "facts": {**facts, "unread": border.unread()}})
-    except UserError:  # its absence says enough
-        log.warning("survivors: %s", problem)
+    except UserError as error:  # the next epoch reports that this part is missing
+        log.warning("survivors: %s", problem or error)

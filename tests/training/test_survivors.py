@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +19,8 @@ from hypothesis import strategies as st
 from pangu.common.errors import LostError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.member import Member
-from pangu.training import survivors
+from pangu.training import saving, survivors
+from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from pangu.training.survivors import common_step
 from tests.end_to_end.commands import metrics
@@ -166,3 +170,46 @@ def test_a_step_whose_result_was_not_read_is_recorded_by_those_that_continue(
 
 def no_room() -> None:
     raise UserError("no room")
+
+
+def test_the_last_checkpoint_is_written_by_the_next_epoch_if_a_rank_is_lost_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of the last step is read and recorded, and its checkpoint is in flight."""
+    words = ("checkpoint.every=100", "checkpoint.memory_every=50")
+    monkeypatch.setenv("PANGU_MEMORY", str(tmp_path / "memory"))
+    is_awaited, finish = Event(), Saver.finish
+
+    def lose(*_: Any) -> None:
+        is_awaited.wait(60.0)
+        raise LostError("rank 1 is lost")
+
+    def announce(saver: Saver) -> None:
+        if saver.is_writing:
+            is_awaited.set()
+        finish(saver)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_together", lose)
+        patch.setattr(Saver, "finish", announce)
+        with pytest.raises(LostError) as lost:
+            train(tmp_path / "run", 3, *words)
+    assert lost.value.keep_state is not None
+    lost.value.keep_state(lambda said: ("run-0", [said]))
+    train(tmp_path / "run", 3, *words)
+    assert (tmp_path / "run/checkpoints/step-00000003").exists()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_ranks_with_devices_keep_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted sum leaves wrong values on a device, which updates after it have used."""
+    monkeypatch.setenv("PANGU_MEMORY", str(tmp_path / "memory"))
+    fail_in(2, monkeypatch)
+    with pytest.raises(LostError) as lost:
+        train(tmp_path / "run", 3, "checkpoint.memory_every=50")
+    keep_state = lost.value.keep_state
+    assert isinstance(keep_state, partial)
+    trainer, said = keep_state.args[0].trainer, list[Any]()
+    trainer.mesh = replace(trainer.mesh, device=torch.device("meta"))
+    keep_state(lambda report: (said.append(report), ("run-0", said))[1])
+    assert said == [None]
