@@ -6,8 +6,8 @@
 A generation on a node is a checkpoint folder (`files.py`) with the whole index and some of the files. It is committed,
 verified and loaded as one on a disk is, by any layout. It counts if the nodes that are left hold all its files intact.
 
-When a rank is lost, those that are left keep the state of their last step the same way (`training.survivors`). They
-cannot meet any more, so each leaves its part of the index next to its files, and the ranks of the next epoch commit it:
+When a rank is lost, the surviving ranks keep the state of their last step the same way (`training.survivors`). Their
+process groups are gone, so each writes its part of the index next to its files; the ranks of the next epoch commit it:
 
     node 0: .kept-RUN-0-00000107.partial/   part-00000.json, tensors-00000-00000.safetensors
 """
@@ -108,17 +108,17 @@ def transfers(
 
 
 def write_part(folder: Path, part: Mapping[str, Any]) -> None:
-    """Write what `kept_parts` returns, a rank's part of a generation that it keeps in `folder`. Raises UserError."""
+    """Write a rank's part of a kept generation, see `kept_parts`, into `folder`. Raises UserError."""
     with writing(folder):
         content = json.dumps({**part, "checksum": checksum(part)})
         write_atomically(folder / f"part-{part['rank']:05d}.json", content.encode())
 
 
 def kept_parts(root: Path) -> list[dict[str, Any]]:
-    """Return the parts of generations that ranks on this node keep; one that is damaged is missing.
+    """Return the parts of kept generations on this node, without damaged ones.
 
-    A part has `step` and `rank`; `writers`, the ranks whose parts are a whole generation together; `problem`, why there
-    is none (""); `facts` of the run; and `tensors` and `files` of `Written`, which lie in `folder`.
+    A part has `step` and `rank`; `writers`, the ranks whose parts form a complete generation; `problem`, why this one
+    has no tensors, or ""; `facts` of the run; and `tensors` and `files` of `Written`, which lie in `folder`.
     """
     parts = []
     for file in sorted(root.glob(".kept-*/part-*.json")):
@@ -130,8 +130,8 @@ def kept_parts(root: Path) -> list[dict[str, Any]]:
 
 
 def newest_kept(parts: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """Return the parts of the newest generation of which none is missing, in rank order, or [], and what is missing."""
-    # ranks that disagree about who is left do not write the same generation
+    """Return the parts of the newest complete generation in rank order, or [] and what the others lack."""
+    # ranks that disagree about who survives do not write the same generation
     generations = defaultdict[tuple[int, str, tuple[int, ...]], dict[int, Mapping[str, Any]]](dict)
     for part in parts:
         generations[part["step"], part["folder"], tuple(part["writers"])][part["rank"]] = part
@@ -142,7 +142,7 @@ def newest_kept(parts: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, A
         reasons += [f"rank {', '.join(missing)} has not written its part"] if missing else []
         if not reasons:
             return [found[rank] for rank in sorted(found)], ""
-        problems.append(f"step {step} is not whole: {reasons[0]}")
+        problems.append(f"the state of step {step} is incomplete: {reasons[0]}")
     return [], "; ".join(problems)
 
 

@@ -101,7 +101,7 @@ class LostError(LocalError):
     """Error raised when other processes of the run are gone or stuck; the same command may succeed."""
 
     keep_state: Callable[[Any], None] | None = None
-    """Function of `training.survivors` that keeps what this process has for those that are left; None: it has none."""
+    """Function that keeps the state of this rank for the next epoch (`training.survivors`); None: there is no state."""
 
 
 class ConfigError(UserError):

@@ -19,7 +19,7 @@ from pangu.topology.launch import MEMBER, end_with_launcher
 
 QUERY_SECONDS = 60.0
 MEET_SECONDS = 1.0
-"""Interval in which a rank that waits for others that are left looks whether they still are."""
+"""Interval at which a rank that waits for reports checks whether their senders still survive."""
 
 
 def send_news(store: dist.Store, *news: Any) -> None:
@@ -89,9 +89,9 @@ class Member:
         send_news(self._store, "joined", self._number, self._epoch)
 
     def meet(self, report: Any) -> tuple[str, list[Any]]:
-        """Exchange reports with the ranks that are left, all of which call this after `leave`.
+        """Exchange reports with the surviving ranks; all of them call this after `leave`.
 
-        Return a name of the epoch that they leave, and their reports. Who is left is known when the next one begins.
+        Return the name of the epoch that they leave, and their reports. The next epoch's list says who survives.
         """
         epoch = self._epoch - 1
         self._store.set(f"report-{epoch}-{self._number}", json.dumps(report))
@@ -135,6 +135,6 @@ class Member:
         return json.loads(self._store.get(f"epoch-{self._epoch}"))
 
     def _pass_over(self) -> None:
-        """Take no part in this epoch: nobody who leaves it waits for a report of this process."""
+        """Skip this epoch, and send an empty report, so that nobody who leaves it waits for this process."""
         self._store.set(f"report-{self._epoch}-{self._number}", "null")
         self._epoch += 1

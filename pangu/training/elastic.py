@@ -51,9 +51,9 @@ def replace_ranks(mesh: Mesh, ranks: Sequence[int], now: bool = True) -> bool:
 def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., StopSignals]], int]) -> int:
     """Return the status of `attempt`, which carries out a run; make another one whenever a rank is lost.
 
-    What an attempt has built is gone then, and the next one continues from the newest state of the run: what the ranks
-    that are left keep (`training.survivors`), a copy in memory or a checkpoint. Only the process, its imports, what the
-    system has cached and the received signals stay. It makes its handler of signals with the function that it is given.
+    What an attempt has built is gone then, and the next one continues from the newest state of the run: what surviving
+    ranks keep (`training.survivors`), a copy in memory or a checkpoint. Only the process, its imports, what the system
+    has cached and the received signals stay. It makes its handler of signals with the function that it is given.
     """
     if MEMBER not in os.environ:
         return attempt(StopSignals)

@@ -167,16 +167,16 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         return [one for found, _ in answers for one in found]
 
     def _commit_kept(self, newest: int) -> Path | None:
-        """Commit the generation that ranks of the epoch before have kept, if it is whole and after step `newest`."""
+        """Commit the generation that surviving ranks have kept, if it is complete and newer than step `newest`."""
         answers = self._meet(lambda: kept_parts(self.folder), self._leads)
         parts, problem = newest_kept(part for found in answers for part in found or ())
         if not any(answers) and Launch.from_environment().epoch:
-            problem = "none of those that are left has kept a step"
+            problem = "no surviving rank has kept its state"
         path = checkpoint_path(self.folder, parts[0]["step"] if parts else 0)
         if parts and parts[0]["step"] > newest:
             try:
                 self._meet(lambda: commit_kept(path, parts), self._leads)
-                log.info("%-12s those that are left hold all of step %d", "survivors", parts[0]["step"])
+                log.info("%-12s the surviving ranks hold the complete state of step %d", "survivors", parts[0]["step"])
                 return path
             except UserError as error:
                 problem = str(error)

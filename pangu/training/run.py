@@ -134,7 +134,7 @@ def run(
 
 
 def _memory(config: RunConfig, mesh: Mesh, stack: ExitStack) -> MemoryCheckpoints | None:
-    """Return the copies in memory if they are asked for, or if ranks that outlive a loss may keep their state there."""
+    """Return the copies in memory if they are asked for, or if surviving ranks may keep their state there."""
     is_asked = config.checkpoint.memory_every > 0
     if not is_asked and MEMBER not in os.environ:
         return None
@@ -143,7 +143,7 @@ def _memory(config: RunConfig, mesh: Mesh, stack: ExitStack) -> MemoryCheckpoint
     except UserError as error:
         if is_asked:
             raise
-        log.warning("survivors: they will not keep their state: %s", error)
+        log.warning("survivors: ranks will not keep their state: %s", error)
         return None
 
 

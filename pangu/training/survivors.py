@@ -1,14 +1,14 @@
-"""State that the ranks of an epoch keep when another one is lost (`scripts/launch.py --spares`).
+"""State that surviving ranks keep when another rank is lost (`scripts/launch.py --spares`).
 
-Gradients change no weights before norm and loss are summed, so each rank that is left has a whole step. Ranks may
-differ by one, as only some have received that sum. Then those that have it tell the others, which finish the update:
+Weights do not change before norm and loss are summed, so each surviving rank has the complete state of a step. The
+steps may differ by one, as only some ranks have received the sums. They send them to the others, which then update:
 
-    rank 0 | gradients 8 | sums | update 8 | gradients 9 ...   is at step 8, tells its sums
+    rank 0 | gradients 8 | sums | update 8 | gradients 9 ...   is at step 8, sends its sums
     rank 1 | gradients 8 | sums | x                            is lost
     rank 2 | gradients 8 | sums ...                            is at step 7, makes update 8 with these sums
 
-What is left is written into the memory of nodes, each shard by the first rank that has it, and is the newest generation
-there (`checkpoint.memory`) if each shard of the lost rank is held by another one as well.
+The state is written into the memory of nodes, each shard by the first surviving rank that holds it. It is the newest
+generation there (`checkpoint.memory`) if surviving ranks hold all shards of the lost one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pangu")
 
 Meet = Callable[[Any], tuple[str, list[Any]]]
-"""Function that exchanges reports with the ranks that are left; it returns a name of the epoch, too (`Member.meet`)."""
+"""Function that exchanges reports with the surviving ranks; returns the epoch's name and them (`Member.meet`)."""
 
 
 UnreadResult = tuple[PendingResult, dict[int, float] | None, dict[str, Any]]
@@ -51,7 +51,7 @@ class Border(NamedTuple):
     """State of a loop between two steps, as far as later work changes it."""
 
     result: UnreadResult | None
-    """Result of the step before; None: it was read, and needs no record."""
+    """Result of the step before; None: there is none since the run began or continued."""
     watch: Mapping[str, Any]
     """State of `SpikeDetector` before that result."""
     position: Mapping[str, Any] | None
@@ -61,7 +61,7 @@ class Border(NamedTuple):
     outside_s: float
 
     def unread(self) -> dict[str, Any] | None:
-        """Return the result for the index of a checkpoint: it may not be recorded yet, nor what is due then be done."""
+        """Return the result for the index of a checkpoint, for the next epoch to record it and to do what is due."""
         if self.result is None or self.began is None:
             return None
         pending, stragglers, details = self.result
@@ -76,7 +76,7 @@ class Border(NamedTuple):
 
 
 def result_of(unread: Mapping[str, Any], trainer: Trainer) -> UnreadResult:
-    """Return the result of which `Border.unread` has told."""
+    """Return the result that `Border.unread` has described."""
     numbers, compared = torch.tensor(unread["numbers"], dtype=torch.float64), trainer.parameters.unsharder.sums
     sums = None if compared is None else numbers  # no weights differ, see `_is_sound`
     stragglers = None if unread["stragglers"] is None else dict(unread["stragglers"])
@@ -88,19 +88,19 @@ def result_of(unread: Mapping[str, Any], trainer: Trainer) -> UnreadResult:
 
 
 class CommonStep(NamedTuple):
-    """Step at which ranks that are left can meet."""
+    """Step that surviving ranks have in common."""
 
     step: int
     sums: Sequence[float] | None
-    """Sums with which ranks that wait for them make its update."""
+    """Sums with which ranks that lack them finish its update."""
     ranks: set[int]
-    """Ranks that are there, or get there."""
+    """Ranks at this step, and those that can finish it."""
     writers: list[int]
-    """Ranks that write its shards together; one that is lost held some alone."""
+    """Ranks that write its shards; a lost rank among them was the only holder of a shard."""
 
 
 def common_step(reports: Iterable[Mapping[str, Any] | None], layout: Layout) -> CommonStep | None:
-    """Return the newest step that the ranks which are left hold together, else the newest one; None: nobody has any."""
+    """Return the newest step whose complete state survives, else the newest step; None: there is no state."""
     whole, found = [one for one in reports if one is not None], list[CommonStep]()
     for step in sorted({one["step"] for one in whole}, reverse=True):
         sums = next((one["sums"] for one in whole if one["step"] == step and one["sums"]), None)
@@ -110,8 +110,8 @@ def common_step(reports: Iterable[Mapping[str, Any] | None], layout: Layout) -> 
     return next((one for one in found if one.ranks.issuperset(one.writers)), found[0] if found else None)
 
 
-def writers_of(layout: Layout, left: Set[int]) -> set[int]:
-    """Return the first of the ranks `left` that holds each shard, or the first of all where none of them does."""
+def writers_of(layout: Layout, surviving: Set[int]) -> set[int]:
+    """Return the first surviving holder of each shard, or its first holder if none survives."""
     writers = set[int]()
     for expert in {False, layout.splits_experts}:
         seen = set[int]()
@@ -119,7 +119,7 @@ def writers_of(layout: Layout, left: Set[int]) -> set[int]:
             if rank not in seen:
                 ranks = holders(layout, rank, expert)
                 seen.update(ranks)
-                writers.add(next((one for one in ranks if one in left), ranks[0]))
+                writers.add(next((one for one in ranks if one in surviving), ranks[0]))
     return writers
 
 
@@ -134,7 +134,7 @@ def keeping_state(loop: Loop, folder: Path) -> Iterator[None]:
 
 
 def keep_state(loop: Loop, folder: Path, meet: Meet) -> None:
-    """Keep the state of the newest step that the ranks which are left have in common, as far as this one holds it."""
+    """Write this rank's part of the state of the surviving ranks' newest common step."""
     trainer = loop.trainer
     rank, layout, device = trainer.mesh.rank, trainer.mesh.layout, trainer.mesh.device
     report = None
@@ -153,7 +153,7 @@ def keep_state(loop: Loop, folder: Path, meet: Meet) -> None:
 
 
 def _is_sound(result: UnreadResult | None, trainer: Trainer) -> bool:
-    """Return whether no result has to be looked at with what only this epoch has: batches, norms and sums of bits."""
+    """Return whether handling the result needs nothing that is lost with this epoch: batches, norms, sums of bits."""
     if result is None:
         return True
     pending, *_ = result
@@ -166,7 +166,7 @@ def _write(loop: Loop, path: Path, common: CommonStep) -> None:
     trainer, rank, border = loop.trainer, loop.trainer.mesh.rank, loop.border
     folder, written = partial_of(path), Written()
     lost = [one for one in common.writers if one not in common.ranks]
-    problem = f"only {trainer.mesh.named(lost)} held a part of it" if lost else ""
+    problem = f"only {trainer.mesh.named(lost)} held part of it" if lost else ""
     try:
         with writing(folder):
             folder.mkdir(exist_ok=True)

@@ -75,10 +75,10 @@ def holders(layout: Layout, rank: int, expert: bool) -> list[int]:
     return ExpertLayout(layout).peers(rank, "expert_copies") if expert else layout.peers(rank, "copies")
 
 
-def counts_among(placement: Placement, layout: Layout, rank: int, left: Set[int]) -> bool:
-    """Return whether a rank's shard counts, as in `counts`, if only some ranks are left."""
+def counts_among(placement: Placement, layout: Layout, rank: int, surviving: Set[int]) -> bool:
+    """Return whether a rank's shard counts, as in `counts`, among the `surviving` ranks."""
     ranks = holders(layout, rank, placement.expert)
-    return rank == next((one for one in ranks if one in left), None) and counts(
+    return rank == next((one for one in ranks if one in surviving), None) and counts(
         placement, layout, layout.coordinates(ranks[0])
     )
 

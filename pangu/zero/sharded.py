@@ -25,7 +25,7 @@ from pangu.zero.unshard import Unsharder
 from pangu.zero.weight_sums import WeightSums
 
 Owned = bool | Set[int]
-"""Shards of a rank: those that count over all ranks, or over the ranks that are left, or (False) all that it holds."""
+"""Shards of a rank: those that count among all ranks (True) or among some of them, or all that it holds (False)."""
 
 
 class ShardedParameters:

@@ -163,7 +163,7 @@ def kept(root: Path) -> tuple[list[Mapping[str, Any]], str]:
 def test_what_ranks_keep_is_a_generation_once_each_has_written_its_part(tmp_path: Path) -> None:
     save(tmp_path, 1)
     keep(tmp_path, 3, [0, 1, 2, 3, 5])
-    assert kept(tmp_path) == ([], "step 3 is not whole: rank 4 has not written its part")
+    assert kept(tmp_path) == ([], "the state of step 3 is incomplete: rank 4 has not written its part")
     keep(tmp_path, 2, [*range(6)])
     parts, problem = kept(tmp_path)
     assert ([part["rank"] for part in parts], problem) == ([*range(6)], "")
@@ -180,7 +180,7 @@ def test_damage_of_what_ranks_keep_leads_to_the_generation_before(tmp_path: Path
     keep(tmp_path, 2, [*range(6)])
     (part,) = (tmp_path / "2").glob(".kept-*/part-00003.json")
     part.write_text(part.read_text().replace('"step": 2', '"step": 9', 1))
-    assert kept(tmp_path) == ([], "step 2 is not whole: rank 3 has not written its part")
+    assert kept(tmp_path) == ([], "the state of step 2 is incomplete: rank 3 has not written its part")
     keep(tmp_path, 2, [3])
     parts, _ = kept(tmp_path)
     for node in set(NODES):
@@ -194,5 +194,5 @@ def test_damage_of_what_ranks_keep_leads_to_the_generation_before(tmp_path: Path
 
 
 def test_ranks_say_why_they_keep_nothing(tmp_path: Path) -> None:
-    keep(tmp_path, 2, [*range(6)], "only rank 6 held a part of it")
-    assert kept(tmp_path) == ([], "step 2 is not whole: only rank 6 held a part of it")
+    keep(tmp_path, 2, [*range(6)], "only rank 6 held part of it")
+    assert kept(tmp_path) == ([], "the state of step 2 is incomplete: only rank 6 held part of it")

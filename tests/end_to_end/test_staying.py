@@ -250,7 +250,7 @@ def test_a_rank_without_the_sums_of_a_step_finishes_it_with_those_of_another(
     (folder / DEAF).write_text("" if hears else "3")
     said = launched(script, 4, 1, [*words(folder / "run", layout), ON_DISK])
     assert {step for *_, step in epochs(folder, 4)[1]} == {DIES_AFTER + 1}, said
-    assert f"those that are left hold all of step {DIES_AFTER + 1}" in said
+    assert f"the surviving ranks hold the complete state of step {DIES_AFTER + 1}" in said
     assert figures(folder / "run") == whole(tmp_path_factory, layout)
 
 
@@ -274,7 +274,7 @@ def test_the_newest_copy_is_used_where_what_is_left_is_not_whole(
     steps = {step for *_, step in epochs(folder, 2)[1]}
     assert steps <= ({3} if layout in LAYOUTS else {3, DIES_AFTER, DIES_AFTER + 1}), said
     if layout in LAYOUTS:
-        assert "is not whole: only rank 1 held a part of it" in said
+        assert "is incomplete: only rank 1 held part of it" in said
     assert figures(folder / "run") == whole(tmp_path_factory, layout)
 
 
@@ -288,7 +288,7 @@ def test_a_rank_that_is_lost_while_it_keeps_its_state_leaves_the_newest_copy(
     said = launched(script, 4, 2, [*words(folder / "run", layout), "checkpoint.memory_every=3"])
     assert (folder / "killed-1").exists()
     assert {step for *_, step in epochs(folder, 4)[1]} == {3}, said
-    assert "survivors: none of those that are left has kept a step" in said
+    assert "survivors: no surviving rank has kept its state" in said
     assert figures(folder / "run") == whole(tmp_path_factory, layout)
 
 

@@ -156,10 +156,10 @@ def test_a_step_whose_result_was_not_read_is_recorded_by_those_that_continue(
     train(tmp_path / "run", 6, *words)
     said = capsys.readouterr().err
     if is_full:
-        assert "survivors: step 3 is not whole: no room" in said
+        assert "survivors: the state of step 3 is incomplete: no room" in said
         assert "continuing from" not in said
     else:
-        assert "survivors    those that are left hold all of step 3" in said
+        assert "survivors    the surviving ranks hold the complete state of step 3" in said
         assert "(step 3)" in said
     names = ("step", "loss", "grad_norm", "lr", "skipped")
     figures = [
