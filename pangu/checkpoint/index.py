@@ -247,6 +247,7 @@ _LOSS_SCALE = {
 }
 _UNREAD = {
     "numbers": [_is_number],
+    "fields": [lambda value: isinstance(value, bool)],
     "lr": _is_number,
     "seconds": _is_number,
     "stragglers": lambda value: value is None or _matches(value, [lambda pair: len(pair) == 2]),

@@ -107,6 +107,10 @@ def transfers(
     return plan
 
 
+PART = {"step", "rank", "writers", "problem", "facts", "tensors", "files"}
+"""Keys of a part of a kept generation, see `kept_parts`."""
+
+
 def write_part(folder: Path, part: Mapping[str, Any]) -> None:
     """Write a rank's part of a kept generation, see `kept_parts`, into `folder`. Raises UserError."""
     with writing(folder):
@@ -124,7 +128,7 @@ def kept_parts(root: Path) -> list[dict[str, Any]]:
     for file in sorted(root.glob(".kept-*/part-*.json")):
         with suppress(UserError):
             part = read_json_object(file)
-            if part.pop("checksum", None) == checksum(part):
+            if part.pop("checksum", None) == checksum(part) and part.keys() == PART:
                 parts.append({**part, "folder": file.parent.name})
     return parts
 

@@ -33,7 +33,7 @@ from pangu.training.replicas import find_replica_difference
 from pangu.training.saving import Saver
 from pangu.training.stages import BatchStages
 from pangu.training.step import PendingResult, StepResult, Trainer
-from pangu.training.survivors import Border, UnreadResult, keeping_state, result_of
+from pangu.training.survivors import Border, UnreadResult, keeping_state, result_of, unread_of
 from pangu.training.validation import Benchmarks, Validation, in_training, trust_ratios
 
 log = logging.getLogger("pangu")
@@ -358,7 +358,7 @@ class Loop:
         self.samples = checkpoint.get("samples", 0)
         self.sources.train.resume(checkpoint.get("position"))
         self.spikes.restore(checkpoint.get("watch", {}))
-        self._position, unread = checkpoint.get("position"), checkpoint.get("unread")
+        self._position, unread = checkpoint.get("position"), unread_of(checkpoint, self.trainer)
         self._pending, self._step_began, self._outside_s = None, None, 0.0
         if unread is not None:
             self._step_began = DeviceEvent(self.trainer.mesh.device)

@@ -310,6 +310,14 @@ class Trainer:
         return [replace(batch, mtp_weights=one * weights) for batch, one in zip(batches, ahead, strict=True)]
 
     @property
+    def result_fields(self) -> list[bool]:
+        """Which of the numbers that depend on the configuration `PendingResult.numbers` has."""
+        return [
+            self._has_mtp,
+            *(one is not None for one in (self.balance, self.logits, self.parameters.unsharder.sums)),
+        ]
+
+    @property
     def can_finish_alone(self) -> bool:
         """True if this rank has its gradients of the next step, and needs only `sums` of other ranks for the update."""
         needs_others = (self.scales, self.balance, self.clip) != (None,) * 3 or self.config.optimizer.name != "adam"

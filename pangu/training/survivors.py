@@ -60,7 +60,7 @@ class Border(NamedTuple):
     """Beginning of the step before, and the seconds since then that belong to no step."""
     outside_s: float
 
-    def unread(self) -> dict[str, Any] | None:
+    def unread(self, trainer: Trainer) -> dict[str, Any] | None:
         """Return the result for the index of a checkpoint, for the next epoch to record it and to do what is due."""
         if self.result is None or self.began is None:
             return None
@@ -68,11 +68,18 @@ class Border(NamedTuple):
         seconds = pending.end.seconds_since(self.began) - self.outside_s
         return {
             "numbers": pending.numbers.tolist(),
+            "fields": trainer.result_fields,
             "lr": pending.lr,
             "seconds": seconds,
             "stragglers": None if stragglers is None else [*stragglers.items()],
             "details": details,
         }
+
+
+def unread_of(checkpoint: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any] | None:
+    """Return the unread result in an index; None: there is none, or it has other numbers, because keys have changed."""
+    unread = checkpoint.get("unread")
+    return unread if unread is not None and unread["fields"] == trainer.result_fields else None
 
 
 def result_of(unread: Mapping[str, Any], trainer: Trainer) -> UnreadResult:
@@ -179,6 +186,6 @@ def _write(loop: Loop, path: Path, common: CommonStep) -> None:
     facts = facts_of(loop.config, trainer, loop.samples, border.watch, border.position)
     part = {"step": trainer.step, "rank": rank, "writers": common.writers, "problem": problem, **asdict(written)}
     try:
-        write_part(folder, {**part, "facts": {**facts, "unread": border.unread()}})
+        write_part(folder, {**part, "facts": {**facts, "unread": border.unread(trainer)}})
     except UserError as error:  # the next epoch reports that this part is missing
         log.warning("survivors: %s", problem or error)

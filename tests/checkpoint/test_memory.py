@@ -181,6 +181,8 @@ def test_damage_of_what_ranks_keep_leads_to_the_generation_before(tmp_path: Path
     (part,) = (tmp_path / "2").glob(".kept-*/part-00003.json")
     part.write_text(part.read_text().replace('"step": 2', '"step": 9', 1))
     assert kept(tmp_path) == ([], "the state of step 2 is incomplete: rank 3 has not written its part")
+    write_part(part.parent, {"rank": 3, "step": 2})  # of another version
+    assert kept(tmp_path) == ([], "the state of step 2 is incomplete: rank 3 has not written its part")
     keep(tmp_path, 2, [3])
     parts, _ = kept(tmp_path)
     for node in set(NODES):
