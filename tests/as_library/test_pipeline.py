@@ -207,7 +207,7 @@ TWO = [torch.zeros(3, 2)] * 2
         (partial(nn.Linear, 2, 2), TWO[:1], "1f1b", "1 inputs, 1 targets: the schedule has 2 micro-batches"),
         (partial(nn.Linear, 2, 2), [torch.zeros(3, 2), torch.zeros(2)], "1f1b", "inputs of several shapes: "),
         (nn.Linear(2, 2), TWO, "1f1b", "chunks: must be functions that return modules, not modules"),
-        (partial(Integers, 2, 2), TWO, "1f1b", "chunk 0 returns torch.int64; return a floating tensor"),
+        (partial(Integers, 2, 2), TWO, "1f1b", "chunk 0 returns torch.int64; return a floating-point tensor"),
     ],
 )
 def test_mistakes_get_one_message(ranks: Ranks, make: Any, numbers: Any, schedule: str, message: str) -> None:
