@@ -107,7 +107,7 @@ def transfers(
     return plan
 
 
-PART = {"step", "rank", "writers", "problem", "facts", "tensors", "files"}
+PART_KEYS = {"step", "rank", "writers", "problem", "facts", "tensors", "files"}
 """Keys of a part of a kept generation, see `kept_parts`."""
 
 
@@ -128,7 +128,7 @@ def kept_parts(root: Path) -> list[dict[str, Any]]:
     for file in sorted(root.glob(".kept-*/part-*.json")):
         with suppress(UserError):
             part = read_json_object(file)
-            if part.pop("checksum", None) == checksum(part) and part.keys() == PART:
+            if part.pop("checksum", None) == checksum(part) and part.keys() == PART_KEYS:
                 parts.append({**part, "folder": file.parent.name})
     return parts
 

@@ -227,7 +227,7 @@ def make_writers(
 
 
 class Writers:
-    """Writers of the metrics of a run, which is worth more than they are: one that fails is a warning."""
+    """Writers of a run's metrics; a writer that fails is a warning, because the run matters more than its metrics."""
 
     def __init__(self) -> None:
         """Start without writers."""

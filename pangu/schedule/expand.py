@@ -164,7 +164,7 @@ class Expansion:
 
     def _backward_turns(self, action: Action, module: str, flats: Sequence[FlatSpec]) -> Sequence[Turn | None]:
         """Return the turns of a module's backward pass, which autograd takes in the opposite order."""
-        # which parts of a layer with frozen parameters have a backward pass is not worth a rule
+        # With frozen parameters the layer stays one operation: some of its parts have no backward pass.
         if module not in self._turns or action.kind is Kind.BACKWARD_WEIGHT or not all(flat.trained for flat in flats):
             return (None,)
         return self._turns[module][::-1]

@@ -78,7 +78,7 @@ class Member:
             if rank < len(ranks):
                 rest()
                 send_news(self._store, "idle", self._number, self._epoch)
-            self._pass_over()
+            self._skip_epoch()
         local_rank = ranks[rank][1]
         local_world = max(int(self._environment["LOCAL_WORLD_SIZE"]), local_rank + 1)
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
@@ -95,9 +95,9 @@ class Member:
         """
         epoch = self._epoch - 1
         self._store.set(f"report-{epoch}-{self._number}", json.dumps(report))
-        were = {number for number, _ in json.loads(self._store.get(f"epoch-{epoch}"))["ranks"]}
+        members = {number for number, _ in json.loads(self._store.get(f"epoch-{epoch}"))["ranks"]}
         while True:
-            keys = [f"report-{epoch}-{number}" for number, _ in self._newest_epoch()["ranks"] if number in were]
+            keys = [f"report-{epoch}-{number}" for number, _ in self._newest_epoch()["ranks"] if number in members]
             with suppress(dist.DistStoreError):  # one of them may be lost as well, then there is a newer epoch
                 self._store.wait(keys, timedelta(seconds=MEET_SECONDS))
                 run = self._environment["TORCHELASTIC_RUN_ID"]
@@ -131,10 +131,10 @@ class Member:
             except dist.DistStoreError:
                 continue  # a spare may wait for days
         while self._store.check([f"epoch-{self._epoch + 1}"]):
-            self._pass_over()
+            self._skip_epoch()
         return json.loads(self._store.get(f"epoch-{self._epoch}"))
 
-    def _pass_over(self) -> None:
+    def _skip_epoch(self) -> None:
         """Skip this epoch, and send an empty report, so that nobody who leaves it waits for this process."""
         self._store.set(f"report-{self._epoch}-{self._number}", "null")
         self._epoch += 1

@@ -76,7 +76,7 @@ class Loop:
         self._pending: UnreadResult | None = None
         """Last step whose result has not been read."""
         self._details: tuple[dict[int, float] | None, dict[str, Any]] = None, {}
-        """Stragglers of the step that is computed, and the data part of its record."""
+        """Stragglers of the step that is being computed, and the data part of its record."""
         self._asked: list[bool] = []
         """Requests in the flags of earlier steps that are not done yet."""
         self._step_began: DeviceEvent | None = None

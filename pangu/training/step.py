@@ -99,9 +99,9 @@ class Trainer:
     loss_limit: float | None = None
     """Largest loss with which the next update changes weights, so that a spike can be computed again; None: any."""
     is_whole = True
-    """False while weights and moments change: they are those of no step."""
+    """False while an update changes weights and moments, which then belong to no step."""
     sums: Tensor | None = None
-    """Norm, loss and what else all ranks have summed for the last update; None: that sum is not known."""
+    """Norm, loss and further sums over all ranks with which the last update was made; None: not known."""
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None
@@ -311,11 +311,9 @@ class Trainer:
 
     @property
     def result_fields(self) -> list[bool]:
-        """Which of the numbers that depend on the configuration `PendingResult.numbers` has."""
-        return [
-            self._has_mtp,
-            *(one is not None for one in (self.balance, self.logits, self.parameters.unsharder.sums)),
-        ]
+        """Flags for the optional numbers in `PendingResult.numbers`, which depend on the configuration."""
+        optional = self.balance, self.logits, self.parameters.unsharder.sums
+        return [self._has_mtp, *(one is not None for one in optional)]
 
     @property
     def can_finish_alone(self) -> bool:
@@ -328,7 +326,7 @@ class Trainer:
 
         All of that is decided on the device, without a host sync. The result of the previous step must have been read:
         the learning rate depends on the number of skipped steps. `flags` are raised for all ranks to see. `sums`: those
-        that another rank had before this one lost it, see `can_finish_alone`.
+        that another rank received, if this rank failed in that collective; see `can_finish_alone`.
         """
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = SUMMING
