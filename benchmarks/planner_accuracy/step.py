@@ -130,7 +130,7 @@ def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
     """Return the GiB of the stage that needs most memory."""
     step, memory = describe(setup), cluster.memory
     tensors = float((step.states + (1 + memory.fragmentation) * step.activations).max())
-    return tensors / 2**30 + memory.overhead_gib(setup.plan.axes)
+    return tensors / 2**30 + memory.overhead_gib(setup.plan.layout.axes)
 
 
 def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) -> float:

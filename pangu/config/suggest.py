@@ -64,11 +64,16 @@ def _words(name: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", name.lower())
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in increasing order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
 def divisors_near(number: int, near: int, works: Callable[[int], bool] = lambda divisor: True) -> list[int]:
     """Return the three divisors of `number` that work and are nearest to `near`, in increasing order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
-    return sorted([*filter(works, divisors)][:3])
+    nearest = sorted(filter(works, divisors(number)), key=lambda divisor: (abs(divisor - near), divisor))
+    return sorted(nearest[:3])
 
 
 def multiples_near(factor: int, near: int) -> list[int]:

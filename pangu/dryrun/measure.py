@@ -38,7 +38,6 @@ from pangu.zero.unshard import passing
 
 BEGIN, MOVE, FINISH = "begin", "move", "finish"
 """Parts of a step besides its actions: `Trace.begin`, `Trace.move` and `Trace.finish`."""
-_BACKWARD = COMPUTE - {Kind.FORWARD}
 _LOOKUPS = ("embedding", "position_bias")
 
 
@@ -173,7 +172,7 @@ def spans_in(log: Sequence[Any]) -> Iterator[tuple[Boundary, Span]]:
             continue
         ends.append(entry)
         kept.append(Counter())
-        is_backward = getattr(entry.action, "kind", None) in _BACKWARD
+        is_backward = getattr(entry.action, "kind", None) in COMPUTE - {Kind.FORWARD}
         if entry.module not in (START, END) and is_backward:
             left.add((entry.module, *entry.action[1:3]))
         span_segments, level, peak = list[Segment](), 0, 0
@@ -208,10 +207,8 @@ def answer(fake: FakeDevice | str, values: Mapping[str, Any], rank: int, options
             report = {"traces": measure(chosen, *place, **options)}
         else:
             report = vars(dry_run(chosen, rank, *place, **options))
-    except UserError as error:
-        return {"error": str(error)}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"}
     return {**report, "device": fake if isinstance(fake, str) else None}
 
 

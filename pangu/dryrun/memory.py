@@ -26,8 +26,6 @@ OWNED = frozenset({"parameters", "gradients", "optimizer", "gathered"})
 Stream = int | str
 HOST: Stream = "the host"
 Clock = dict[Stream, int]
-WAITS = {2: "a stream", 3: "the device", 4: "an event"}
-"""Objects that the host waits for, by kind of `StreamEntry`."""
 
 
 class Access(NamedTuple):
@@ -185,7 +183,7 @@ class RaceDetector:
             elif kind == 1:
                 _join(self._followed(stream), self._events.get(event, {}))
             else:
-                self._note_wait(WAITS[kind])
+                self._note_wait({2: "a stream", 3: "the device", 4: "an event"}[kind])
                 waited = {2: [self._followed(stream)], 4: [self._events.get(event, {})]}
                 for clock in waited.get(kind, [*self._clocks.values()]):
                     _join(self._clocks[HOST], clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heapreplace
 from operator import le, mul
 
@@ -35,11 +36,16 @@ class Stages:
         return {chunk: self.parts[chunk] for chunk, at in enumerate(self.schedule.stage_of) if at == stage}
 
 
-def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[ModelPart, ...]:
-    """Split the model into `chunks` parts of equal time, or as in `explicit`; raise `NumbersError` if impossible."""
+def cut(
+    model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None, costs: Sequence[float] = ()
+) -> tuple[ModelPart, ...]:
+    """Split the model into `chunks` parts of equal time, or as in `explicit`; raise `NumbersError` if impossible.
+
+    `costs`: time of each layer in any unit, of multi-token prediction and of the head; (): their FLOPs.
+    """
     spans = [range(model.layers)]
     if chunks > 1 or explicit is not None:
-        costs = _costs(model)
+        costs = list(costs or _costs(model))
         costs[model.layers - 1 :] = [sum(costs[model.layers - 1 :])]
         spans = split_layers(model.layers, chunks, explicit, costs)
     parts = [ModelPart(layers) for layers in spans]
@@ -56,6 +62,12 @@ def with_end(model: ModelConfig, layers: range, first: bool) -> ModelPart:
 def layer_counts(model: ModelConfig, parts: Sequence[ModelPart]) -> tuple[int, ...]:
     """Return the number of layers of each part, without those of multi-token prediction."""
     return tuple(len(part.layers) - part.last * model.mtp_layers for part in parts)
+
+
+@lru_cache(maxsize=1000)
+def default_layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
+    """Return the number of layers of each of `chunks` parts if `parallel.layers` does not set them."""
+    return layer_counts(model, cut(model, chunks))
 
 
 def _costs(model: ModelConfig) -> list[float]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
 from pangu.models.parameters import ModelPart, parameters_by_module
-from pangu.pipeline.stages import shards_sums
+from pangu.pipeline.stages import cut, layer_counts, shards_sums
 from pangu.planning.cost import GIB, collective_seconds, message_seconds, phase_seconds
 from pangu.planning.program import Plan, Program, StagePart, configured, schedule_of, shortest
 from pangu.schedule.actions import Durations, Kind
@@ -87,7 +87,7 @@ class LayoutBounds:
         gradients if they are separate. The last micro-batch to pass a chunk forward has to pass all others, too.
         """
         modules = self._program.module_plan(plan), self._program.is_prepared(plan)
-        key = (*modules, plan.recompute, plan.schedule, plan.layers, plan.pipeline)
+        key = (*modules, plan.recompute, plan.schedule, plan.layers, plan.pipeline, plan.virtual_stages)
         if key not in self._lines:  # of stages alike the last one begins latest
             self._lines[key] = {(place, *work): fixed for fixed, place, *work in self._of_stages(plan)}
         weights, longest, last = [*self._weights(plan), (Weights(), [])], 0.0, 0.0
@@ -126,7 +126,7 @@ class LayoutBounds:
         if (seconds := self.seconds(plan)) > enough:
             return seconds
         module = self._program.module_plan(plan)
-        key = module, plan.recompute, plan.schedule, plan.pipeline, plan.layers, plan.micro_batches
+        key = module, plan.recompute, plan.schedule, plan.pipeline, plan.virtual_stages, plan.layers, plan.micro_batches
         if key not in self._runs:
             self._runs[key] = self._simulated(plan)
         (first, more, times), weights = self._runs[key], self._weights(plan)
@@ -151,6 +151,16 @@ class LayoutBounds:
         timed = schedule, Durations(forward, back, weight, max(0.0, link - 2 * end))
         more = makespan(*timed, plan.micro_batches - schedule.micro_batches) - makespan(*timed)
         return forward[0], more, chunk_times(*timed)
+
+    def balanced(self, plan: Plan) -> Plan:
+        """Return a layout with the layers of each chunk that balance the measured time of modules instead of FLOPs."""
+        whole = self._program.module_plan(plan)._replace(recompute=plan.recompute)
+        least = self._by_kind(plan, self._program.sketched(plan)[0][-1], splits_backward(plan.schedule))
+        (kinds,) = self._program.kinds(whole, *self._program.cut(whole))
+        embedding, first, *costs = (sum(_find(least, kind)[:3]) for kind in kinds if kind != "position_bias")
+        model, now = self._program.config.model, self._program.layers(plan)
+        layers = layer_counts(model, cut(model, len(now), costs=[embedding + first, *costs]))
+        return plan if layers == now else plan._replace(layers=layers)
 
     def _least(self, plan: Plan, part: StagePart) -> list[Least]:
         apart, offload = splits_backward(plan.schedule), "activations" in plan.offload
@@ -203,7 +213,7 @@ class LayoutBounds:
             saved = [one.saved for one in self._least(plan, part)]
             passing = max(weights.sum, *(sum(map(mul, held[stage].chunks, saved)) for stage in part.stages))
             most = max(most, weights.lasting + passing * (1 + self._cluster.memory.fragmentation))
-        return most / GIB + self._cluster.memory.overhead_gib(plan.axes)
+        return most / GIB + self._cluster.memory.overhead_gib(plan.layout.axes)
 
     def _weights(self, plan: Plan) -> list[tuple[Weights, list[Weights]]]:
         """Return the lower bounds of all weights of each kind of stage, and of those of its chunks."""

@@ -341,5 +341,4 @@ def _after(
     # a host's kernels of activations compute more than they move, those of gradients and states do not
     rate = cluster.memory.gb_s * cluster.memory.efficiency if cluster.queued else cluster.host_memory_gb_s
     device = iterations + stage.update.bytes / (rate * 1e9) + stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
-    host = stage.update.launches * cluster.launch_us * 1e-6
-    return waited, started(device, host, cluster)
+    return waited, started(device, stage.update.launches * cluster.launch_us * 1e-6, cluster)

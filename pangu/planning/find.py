@@ -17,8 +17,6 @@ from pangu.models.parameters import count_frozen
 from pangu.planning.program import KEYS, Plan, key_values
 from pangu.planning.search import SearchResult, Space, search, space_of
 
-_NOT_SEARCHED = {"parallel.layouts", "parallel.layers"}
-"""Layout keys that no layout found by a search sets."""
 _NUMBERS = re.compile(r"( = \d+( x \d+)*)+\b")
 """Pattern of the values of numeric keys in a reason, which vary between layouts rejected for the same reason."""
 
@@ -48,9 +46,10 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int) -> Outcom
         raise ConfigError(problems)
     count_frozen(config.model, config.train.frozen)
     check_groups(config.model, config.train.frozen, config.parameter_groups)
-    rule = "is not supported by the planner"
-    fix = "leave it out, or set parallel=data instead of parallel=auto"
-    if lost := {key: value for key in _NOT_SEARCHED & given if (value := attrgetter(key)(config))}:
+    rule, fix = "is not supported by the planner", "leave it out, or set parallel=data instead of parallel=auto"
+    if lost := {
+        key: value for key in {"parallel.layouts", "parallel.layers"} & given if (value := attrgetter(key)(config))
+    }:
         raise ConfigError([Problem(*one, rule, fix) for one in lost.items()])
     assert config.cluster is not None
     fixed = {field: attrgetter(key)(config) for field, key in KEYS.items() if key in given}
@@ -73,7 +72,9 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int) -> Outcom
 def overrides_of(plan: Plan, base: Plan | None = None) -> list[str]:
     """Return the command-line overrides that select a layout, or those that differ from a layout `base`."""
     known = {} if base is None else key_values(base)
-    return [f"{key}={shown(value)}" for key, value in key_values(plan).items() if value != known.get(key, ...)]
+    changed = {key: value for key, value in key_values(plan).items() if value != known.get(key, ...)}
+    lists = {key: f"[{','.join(map(str, value))}]" for key, value in changed.items() if isinstance(value, list)}
+    return [f"{key}={lists.get(key) or shown(value)}" for key, value in changed.items()]
 
 
 def refusals(refused: Mapping[str, int], most: int = 5) -> str:

@@ -14,7 +14,7 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.dryrun.traces import Chunk, TraceRequest, Traces, shortened
 from pangu.models.parameters import ModelPart, place_model
-from pangu.pipeline.stages import Stages, layer_counts, shards_sums, with_end
+from pangu.pipeline.stages import default_layers, shards_sums, with_end
 from pangu.schedule.groups import groups_of
 from pangu.schedule.in_flight import peak_in_flight
 from pangu.schedule.orders import SIMPLEST, NumbersError, reduces_each, splits_backward
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     micro_batches: int
     schedule: str
     layers: tuple[int, ...] = ()
-    """Layers of each chunk; (): as even as possible."""
+    """Layers of each chunk, if `parallel.layers` sets them."""
     zero_group: int = 0
     """Replicas that share model states; 0: all."""
     offload: tuple[Literal["activations", "optimizer", "parameters"], ...] = ()
@@ -73,14 +73,9 @@ class Plan(NamedTuple):
         """Parallel degrees of the plan."""
         return _layout(*_degrees(self))
 
-    @property
-    def axes(self) -> int:
-        """Number of axes with more than one rank, each of which has at least one communicating group."""
-        return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
-
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "schedule", "data", "context", *CONTEXT, "expert")
-_OTHERS = "expert_tensor", "sequence", "zero", "zero_group", "bucket_mib"
+_OTHERS = "layers", "expert_tensor", "sequence", "zero", "zero_group", "bucket_mib"
 KEYS = {
     **{field: f"parallel.{field}" for field in (*_PARALLEL, *_OTHERS)},
     "micro_size": "batch.micro_size",
@@ -94,7 +89,7 @@ KEYS = {
 def key_values(plan: Plan) -> dict[str, Any]:
     """Return the configuration keys that a layout sets, with their values."""
     defaults = {name: getattr(plan, name) or None for name in ("zero_group", "expert_tensor")}
-    values = plan._asdict() | defaults | {"offload": list(plan.offload)}
+    values = plan._asdict() | defaults | {"offload": list(plan.offload), "layers": list(plan.layers) or None}
     return {key: values[field] for field, key in KEYS.items()}
 
 
@@ -115,12 +110,12 @@ def configured(config: RunConfig, plan: Plan) -> RunConfig:
     return replace(config, **changes, dry_run=False)
 
 
-def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
+def plan_of(config: RunConfig, layout: Layout) -> Plan:
     """Return the layout of a configuration as the cost model's plan."""
     fields = {field: attrgetter(key)(config) for field, key in KEYS.items()}
     fields |= {name: getattr(layout, name) for name in LAYOUT} | {"recompute": config.memory.recompute or "none"}
-    micro_batches = config.batch.accumulation(layout.data)
-    return Plan(**fields, micro_batches=micro_batches, layers=layer_counts(config.model, stages.parts))
+    fields["layers"] = config.parallel.layers or ()
+    return Plan(**fields, micro_batches=config.batch.accumulation(layout.data))
 
 
 @dataclass(frozen=True)
@@ -205,15 +200,21 @@ class Program:
         offloads = dict.fromkeys(((), plan.offload))
         return [plan._replace(offload=one, layers=(min(fewest + bool(one), model.layers),)) for one in offloads]
 
+    def layers(self, plan: Plan) -> tuple[int, ...]:
+        """Return the number of layers of each chunk."""
+        return plan.layers or default_layers(self.config.model, plan.pipeline * plan.virtual_stages)
+
     def cut(self, plan: Plan) -> tuple[StagePart, ...]:
         """Return the different parts of the model that the stages of a layout hold."""
-        key = plan.schedule, plan.pipeline, plan.layers
+        key = plan.schedule, plan.pipeline, plan.virtual_stages, plan.layers
         if key not in self._cuts:
-            model, last, bounds = self.config.model, len(plan.layers) - 1, [0, *accumulate(plan.layers)]
+            model, bounds = self.config.model, [0, *accumulate(self.layers(plan))]
             held: list[dict[int, ModelPart]] = [{} for _ in range(plan.pipeline)]
             for chunk, stage in enumerate(chunk_stages(plan.schedule, plan.pipeline, plan.virtual_stages)):
                 layers = range(bounds[chunk], bounds[chunk + 1])
-                part = with_end(model, layers, chunk == 0) if chunk == last else ModelPart(layers, chunk == 0)
+                part = (
+                    with_end(model, layers, chunk == 0) if layers.stop == bounds[-1] else ModelPart(layers, chunk == 0)
+                )
                 held[stage][len(held[stage])] = part
 
             def content(part: ModelPart) -> Any:

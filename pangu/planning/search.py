@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count, product
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pangu.common.errors import ConfigError, Problem
 from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
-from pangu.config.model import ModelConfig
 from pangu.config.parallelism import holds_groups
 from pangu.config.schema import RunConfig
+from pangu.config.suggest import divisors
 from pangu.dryrun.roles import kept_workers, measured_gib
-from pangu.pipeline.stages import cut, layer_counts
 from pangu.planning.bounds import LayoutBounds
 from pangu.planning.cost import StageMemory, StepTime, memory_of, step_time
 from pangu.planning.program import CONTEXT, Plan, Program, configured, shortest
@@ -164,13 +163,16 @@ def search(space: Space, top: int = 10) -> SearchResult:
             continue
         costed.append(one)
         worst = sorted([*(one.time.total for one in costed), *[math.inf] * top])[top - 1]
-    kinds, chunks = (CUT, CONTEXT, KINDS), (CUT, ("chunks",), zip(CHUNKS, strict=True))
-    groups = CONFIRMED, ("zero_group",), zip(_divisors(space.cluster.devices)[1:], strict=True)
-    buckets = CONFIRMED, ("bucket_mib",), zip(BUCKETS, strict=True)
-    for most, names, tried in (kinds, chunks, buckets, groups, (CONFIRMED, ("zero", "zero_group"), [(STAGES[0], 0)])):
+    for most, changed in (
+        (CUT, lambda plan: [bounds.balanced(plan)]),
+        (CUT, lambda plan: [plan._replace(**dict(zip(CONTEXT, values, strict=True))) for values in KINDS]),
+        (CUT, lambda plan: [plan._replace(chunks=number) for number in CHUNKS]),
+        (CONFIRMED, lambda plan: [plan._replace(bucket_mib=size) for size in BUCKETS]),
+        (CONFIRMED, lambda plan: [plan._replace(zero_group=size) for size in divisors(space.cluster.devices)[1:]]),
+        (CONFIRMED, lambda plan: [plan._replace(zero=STAGES[0], zero_group=0)]),
+    ):
         costed.sort(key=_preference)
-        changes = [dict(zip(names, values, strict=True)) for values in tried]
-        costed[: min(top, most)] = _refined(space, bounds, costed[: min(top, most)], changes)
+        costed[: min(top, most)] = _refined(space, bounds, costed[: min(top, most)], changed)
     distinct = {  # two layouts may have become equal, and a group of all replicas is what 0 means
         one.plan._replace(zero_group=one.plan.zero_group % one.plan.layout.replicas): one for one in costed[::-1]
     }
@@ -210,14 +212,14 @@ def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]
 
 
 def _refined(
-    space: Space, bounds: LayoutBounds, best: Sequence[Candidate], changes: Sequence[dict[str, Any]]
+    space: Space, bounds: LayoutBounds, best: Sequence[Candidate], changed: Callable[[Plan], Sequence[Plan]]
 ) -> Iterator[Candidate]:
-    """Yield each layout with the fastest of several changes.
+    """Yield each layout, or the fastest of the layouts that it is changed to.
 
-    Only the best layouts are refined: these fields change little else, and each change needs measurements of its own.
+    Only the best layouts are refined: this changes little else, and each change needs measurements of its own.
     """
-    free = [change for change in changes if all(space.fixed.get(name, change[name]) == change[name] for name in change)]
-    others = [[one.plan._replace(**change) for change in free] for one in best]
+    kept = attrgetter("micro_size", *space.fixed)
+    others = [[plan for plan in changed(one) if plan != one and kept(plan) == kept(one)] for one, *_ in best]
     legal = [[plan for plan in plans if not problem_of(space, plan)] for plans in others]
     space.program.prepare(plan for plans in legal for plan in plans)
     for one, plans in zip(best, legal, strict=True):
@@ -230,19 +232,19 @@ def _refined(
 def smaller(space: Space, plan: Plan) -> Iterator[Plan]:
     """Yield variants of a layout that does not fit with less on the device, never faster, each reached only once."""
     if "recompute" not in space.fixed and plan.recompute == "none" and plan.offload == space.fixed.get("offload", ()):
-        most = max(plan.layers)
+        most = max(space.program.layers(plan))
         yield from (plan._replace(recompute=recompute) for recompute in ("selective", "full"))
         yield from (plan._replace(recompute=number) for number in {most // 4, most // 2, most * 3 // 4} - {0, most})
     if "offload" not in space.fixed:
         for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
             # activations that are recomputed need not wait on the host
-            if _can_wait(part, plan) and (part != "activations" or plan.recompute == "none"):
+            if _can_wait(space, part, plan) and (part != "activations" or plan.recompute == "none"):
                 yield plan._replace(offload=(*plan.offload, part))
 
 
-def _can_wait(part: str, plan: Plan) -> bool:
+def _can_wait(space: Space, part: str, plan: Plan) -> bool:
     # the activations of a chunk's last layer stay on the device
-    return max(plan.layers) > 1 if part == "activations" else can_offload(part, plan.zero)
+    return max(space.program.layers(plan)) > 1 if part == "activations" else can_offload(part, plan.zero)
 
 
 def _candidate(space: Space, plan: Plan, room: float | None = None) -> Candidate | None:
@@ -281,9 +283,9 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
         for schedule in space.options("schedule", schedules):
             chunks = [virtual_stages for virtual_stages in (1, *VIRTUAL) if orders.allows(schedule, virtual_stages)]
             for virtual_stages in space.options("virtual_stages", chunks):
-                scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual_stages=virtual_stages))
-                if isinstance(scheduled, str):
-                    refused[scheduled] += 1
+                scheduled = plan._replace(schedule=schedule, virtual_stages=virtual_stages)
+                if reason := schedule_problem(space, scheduled):
+                    refused[reason] += 1
                 else:
                     yield from _sharded(space, scheduled)
 
@@ -294,9 +296,9 @@ def _degrees(space: Space) -> Iterator[Plan]:
     given = {name: fixed[name] for name in ("chunks", *CONTEXT) if name in fixed}
     given["bucket_mib"] = space.config.parallel.bucket_mib
     is_long = space.config.model.sequence >= LONG
-    for tensor in space.options("tensor", _divisors(min(world, space.cluster.node))):
-        for pipeline in space.options("pipeline", _divisors(world // tensor)):
-            for context in space.options("context", _divisors(world // (tensor * pipeline)) if is_long else (1,)):
+    for tensor in space.options("tensor", divisors(min(world, space.cluster.node))):
+        for pipeline in space.options("pipeline", divisors(world // tensor)):
+            for context in space.options("context", divisors(world // (tensor * pipeline)) if is_long else (1,)):
                 data = world // (tensor * pipeline * context)
                 if fixed.get("data") not in (None, data):
                     continue
@@ -304,7 +306,7 @@ def _degrees(space: Space) -> Iterator[Plan]:
                 for value in space.options("expert_tensor", (0, 1) if experts > 1 and tensor > 1 else (0,)):
                     expert_tensor = value or 0
                     ranks = data * context * (tensor // (expert_tensor or tensor))
-                    for expert in space.options("expert", _divisors(math.gcd(experts, ranks))):
+                    for expert in space.options("expert", divisors(math.gcd(experts, ranks))):
                         yield plan._replace(expert=expert, expert_tensor=expert_tensor)
 
 
@@ -314,8 +316,8 @@ def problem_of(space: Space, plan: Plan) -> str:
     return f"{problems[0].key}: {problems[0].rule}" if problems else ""
 
 
-def with_schedule(space: Space, plan: Plan) -> Plan | str:
-    """Return the plan with its layers per chunk, or the reason why its schedule cannot use them."""
+def schedule_problem(space: Space, plan: Plan) -> str:
+    """Return the reason why a layout's schedule does not work with its numbers, or an empty string."""
     if not orders.allows(plan.schedule, plan.virtual_stages):
         return f"parallel.virtual_stages: {plan.schedule} does not support this number of chunks"
     if plan.pipeline * plan.virtual_stages > space.config.model.layers:
@@ -324,12 +326,7 @@ def with_schedule(space: Space, plan: Plan) -> Plan | str:
         peak_in_flight(plan.schedule, plan.pipeline, plan.virtual_stages, shortest(plan))
     except orders.NumbersError as error:
         return f"parallel.schedule: {plan.schedule} refuses {error}"
-    return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual_stages))
-
-
-@lru_cache(maxsize=1000)
-def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
-    return layer_counts(model, cut(model, chunks))
+    return ""
 
 
 def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
@@ -345,14 +342,11 @@ def _sharded(space: Space, plan: Plan) -> Iterator[Plan]:
             continue
         saving = plan._replace(zero=zero, zero_group=group_size, offload=offload, recompute=recompute)
         whole = group_size * (plan.tensor // (plan.expert_tensor or plan.tensor))
-        if (not group_size or holds_groups(whole, plan.expert)) and all(_can_wait(part, saving) for part in offload):
+        if (not group_size or holds_groups(whole, plan.expert)) and all(
+            _can_wait(space, one, saving) for one in offload
+        ):
             yield saving
 
 
 def _micro_sizes(config: RunConfig) -> list[int]:
     return [size for size in range(1, LARGEST_MICRO_SIZE + 1) if config.batch.global_size % size == 0]
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})

@@ -62,7 +62,7 @@ def choose_automatically(
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the configuration with the layout of a plan."""
     chosen = {name: {**values[name], **group} for name, group in grouped(plan).items()}
-    chosen["parallel"] |= {"layers": None, "layouts": []}
+    chosen["parallel"]["layouts"] = []
     return {**values, **chosen}
 
 

@@ -51,7 +51,8 @@ class ProfiledRun(NamedTuple):
         if chosen.config.batch.stages:
             raise UserError(f"{folder}: batch.stages: a profile covers only the first; use a run without batch.stages")
         assert chosen.config.cluster is not None
-        space, plan = space_of(chosen.config, cluster_in(chosen.config.cluster), {}), plan_of(*chosen)
+        space = space_of(chosen.config, cluster_in(chosen.config.cluster), {})
+        plan = plan_of(chosen.config, chosen.layout)
         return cls(chosen.config, space.program.describe(plan), plan, space.cluster, measured)
 
     def forecast(self, cluster: ClusterConfig) -> dict[str, float]:

@@ -73,7 +73,7 @@ class Forecast:
         """
         assert config.cluster is not None
         space = space_of(config, cluster_in(config.cluster), {"expert": layout.expert})
-        cluster, plan = space.cluster, plan_of(config, layout, stages)
+        cluster, plan = space.cluster, plan_of(config, layout)
         ledger = space.program.describe(plan)
         stage, memory = max(
             enumerate(memory_of(stage, cluster) for stage in ledger.stages), key=lambda one: one[1].total
@@ -153,7 +153,7 @@ class Forecast:
         if needed <= self.room_gib:
             log.warning("%s; a dry run of the stage with the highest peak needs %.3g GiB, which fits", expected, needed)
             return
-        plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}), top=3).best
+        plan, best = plan_of(config, layout), search(space_of(config, cluster, {}), top=3).best
         fix = "; ".join(f"{' '.join(overrides_of(one.plan, plan))} ({one.peak_gib:.3g} GiB)" for one in best)
         raise UserError(
             f"memory: the device with the highest peak needs {needed:.3g} GiB, and {self.cluster} has "

@@ -25,10 +25,7 @@ from pangu.schedule.groups import groups_of
 from pangu.schedule.simulate import simulate
 from pangu.zero.choices import STAGES
 
-KEPT = (
-    *("parallel.layers", "parallel.two_batch_overlap"),
-    *("loss.chunk", "precision.reduce", "optimizer.moments", "compile"),
-)
+KEPT = "parallel.two_batch_overlap", "loss.chunk", "precision.reduce", "optimizer.moments", "compile"
 """Keys that change time or memory of a step, of which a search tries no values."""
 WIDTH = 900
 """Width of a chart in pixels."""
@@ -231,13 +228,14 @@ def _days(days: float) -> str:
 def explain(outcome: Outcome) -> Iterator[str]:
     """Yield explanations why the neighbors of the fastest layout are slower or do not fit."""
     space, best, room = outcome.space, outcome.result.best[0], outcome.space.cluster.memory.gib
-    batch, plans = space.config.batch.global_size, dict[str, Plan | str]()
+    batch, plans = space.config.batch.global_size, dict[str, Plan]()
     for name, values in _changes(space, best.plan):
         other = best.plan._replace(**values, layers=())
-        other = other._replace(micro_batches=max(1, batch // (other.micro_size * other.data)))
-        plans[name] = search.with_schedule(space, other)
-    reasons = {name: made if isinstance(made, str) else search.problem_of(space, made) for name, made in plans.items()}
-    valid = {name: made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name]}
+        plans[name] = other._replace(micro_batches=max(1, batch // (other.micro_size * other.data)))
+    reasons = {
+        name: search.schedule_problem(space, plan) or search.problem_of(space, plan) for name, plan in plans.items()
+    }
+    valid = {name: plan for name, plan in plans.items() if not reasons[name]}
     space.program.prepare(valid.values())
     for name, reason in reasons.items():
         if name not in valid:

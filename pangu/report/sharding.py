@@ -177,7 +177,7 @@ def _table(rows: Iterable[Iterable[Any]], *heads: str | Column) -> Table:
 
 def module_spans(config: RunConfig, layout: Layout, stages: Stages) -> Iterator[tuple[SpanKey, Span]]:
     """Yield the spans of all modules for one micro-batch, stage by stage; raise DryRunError if a dry run fails."""
-    program, plan, schedule = Program(config), plan_of(config, layout, stages), stages.schedule
+    program, plan, schedule = Program(config), plan_of(config, layout), stages.schedule
     program.prepare([plan])
     actions = TraceRequest(config, (), (schedule.splits_backward,)).actions
     parts = {stage: part for part in program.cut(plan) for stage in part.stages}

@@ -78,6 +78,11 @@ class Layout:
         return self.data * self.context
 
     @property
+    def axes(self) -> int:
+        """Number of axes with more than one rank, each of which has at least one group."""
+        return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
+
+    @property
     def splits_experts(self) -> bool:
         """True if the experts are placed on other ranks than the remaining weights would be (`topology.experts`)."""
         return self.expert > 1 or self.expert_tensor not in (0, self.tensor)

@@ -34,7 +34,7 @@ def assert_planned(values: Mapping[str, Any], process: SharedWorker, name: str =
     """Compare of each stage bytes and calls of collectives and the number of process groups exactly, and the peak, up
     to a share `off`. `name`: of the case, for messages."""
     chosen = choose_layout(values, 1)
-    program, plan = Program(chosen.config), plan_of(*chosen)
+    program, plan = Program(chosen.config), plan_of(chosen.config, chosen.layout)
     program.prepare([plan])  # all stages in one dry run
     ledger = program.describe(plan)
     for stage, planned in enumerate(ledger.stages):

@@ -32,8 +32,8 @@ def step_of(cluster: ClusterConfig, *words: str) -> tuple[StepTime, StepLedger, 
         "model.attention_dropout=0",
         "batch.global_size=16",
     )
-    config, layout, stages = choose_layout(composed("+config=pangu_350m", *plain, *words), 1)
-    plan = plan_of(config, layout, stages)
+    config, layout, _ = choose_layout(composed("+config=pangu_350m", *plain, *words), 1)
+    plan = plan_of(config, layout)
     ledger = Program(config).describe(plan)
     return step_time(ledger, plan, cluster), ledger, plan.micro_batches
 

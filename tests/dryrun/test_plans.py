@@ -80,7 +80,7 @@ def test_matrices_arrive_and_return_while_others_are_orthogonalized(
     whole = values(f"optimizer=muon precision=bf16 model.hidden=4096 model.layers=3 model.heads=32 {axes}")
     assert_planned(whole, process)
     chosen = choose_layout(whole, 1)
-    program, plan = Program(chosen.config), plan_of(*chosen)
+    program, plan = Program(chosen.config), plan_of(chosen.config, chosen.layout)
     program.prepare([plan])
     (stage,) = program.describe(plan).stages
     report = process.report(whole, 0)
@@ -103,7 +103,7 @@ def test_compared_weights_are_read_once_in_a_step(zero: int, process: SharedWork
     for verified in ("false", "true"):
         whole = values(f"{size} faults.verify_weights={verified}")
         chosen = choose_layout(whole, 1)
-        program, plan = Program(chosen.config), plan_of(*chosen)
+        program, plan = Program(chosen.config), plan_of(chosen.config, chosen.layout)
         program.prepare([plan])
         (stage,) = program.describe(plan).stages
         planned[verified] = stage.update.bytes
@@ -237,7 +237,7 @@ def test_exchanges_of_pieces_of_a_key_head_are_planned(words: str, process: Shar
     assert_planned(whole, process)
     assert "all_to_all" in process.report(whole, 0)["collectives"]["tensor"]
     chosen = choose_layout(whole, 1)
-    ledger = Program(chosen.config).describe(plan_of(*chosen))
+    ledger = Program(chosen.config).describe(plan_of(chosen.config, chosen.layout))
     exchanging = {one.ranks for one in ledger.stages[0].sent if one.kind == "all_to_all"}
     assert exchanging == {4 // (chosen.config.model.kv_heads or 1)}  # of the four tensor-parallel ranks
 
@@ -264,7 +264,7 @@ def test_a_tied_head_may_be_measured_after_the_embedding(
     """A stage of zb_v has both ends of the model; of the second cut only the chunk with the head is new."""
     keys = "parallel.pipeline=2 parallel.virtual_stages=2 parallel.schedule=zb_v model.layers=6 model.tied_head=true"
     chosen = choose_layout(values(keys), 1)
-    cuts = [plan_of(*chosen)._replace(layers=layers) for layers in ((1, 2, 2, 1), (1, 1, 1, 3))]
+    cuts = [plan_of(chosen.config, chosen.layout)._replace(layers=layers) for layers in ((1, 2, 2, 1), (1, 1, 1, 3))]
     planned = []
     for number, plans in enumerate((cuts, cuts[1:])):
         folder = tmp_path / str(number)

@@ -21,7 +21,7 @@ from pangu.config.layout_checks import layout_problems
 from pangu.planning import search as search_module
 from pangu.planning.bounds import LayoutBounds, Least
 from pangu.planning.cost import StepTime, memory_of, step_time
-from pangu.planning.find import Outcome, refusals
+from pangu.planning.find import Outcome, overrides_of, refusals
 from pangu.planning.program import KEYS, Plan, StepLedger, configured, key_values, shortest
 from pangu.planning.search import (
     BUCKETS,
@@ -92,6 +92,21 @@ def test_the_fastest_layouts_are_tried_with_every_zero_group() -> None:
     assert {one.plan.zero_group for one in given.best} == {4}
     plans = [one.plan for one in search(space(8, *SHORT)).best]
     assert not any(plan.zero_group == plan.layout.replicas for plan in plans), "that is no group, but all replicas"
+
+
+def test_the_fastest_layouts_are_tried_with_chunks_of_equal_measured_time() -> None:
+    """FLOPs give the last chunk of GPT-3 2.7B with its head the right layers, but those before it too many."""
+    where = space(16, "+config=gpt3_2_7b")
+    where = where._replace(fixed={"tensor": 1, "pipeline": 4, "schedule": "zb_v", "zero": 1, "micro_size": 8})
+    pick = search(where).best[0]
+    by_flops = pick.plan._replace(layers=())
+    assert sum(pick.plan.layers) == where.config.model.layers
+    assert pick.plan.layers != where.program.layers(by_flops)
+    assert pick.time.total < time_of(where, by_flops).total
+    assert f"parallel.layers={list(pick.plan.layers)}".replace(" ", "") in overrides_of(pick.plan)
+    assert configured(where.config, pick.plan).parallel.layers == pick.plan.layers
+    given = search(where._replace(fixed={**where.fixed, "layers": None}))
+    assert {one.plan.layers for one in given.best} == {()}
 
 
 def test_the_fastest_layouts_are_tried_with_other_buckets() -> None:
@@ -341,7 +356,7 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
         assert not layout_problems(configured(where.config, one.plan), 64)
         assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
         assert one.peak_gib <= 79.2
-        assert sum(one.plan.layers) == where.config.model.layers
+        assert sum(where.program.layers(one.plan)) == where.config.model.layers
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import pairwise
-from math import floor, isqrt
+from math import floor
 
 from pangu.common.errors import UserError
+from pangu.config.suggest import divisors
 from pangu.interop.translation.table import Translation
 
 _ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
@@ -173,8 +174,7 @@ def _lengths(source: Translation, section: str) -> None:
 def _lengths_of_stages(longest: int, source: Translation) -> list[int]:
     """Return the sequence lengths that a stage can have: a step takes whole samples of the longest length."""
     size = source.count("train_batch_size") or 0
-    parts = [n for n in range(1, isqrt(longest) + 1) if longest % n == 0]
-    return sorted(n for n in {*parts, *(longest // part for part in parts)} if size % (longest // n) == 0)
+    return [length for length in divisors(longest) if size % (longest // length) == 0]
 
 
 def _grown_lengths(source: Translation, section: str, possible: list[int]) -> tuple[list[int], list[int]]:
