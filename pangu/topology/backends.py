@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -84,7 +86,30 @@ def create_group(create: Callable[..., Any], backend: str, ranks: int, timeout_s
     group = create(timeout=min(timeout, connecting))
     _tracked.update(_sockets().keys() - before)
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if MEMBER in os.environ:
+        _keep(group or dist.distributed_c10d._get_default_group(), timeout_s)
     return group
+
+
+_kept: list[tuple[dist.ProcessGroup, float]] = []
+"""gloo groups that are in use, each with its timeout."""
+_left: list[tuple[dist.ProcessGroup, float]] = []
+"""gloo groups that are no longer in use, each with the time at which its last message has timed out."""
+
+
+def _keep(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Let a gloo group outlive the messages that a lost rank leaves unfinished: its end would wait for them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # `_kept` alone ends with Python, which would wait as well
+    _kept.append((group, timeout_s))
+
+
+def leave_groups() -> None:
+    """Note that the gloo groups are no longer in use, and end those left before whose messages have timed out."""
+    now = time.monotonic()
+    for group, _ in (ended := [left for left in _left if left[1] < now]):
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    _left[:] = [left for left in _left if left not in ended] + [(group, now + limit) for group, limit in _kept]
+    _kept.clear()
 
 
 def _shut_down_connections() -> None:

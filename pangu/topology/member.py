@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pangu.common.errors import SAVE_SECONDS, LostError
-from pangu.topology.backends import abort_groups
+from pangu.topology.backends import abort_groups, leave_groups
 from pangu.topology.launch import MEMBER, end_with_launcher
 
 QUERY_SECONDS = 60.0
@@ -111,6 +111,7 @@ class Member:
         send_news(self._store, "left", self._number, self._epoch)
         self._epoch += 1
         abort_groups()
+        leave_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.distributed_c10d._world.group_count = 0  # torch counts those that failed to meet, and names groups by that

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pangu.collectives.lost_peers import notice_lost_peers
 from pangu.collectives.reduce import gather_objects
 from pangu.common.errors import LostError, UserError
 from pangu.pipeline.layouts import choose_layout
@@ -65,6 +66,7 @@ def run_elastic(values: Mapping[str, Any], attempt: Callable[[Callable[..., Stop
             return False
         return True
 
+    notice_lost_peers()
     member = Member()
     with ExitStack() as stack:  # of handlers of signals, which a process without a rank does not have
         signals = partial(StopSignals, received=set[int](), keep=stack)

@@ -45,6 +45,7 @@ LAYOUTS = {
 }
 MORE_LAYOUTS = LAYOUTS | {
     "zero 0": (2, ("parallel.zero=0",)),
+    "zero 2 in long messages": (2, ("parallel.zero=2", "model.hidden=768", "model.heads=12")),
     "zero 2 with LAMB": (2, ("parallel.zero=2", "optimizer=lamb")),
     "zero 1 with Muon": (2, ("parallel.zero=1", "optimizer=muon")),
     "data 4": (4, ("parallel.zero=3",)),
