@@ -46,7 +46,7 @@ with ending_at_once():
     from pangu.common.console import guard_console
     from pangu.common.errors import STORE_SECONDS, shown
     from pangu.common.exit_status import DEVICE_ERROR, INTERRUPTED, RETRYABLE, USER_ERROR
-    from pangu.topology.keeper import supervise
+    from pangu.topology.supervisor import supervise
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2

@@ -28,7 +28,7 @@ class Answer:
     """Result of one question."""
 
     id: str
-    said: str | None
+    response: str | None
     """Answer that the model chose or generated; None for tasks without one."""
     figures: dict[str, float]
     """Measures of the answer; losses in nats, with their numbers of tokens, words and bytes."""

@@ -45,9 +45,9 @@ class AnswerFile:
             if number == 1 and isinstance(value, dict) and isinstance(value.get("setup"), dict):
                 _require_same(path, value["setup"], setup)
             elif number == 1 or not _is_answer(value):
-                raise UserError(f"{path}, line {number}: was not written by this command; choose another --output")
+                raise UserError(f"{path}, line {number}: not written by this version; choose another --output")
             else:
-                self._keep(value["task"], [Answer(value["id"], value["said"], value["figures"])])
+                self._keep(value["task"], [Answer(value["id"], value["response"], value["figures"])])
         records = [_record(task, answer) for task, answers in self.answers.items() for answer in answers.values()]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,10 +72,10 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def _is_answer(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"task", "id", "said", "figures"}:
+    if not isinstance(value, dict) or value.keys() != {"task", "id", "response", "figures"}:
         return False
-    texts = isinstance(value["task"], str) and isinstance(value["id"], str) and isinstance(value["said"], str | None)
-    figures = value["figures"]
+    figures, response = value["figures"], value["response"]
+    texts = isinstance(value["task"], str) and isinstance(value["id"], str) and isinstance(response, str | None)
     return texts and isinstance(figures, dict) and all(isinstance(figure, int | float) for figure in figures.values())
 
 

@@ -1,4 +1,4 @@
-"""Membership of an elastic run: which processes are ranks, and which are spares (`topology.keeper`)."""
+"""Membership of an elastic run: which processes are ranks, and which are spares (`topology.supervisor`)."""
 
 from __future__ import annotations
 

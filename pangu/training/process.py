@@ -42,8 +42,8 @@ def only_run(output: Path) -> Iterator[None]:
     """Hold `run.lock`, which names its holder, in a run folder; raises UserError if another process holds it.
 
     The system releases it however the process ends, on network file systems too, so nobody must delete it after a
-    crash. A process that its launchers have given up (`topology.keeper`) loses it: it may be stopped, and not be killed
-    before it continues.
+    crash. A process that its launchers have given up (`topology.supervisor`) loses it: it may be stopped, and not be
+    killed before it continues.
     """
     path, launcher = output / "run.lock", ""
     if MEMBER in os.environ:

@@ -118,7 +118,7 @@ class Watchdog:
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
                     self._report(place)
-            except RuntimeError:  # the store is gone, and with it the run, or its epoch (`topology.keeper`)
+            except RuntimeError:  # the store is gone, and with it the run, or its epoch (`topology.supervisor`)
                 abort_groups()
                 return
 

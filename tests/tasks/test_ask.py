@@ -83,7 +83,7 @@ def test_the_lowest_perplexity_is_chosen(
     known: LoadedModel, tmp_path: Path, name: str, said: list[str], accuracy: float
 ) -> None:
     found = answers(known, tmp_path, name)
-    assert [answer.said for answer in found] == said
+    assert [answer.response for answer in found] == said
     assert summary(found) == pytest.approx({"accuracy": accuracy})
 
 
@@ -91,7 +91,7 @@ def test_scoring_the_rest_leaves_the_answer_out(known: LoadedModel, tmp_path: Pa
     """Behind the answer the texts are the same, so that the first of equal ones is taken; where the blank ends the
     text, the whole counts."""
     found = answers(known, tmp_path, "cmrc2019", scoring="rest")
-    assert [answer.said for answer in found] == ["丙", "错"]
+    assert [answer.response for answer in found] == ["丙", "错"]
 
 
 def test_perplexity_of_words(known: LoadedModel, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_written_answers(
 
     monkeypatch.setattr(module, "generate_shared", generate)
     found = answers(known, tmp_path, name, seed=7)
-    assert [answer.said for answer in found] == said
+    assert [answer.response for answer in found] == said
     assert summary(found) == pytest.approx(figures)
     published = {"cmrc2018": (0.8, 0, 0.8), "drcd": (0.8, 0, 0.8), "dureader": (0.7, 0, 0.9), "webqa": (1.0, 5, 1.0)}
     published |= {"pd": (0.9, 1, 1.0), "cft": (0.9, 1, 1.0), "cmrc2017": (1.0, 0, 0.9)}
@@ -210,6 +210,6 @@ def test_every_layout_gives_the_same_answers(tmp_path: Path) -> None:
     for layout in (Layout(tensor=2), Layout(pipeline=2), Layout(data=2)):
         for found in Ranks().run(2, measure, layout, tmp_path, names):
             for name in names:
-                assert [(a.id, a.said) for a in found[name]] == [(a.id, a.said) for a in one[name]]
+                assert [(a.id, a.response) for a in found[name]] == [(a.id, a.response) for a in one[name]]
                 for ours, theirs in zip(found[name], one[name], strict=True):
                     assert ours.figures == pytest.approx(theirs.figures, rel=1e-12), (layout, name)

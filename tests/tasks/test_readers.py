@@ -115,7 +115,7 @@ def test_errors_name_the_file_and_the_rule(benchmarks: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ['{"task": "a"}', "[1]", '{"task": 1, "id": "a", "said": null, "figures": {}}', "[" * 9999, '"a"', "3"]
+    "line", ['{"task": "a"}', "[1]", '{"task": 1, "id": "a", "response": null, "figures": {}}', "[" * 9999, '"a"', "3"]
 )
 def test_answers_of_another_command_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "answers.jsonl"

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from pangu.common.exit_status import RETRYABLE, USER_ERROR
-from pangu.topology import keeper
-from pangu.topology.keeper import Leader
+from pangu.topology import supervisor
 from pangu.topology.member import send_news
+from pangu.topology.supervisor import Leader
 
 
 class Launchers:
@@ -61,7 +61,7 @@ def test_a_leader_without_ranks_stops_all_ranks_at_a_signal_and_exits_at_a_later
     assert json.loads(run.store.get("orders")) == {"kill": [], "stop": True, "end": None}
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal that closes, or a scheduler, sends more
         run.leader.stop(number, None)
-    monkeypatch.setattr(keeper, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.0)
     run.leader.stop(signal.SIGTERM, None)
     with pytest.raises(SystemExit):
         run.leader.stop(signal.SIGINT, None)
@@ -121,7 +121,7 @@ def test_a_spare_that_is_told_to_end_before_it_knows_of_its_rank_does_not_end_th
 
 def test_a_node_is_lost_without_signs_of_life_unless_all_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now_s)
     run = Launchers()
     run.say("here", 0, [0, 1, 2, 3], 2)
     run.say("here", 1, [4, 5], 2)
