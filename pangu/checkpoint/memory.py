@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,4 +160,13 @@ def commit_kept(path: Path, parts: Sequence[Mapping[str, Any]]) -> None:
         for file in kept.glob("part-*.json"):
             file.unlink()
         kept.rename(partial)
-    commit(path, [Written(part["tensors"], part["files"]) for part in parts], parts[0]["facts"])
+    commit(path, [Written(part["tensors"], part["files"]) for part in parts], _facts_of(parts))
+
+
+def _facts_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the facts of the run; each part has the trust ratios of its own tensors."""
+    facts, unread = parts[0]["facts"], parts[0]["facts"].get("unread")
+    if unread is None or "trust_ratios" not in unread["details"]:
+        return dict(facts)
+    ratios = ChainMap(*(part["facts"]["unread"]["details"]["trust_ratios"] for part in parts))
+    return {**facts, "unread": {**unread, "details": {**unread["details"], "trust_ratios": dict(ratios)}}}

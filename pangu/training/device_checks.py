@@ -49,9 +49,10 @@ class DeviceChecks:
         self._trainer, self._heartbeat, config = trainer, heartbeat, trainer.config
         self.computed: tuple[Sequence[Batch], RunConfig] = (), config
         """This rank's micro-batches of the step that `diagnose` is asked about, and the configuration of its stage."""
-        self._intact = trainer.step
-        """Last step after which all replicas computed alike."""
-        self._found: tuple[str, int] | None = None
+        every = max(config.faults.recheck, 1)
+        self._intact = max(trainer.step - 1, 0) // every * every
+        """Last step after which all replicas computed alike; for a run that continues, its last recheck."""
+        self.found: tuple[str, int] | None = None
         """Fault found before the current step, to be reported with the next result, and the last intact step."""
         self.wrong: Sequence[int] = ()
         """Ranks that the last recheck has found to compute wrongly."""
@@ -75,11 +76,11 @@ class DeviceChecks:
         if wrong is None:
             self._intact = trainer.step
         else:
-            self._found = wrong, self._intact
+            self.found = wrong, self._intact
 
     def find(self, result: StepResult) -> tuple[str, int] | None:
         """Return the fault of a device that a step shows, and the last step that is intact; equal on all ranks."""
-        found, self._found = self._found, None
+        found, self.found = self.found, None
         last, self._last_difference = self._last_difference, None
         if found is not None:
             return self._record_fault(*found)

@@ -32,6 +32,7 @@ from pangu.topology.copy_stream import DeviceEvent
 from pangu.topology.layout import Layout
 from pangu.training.saving import facts_of
 from pangu.training.step import PendingResult, Trainer
+from pangu.training.validation import local_trust_ratios
 from pangu.zero.norms import holders
 
 if TYPE_CHECKING:
@@ -66,13 +67,14 @@ class Border(NamedTuple):
             return None
         pending, stragglers, details = self.result
         seconds = pending.end.seconds_since(self.began) - self.outside_s
+        asks_ratios = trainer.config.metrics.trust_ratios
         return {
             "numbers": pending.numbers.tolist(),
             "fields": trainer.result_fields,
             "lr": pending.lr,
             "seconds": seconds,
             "stragglers": None if stragglers is None else [*stragglers.items()],
-            "details": details,
+            "details": {**details, "trust_ratios": local_trust_ratios(trainer)} if asks_ratios else details,
         }
 
 
@@ -144,9 +146,9 @@ def keep_state(loop: Loop, folder: Path, meet: Meet) -> None:
     """Write this rank's part of the state of the surviving ranks' newest common step."""
     trainer = loop.trainer
     rank, layout, device = trainer.mesh.rank, trainer.mesh.layout, trainer.mesh.device
-    report = None
+    report, is_sound = None, loop.devices.found is None and _is_sound(loop.border.result, trainer)
     # A device executes updates that are already launched after NCCL has aborted the sums and gradients they use.
-    if device.type == "cpu" and trainer.is_whole and _is_sound(loop.border.result, trainer):
+    if device.type == "cpu" and trainer.is_whole and is_sound:
         known = None if trainer.sums is None else trainer.sums.tolist()
         report = {"rank": rank, "step": trainer.step, "sums": known, "waits": trainer.can_finish_alone}
     epoch, reports = meet(report)

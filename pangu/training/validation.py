@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,10 +85,13 @@ class Split:
 
 def trust_ratios(trainer: Trainer) -> dict[str, float]:
     """Return LAMB's trust ratio of each tensor in the last step, gathered from all ranks; {} with Adam."""
+    return dict(ChainMap(*gather_objects(local_trust_ratios(trainer), trainer.mesh.group("world"))))
+
+
+def local_trust_ratios(trainer: Trainer) -> dict[str, float]:
+    """Return those of this rank's shards."""
     ratios = getattr(trainer.optimizer, "ratios", {})
-    local_ratios = {p.placement.name: float(ratios[p.main]) for p in trainer.parameters.shards if p.main in ratios}
-    all_ratios = gather_objects(local_ratios, trainer.mesh.group("world"))
-    return {name: ratio for part in all_ratios for name, ratio in part.items()}
+    return {p.placement.name: float(ratios[p.main]) for p in trainer.parameters.shards if p.main in ratios}
 
 
 def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:

@@ -152,8 +152,11 @@ def keep(root: Path, step: int, ranks: list[int], problem: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         part = Slice(value(step)[2 * rank : 2 * rank + 2], (12, 2), (2 * rank, 0))
         written = write_slices(root / str(NODES[rank]) / f"kept-run-0-{step:08d}", rank, [("weight/a", part)])
-        facts = {"step": step, "rank": rank, "writers": [*range(6)], "problem": problem, "facts": {"step": step}}
-        write_part(folder, {**facts, "tensors": written.tensors, "files": written.files})
+        unread = {"numbers": [], "fields": [], "lr": 0.1, "seconds": 1.0, "stragglers": None}
+        details = {"padding": 0.5, "trust_ratios": {f"weight/{rank}": rank / 8}}
+        facts = {"step": step, "unread": {**unread, "details": details}}
+        part_facts = {"step": step, "rank": rank, "writers": [*range(6)], "problem": problem, "facts": facts}
+        write_part(folder, {**part_facts, "tensors": written.tensors, "files": written.files})
 
 
 def kept(root: Path) -> tuple[list[Mapping[str, Any]], str]:
@@ -173,6 +176,9 @@ def test_what_ranks_keep_is_a_generation_once_each_has_written_its_part(tmp_path
     assert not problems
     assert (found := newest_complete(held)) is not None
     assert (restored(tmp_path, *found) == value(2)).all()
+    ratios = {f"weight/{rank}": rank / 8 for rank in range(6)}
+    details = read_index(checkpoint_path(tmp_path / "0", 2))["unread"]["details"]
+    assert details == {"padding": 0.5, "trust_ratios": ratios}, "each rank knows the ratios of its own tensors"
 
 
 def test_damage_of_what_ranks_keep_leads_to_the_generation_before(tmp_path: Path) -> None:

@@ -118,6 +118,22 @@ def judged(checks: DeviceChecks, batches: list[Batch], is_last: bool) -> list[tu
     return verdicts
 
 
+def found_after_continuing(rank: int, world: int) -> tuple[str, int] | None:
+    """Fault that a run finds which continues from step 5, with a recheck in every second step."""
+    trainer, batches = small_trainer(Layout(data=world), *RECHECKED, f"batch.global_size={2 * world}")
+    trainer.step = 5
+    checks = DeviceChecks(trainer, Heartbeat(None))
+    for _ in range(2):
+        with flipping(trainer, float(rank == 1), 0):
+            checks.before_step(batches)
+        result = trainer.train_step(batches)
+    return checks.find(result)
+
+
+def test_what_a_run_continues_from_is_intact_only_if_it_was_rechecked(ranks: Ranks) -> None:
+    assert [found and found[1] for found in ranks.run(3, found_after_continuing)] == [4, 4, 4]
+
+
 def campaign(
     rank: int, world: int, layout: Layout, words: tuple[str, ...], steps: int, trials: Sequence[tuple[str, int]]
 ) -> Any:

@@ -135,15 +135,23 @@ def fail_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "forward_backward", lost)
 
 
-@pytest.mark.parametrize(("is_full", "changed"), [(False, ()), (True, ()), (False, ("faults.verify_weights=true",))])
+@pytest.mark.parametrize(
+    ("is_full", "changed", "more"),
+    [
+        (False, (), ("optimizer=lamb", "metrics.trust_ratios=true")),
+        (True, (), ()),
+        (False, ("faults.verify_weights=true",), ()),
+    ],
+)
 def test_a_step_whose_result_was_not_read_is_recorded_by_those_that_continue(
     is_full: bool,
     changed: tuple[str, ...],
+    more: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ("checkpoint.every=100", "checkpoint.memory_every=50")
+    words = ("checkpoint.every=100", "checkpoint.memory_every=50", *more)
     monkeypatch.setenv("PANGU_MEMORY", str(tmp_path / "memory"))
     train(tmp_path / "whole", 6, *words)
     with monkeypatch.context() as patch:
@@ -165,7 +173,7 @@ def test_a_step_whose_result_was_not_read_is_recorded_by_those_that_continue(
     else:
         assert "survivors    the surviving ranks hold the complete state of step 3" in said
         assert "(step 3)" in said
-    names = ("step", "loss", "grad_norm", "lr", "skipped")
+    names = ("step", "loss", "grad_norm", "lr", "skipped", "trust_ratios")
     figures = [
         [{name: line.get(name) for name in names} for line in metrics(tmp_path / one)] for one in ("run", "whole")
     ]
@@ -207,15 +215,21 @@ def test_the_last_checkpoint_is_written_by_the_next_epoch_if_a_rank_is_lost_mean
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_ranks_with_devices_keep_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An aborted sum leaves wrong values on a device, which updates after it have used."""
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_ranks_keep_no_state_that_may_be_wrong(
+    is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recheck has found a fault; or an aborted sum leaves wrong values on a device, which updates after it use."""
     monkeypatch.setenv("PANGU_MEMORY", str(tmp_path / "memory"))
     fail_in(2, monkeypatch)
     with pytest.raises(LostError) as lost:
         train(tmp_path / "run", 3, "checkpoint.memory_every=50")
     keep_state = lost.value.keep_state
     assert isinstance(keep_state, partial)
-    trainer, said = keep_state.args[0].trainer, list[Any]()
-    trainer.mesh = replace(trainer.mesh, device=torch.device("meta"))
+    loop, said = keep_state.args[0], list[Any]()
+    if is_faulty:
+        loop.devices.found = "replicas compute different bits", 0
+    else:
+        loop.trainer.mesh = replace(loop.trainer.mesh, device=torch.device("meta"))
     keep_state(lambda report: (said.append(report), ("run-0", said))[1])
     assert said == [None]
