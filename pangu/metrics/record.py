@@ -63,6 +63,10 @@ class StepRecord:
     """Number of consecutive failed saves so far; None if the last one succeeded."""
     failed_copies: int | None = None
     """Number of consecutive failed copies in memory so far; None if the last one succeeded."""
+    copies_gib: float | None = None
+    """Memory that copies in memory take on the node of the first rank, in GiB; None before the first one."""
+    copies_sent_gib: float | None = None
+    """Data that the first rank sends to its buddy on another node for each of them, in GiB."""
     failed_uploads: int | None = None
     """Number of consecutive failed attempts to copy checkpoints to `checkpoint.remote`; None if there are none."""
     damaged_checkpoints: int | None = None

@@ -27,6 +27,7 @@ _GROUPS = {
         *("continued_from", "rollbacks", "failed_saves", "failed_copies", "failed_uploads", "damaged_checkpoints"),
     ),
     "speed": ("goodput", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
+    "copies": ("copies_gib", "copies_sent_gib"),
     "validation": ("validation_loss", "validation_perplexity"),
 }
 

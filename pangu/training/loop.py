@@ -190,7 +190,7 @@ class Loop:
         record = self._make_record(result, self._step_s, stragglers)
         counts = saver.failures | {"rollbacks": len(self.spikes.rollbacks)}
         goodput = self._goodput.after(self.trainer.step, self._step_s, result.skipped)
-        fields: dict[str, Any] = {name: count or None for name, count in counts.items()} | data_fields
+        fields: dict[str, Any] = {name: count or None for name, count in counts.items()} | data_fields | saver.copies
         self.record = replace(record, continued_from=self._continued_from, goodput=goodput, **fields)
         self._continued_from = None
         self.heartbeat.counts = {**counts, "skipped": self.trainer.skipped, "goodput": goodput}

@@ -122,7 +122,8 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         """Nodes that hold each file of the generation that was found."""
         self.failed = 0
         """Generations in a row that could not be written."""
-        self._has_logged_sizes = False
+        self.sizes: dict[str, float] = {}
+        """Sizes of the last generation, see `StepRecord`."""
 
     def find(self, has_newer: Callable[[int], bool]) -> Path | None:
         """Return the newest complete generation, unless the disk has an intact checkpoint after its step.
@@ -307,10 +308,11 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
                     remove(path)
                 raise
         self._own.add(path)
-        if moves and not self._has_logged_sizes:
-            self._has_logged_sizes = True
-            own, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
-            log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(own), size(kept))
+        sent, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
+        if moves and not self.sizes:
+            log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(sent), size(kept))
+        used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        self.sizes = {"copies_gib": used / 2**30, "copies_sent_gib": sent / 2**30}
 
     def _start(self, path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Start a generation in the memory of one that is too old: its pages need not be cleared. Return `facts`."""

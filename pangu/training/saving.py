@@ -216,6 +216,11 @@ class Saver(AbstractContextManager["Saver"]):
         copies = {} if self._in_memory is None else {"failed_copies": self._in_memory.failed}
         return {"failed_saves": self.failed} | copies | uploads | damaged
 
+    @property
+    def copies(self) -> dict[str, float]:
+        """Sizes of copies in memory, once there are any."""
+        return {} if self._in_memory is None else self._in_memory.sizes
+
     def finish_uploads(self) -> None:
         """Wait until all is sent, or makes no progress; each rank for its share. May raise StuckError on all ranks."""
         if (uploader := self.uploader) is not None:

@@ -87,6 +87,8 @@ def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make)
     plain_figures |= {
         "failed_saves": 2,
         "failed_copies": 1,
+        "copies_gib": 6.5,
+        "copies_sent_gib": 1.25,
         "failed_uploads": 1,
         "damaged_checkpoints": 3,
         "rollbacks": 4,

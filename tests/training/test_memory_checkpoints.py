@@ -109,6 +109,7 @@ def test_a_run_that_lost_a_node_continues_from_memory(
     assert len(before) - int(found[1]) <= 2 * EVERY
     losses = [line["loss"] for line in metrics(folder / "run")]
     assert losses == [line["loss"] for line in metrics(tmp_path / "unbroken" / "run")]
+    assert metrics(folder / "run")[-1]["copies_sent_gib"] > 0
     assert not list((folder / "node").glob("*/*")), "an ended run leaves copies in memory"
 
 
@@ -254,6 +255,9 @@ def test_a_full_memory_is_a_warning_and_a_fault_deletes_the_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = crash(tmp_path / "run", monkeypatch, "checkpoint.every=100")
+    used = sum(file.stat().st_size for file in found[0].parent.rglob("*") if file.is_file())
+    sizes = [(line.get("copies_gib"), line.get("copies_sent_gib")) for line in metrics(tmp_path / "run")]
+    assert (sizes[0], sizes[-1]) == ((None, None), (used / 2**30, 0.0))
 
     def full(*_: object) -> None:
         raise UserError("no space is left")
