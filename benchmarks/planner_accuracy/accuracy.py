@@ -122,7 +122,8 @@ def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "
     everyone = [row for row in rows if row.seconds]
     timed, filled = _spread(everyone), _spread([row for row in rows if row.memory])
     # Networks between nodes are no property of the device, so those of a pool tell little of another source's.
-    freedom = {name: width / (1 + (program != "") * name.startswith("between.")) for name, width in TIMES.items()}
+    wider = RULES.wider if not program and len(timed) >= RULES.tells_enough else 1.0
+    freedom = {name: wider * one / (1 + (program != "") * name.startswith("between.")) for name, one in TIMES.items()}
     figures: Factors = fit(lambda factors: log_errors(timed, Fitted(times=factors)), freedom) if timed else {}
     # A row that takes much longer than its like has another cause, and tells nothing of the figures.
     errors = log_errors(timed, Fitted(times=figures))
@@ -172,9 +173,8 @@ def cross_validated(rows: Sequence[Row]) -> list[Prediction]:
     folds: list[object] = [row.model for row in rows]
     if len(rows) > RULES.models_at_most or len(set(folds)) == 1:
         folds = [place % RULES.folds for place in range(len(rows))]
-    pairs = list(zip(rows, folds, strict=True))
-    fits = {fold: fit_rows([row for row, other in pairs if other != fold]) for fold in set(folds)}
-    return [predict(row, fits[fold]) for row, fold in pairs]
+    fits = {fold: fit_rows([row for row, one in zip(rows, folds, strict=True) if one != fold]) for fold in set(folds)}
+    return [predict(row, fits[fold]) for row, fold in zip(rows, folds, strict=True)]
 
 
 def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:

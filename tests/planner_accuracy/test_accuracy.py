@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from benchmarks.planner_accuracy import accuracy
-from benchmarks.planner_accuracy.accuracy import TIMES, Factors, Fitted, fit_rows, fitted_for, pooled, predict
+from benchmarks.planner_accuracy.accuracy import (
+    TIMES,
+    Factors,
+    Fitted,
+    fit_rows,
+    fitted_for,
+    log_errors,
+    pooled,
+    predict,
+)
 from benchmarks.planner_accuracy.measurements import CLUSTERS, Row
+from benchmarks.planner_accuracy.published import RULES
 from tests.planner_accuracy.test_measurements import row
 
 
@@ -51,6 +62,21 @@ def test_gradients_that_wait_on_so_many_nodes_wait_as_long_as_most_do(tmp_path: 
     assert once == pytest.approx(stalls["64 all_reduce"])
     piped = row(tmp_path, gpu="H100-80G", gpus="512", pp="8")
     assert predict(piped, Fitted(stalls=stalls)) == predict(piped, Fitted())
+
+
+def test_many_rows_of_one_source_move_its_figures_farther_than_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [one._replace(seconds=1.2 * (one.seconds or 0)) for one in measured(tmp_path, 64)]
+
+    def left(rows: list[Row]) -> float:
+        """Mean error that the figures leave."""
+        return fmean(map(abs, log_errors(rows, Fitted(times=fit_rows(rows).times))))
+
+    many, few = left(rows), left(rows[:9])
+    monkeypatch.setattr(RULES, "wider", 1.0)
+    assert many < 0.8 * left(rows)
+    assert few == left(rows[:9])
 
 
 def test_a_row_that_takes_twice_as_long_as_its_like_moves_no_figure(tmp_path: Path) -> None:
