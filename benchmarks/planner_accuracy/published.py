@@ -46,6 +46,7 @@ class System(NamedTuple):
     sends_once: bool = False
     graphs: bool = False
     replicated: bool = False
+    operators: float = 0.0
 
 
 class Setup(NamedTuple):
@@ -221,9 +222,8 @@ def layer_work(setup: Setup, layer: int = 0) -> Module:
         recompute = Work(_attention(setup, 1), 13.0 * tokens * model.sequence * heads, 4)
     inputs = tuple(one._replace(columns=one.depth, depth=one.columns) for one in products)
     weights = tuple(one._replace(rows=one.depth, depth=one.rows) for one in products)
-    backward = Work(
-        inputs + _attention(setup, 2), bytes_backward, 2 * launches - late + 2 * calls, back + exchange + again + gather
-    )
+    received = back + exchange + again + gather
+    backward = Work(inputs + _attention(setup, 2), bytes_backward, 2 * launches - late + 2 * calls, received)
     passes = forward, recompute, backward, Work(weights, moved, late, sums + exchange * (system.hidden_experts > 0))
     return Module(passes, kept_bytes(setup, plan.recompute, layer), parameters, feed.experts)
 
@@ -258,8 +258,7 @@ def _layer_bytes(setup: Setup, feed: FeedForward) -> tuple[float, float]:
     forward = residual / shared + (2 * down + up + projected + rotary) / t
     backward = 1.9 * residual / shared + (2 * up + 2 * down + 12 + rotary) / t
     scores = model.heads / t * model.sequence / h * system.score_elements
-    unit = 2.0 * setup.tokens * h
-    permuted = setup.tokens * feed.permuted_bytes
+    unit, permuted = 2.0 * setup.tokens * h, setup.tokens * feed.permuted_bytes
     return unit * (forward + scores) + permuted, unit * (backward + scores * 1.6) + permuted
 
 

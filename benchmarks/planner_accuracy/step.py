@@ -65,13 +65,11 @@ def describe(setup: Setup) -> Step:
     parameters = owned @ [module.parameters for module in modules] - (shared if plan.pipeline == 1 else 0)
     experts = owned @ [module.experts for module in modules]
     groups = {"": (parameters, plan.layout.shards)}
-    if experts.any():
-        groups["expert_"] = experts, ExpertLayout(plan.layout).shards
+    groups |= {"expert_": (experts, ExpertLayout(plan.layout).shards)} if experts.any() else {}
     updated, states = np.zeros((2, plan.pipeline))
     for held, shards in groups.values():
-        updated += held * (
-            RULES.update_bytes / shards + (system.gradient_bytes + 4) / (shards if plan.zero >= 2 else 1)
-        )
+        summed = shards if plan.zero >= 2 else 1
+        updated += held * (RULES.update_bytes / shards + (system.gradient_bytes + 4) / summed)
         gradients = system.gradient_bytes / (shards if setup.reduces_each else 1) + system.spare_bytes
         states += held * (2 / (shards if plan.zero == 3 else 1) + gradients + RULES.optimizer_bytes / shards)
     ends = set()
@@ -144,6 +142,9 @@ def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) ->
         # Weight gradients hide what input gradients send, too, as in a plan.
         phases.append([*early, pass_time(inputs, system, groups, cluster, late.compute), late])
     seconds = step.counts @ [[phase.total for phase in passes] for passes in phases]
+    # A host is ahead of the device by many kernels, so only the sum of all passes can delay it, as in a plan.
+    host = cluster.operator_us / 1e6 * system.operators * (3 + (plan.recompute == "full")) * step.counts[:, 1:-1].sum(1)
+    seconds *= np.maximum(1.0, host / np.maximum(seconds.sum(1), 1e-9))[:, None]  # a stage may be empty
     longest = (stages := seconds.sum(1)).argmax()
     replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
     sent = collective_seconds(step.message, groups["pipeline"], cluster)

@@ -80,6 +80,19 @@ def test_rings_hold_the_host_where_a_pipeline_crosses_nodes() -> None:
     assert computing(MEGATRON_2022, 1) == computing(MEGATRON_2022, 2)
 
 
+def test_eager_layers_that_compute_less_than_the_host_dispatches_take_as_long_as_the_host() -> None:
+    def seconds(hidden: int, recompute: Literal["none", "full"], operator_us: float) -> float:
+        one = setup(Layout(8), MEGATRON_2021, recompute)
+        model = replace(GPT_22B, hidden=hidden, ffn=4 * hidden, heads=8, sequence=512)
+        return step_seconds(one._replace(model=model), replace(A100, operator_us=operator_us))
+
+    # 48 layers dispatch 63 operators forward, as many again to recompute, twice as many backward
+    for recompute, passes in (("none", 3), ("full", 4)):
+        more = seconds(1024, recompute, 200.0) - seconds(1024, recompute, 100.0)
+        assert more == pytest.approx(48 * 63 * passes * 100e-6)
+    assert seconds(12288, "full", 10.3) == seconds(12288, "full", 0.0)  # wide layers hide the host
+
+
 def test_selective_recompute_with_flash_attention_repeats_every_other_matmul() -> None:
     forward, again, *_ = layer_work(setup(Layout(), FSDP, "selective")).passes
     flops = sum(matmul.flops for matmul in forward.matmuls if not matmul.fused)
