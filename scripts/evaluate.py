@@ -69,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="rank answers by the perplexity of the full filled template (text, the default: the paper's words) or of "
         "what follows the answer (rest: the paper's code)",
     )
-    parser.add_argument("--template", metavar="TEXT", help="replaces the task's own; with {answer} and its fields")
+    parser.add_argument("--template", metavar="TEXT", help="prompt with {answer} and the task's fields (the task's)")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N questions per task, chosen at random (all)")
     parser.add_argument("--stride", type=int, help="tokens by which the window moves in long texts (half a window)")
     parser.add_argument(

@@ -188,7 +188,7 @@ class Running:
         result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - self.began, 1)}
         if status != "succeeded":
             log = output / f"{self.part.name}.log"
-            result["said"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+            result["log_tail"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         write_atomically(path, to_json({**document, **result}), sync=False)
         return result
 

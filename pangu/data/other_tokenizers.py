@@ -148,7 +148,7 @@ def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), 1):
         piece, _, rank = line.partition(b" ")
         if not rank.isdigit() or len(rank) > 10 or int(rank) >= 2**31 - 1:
-            raise ValueError(f"line {number} is not a base64 piece and its id")
+            raise ValueError(f"line {number} has no base64 piece followed by its id")
         ranks[base64.b64decode(piece, validate=True)] = int(rank)
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError("a byte has no piece")

@@ -43,13 +43,13 @@ def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
     """
     region = TensorRegion.of(mesh)
     if region.slices_sequence and len(x) % region.size:
-        raise UserError(f"a sequence of {len(x)}: must be a multiple of the {region.size} tensor-parallel ranks")
+        raise UserError(f"sequence length = {len(x)}: must be a multiple of the {region.size} tensor-parallel ranks")
     return region.local_sequence(x)
 
 
 def _shared(linear: nn.Linear, mesh: Mesh, kind: type[L]) -> L:
     if not isinstance(linear, nn.Linear):
-        raise UserError(f"{type(linear).__name__}: only the matrix of an nn.Linear can be shared")
+        raise UserError(f"{type(linear).__name__}: only an nn.Linear can be split over tensor-parallel ranks")
     require_no_tensor_hooks(linear)
     dim = 0 if kind is ColumnParallelLinear else 1
     region, shape = TensorRegion.of(mesh), tuple(linear.weight.shape)

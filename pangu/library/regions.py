@@ -206,7 +206,7 @@ def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Par
                         raise UserError(
                             f"{name} is used outside the forward of its region, where it is sharded; `with "
                             "sharded.full_parameters():` on all ranks gathers it, and regions=[...] of `shard` "
-                            "without that module, or a method zero_regions(), leaves it whole"
+                            "without that module, or a method zero_regions(), keeps it whole"
                         )
             return function(*args, **(kwargs or {}))
 

@@ -53,7 +53,7 @@ def read_dialog(record: Any, messages_key: str, prompt_key: str, response_key: s
     first = max(users, default=0) if turns == "last" else 0
     counted = [number >= first and messages[number].get("weight", 1) != 0 for number in responses]
     if not any(counted):
-        raise ValueError("has no response that counts: all have weight 0")
+        raise ValueError("every response has weight 0, so there is nothing to train on")
     return Dialog(messages, _tools(record.get("tools")), counted)
 
 

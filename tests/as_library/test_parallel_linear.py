@@ -87,9 +87,9 @@ def refuse(rank: int, world: int) -> None:
         pangu.column_parallel(nn.Linear(2, 3), mesh)
     with pytest.raises(UserError, match=r"^in_features = 3: must be a multiple of the 2 tensor-parallel ranks$"):
         pangu.row_parallel(nn.Linear(3, 2), mesh)
-    with pytest.raises(UserError, match=r"^LayerNorm: only the matrix of an nn\.Linear can be shared$"):
+    with pytest.raises(UserError, match=r"^LayerNorm: only an nn\.Linear can be split over tensor-parallel ranks$"):
         pangu.column_parallel(nn.LayerNorm(4), mesh)
-    with pytest.raises(UserError, match=r"^a sequence of 3: must be a multiple of the 2 tensor-parallel ranks$"):
+    with pytest.raises(UserError, match=r"^sequence length = 3: must be a multiple of the 2 tensor-parallel ranks$"):
         pangu.local_sequence(torch.zeros(3, 2), mesh)
 
 

@@ -261,7 +261,7 @@ def test_the_last_turn_has_all_that_follows_the_last_question() -> None:
     talk = [*TALK[:3], *CALLED[1:5], {"role": "user", "content": "Unanswered"}]
     assert dialog(talk, turns="last").counted == [False, True, True]
     assert dialog([{**TALK[2], "weight": 0}, TALK[4]]).counted == [False, True]
-    with pytest.raises(ValueError, match="has no response that counts"):
+    with pytest.raises(ValueError, match="every response has weight 0"):
         dialog([TALK[1], {**TALK[2], "weight": 0}])
 
 

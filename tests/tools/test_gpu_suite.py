@@ -153,7 +153,7 @@ def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> No
     assert result["status"] == "finished, with errors in first"
     document = json.loads(setting.path.read_text(encoding="utf-8"))
     assert document.items() >= result.items()
-    assert document["said"] == ["before", "last line"]
+    assert document["log_tail"] == ["before", "last line"]
     assert all(row["during"]["wall_seconds"] >= 0 <= row["during"]["process_seconds"] for row in document["rows"])
     first, second = ({key: value for key, value in row.items() if key != "during"} for row in document["rows"])
     assert first["loss"] is None

@@ -35,7 +35,7 @@ def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
         return {}
     if not isinstance(options, argparse.Namespace):
         kind = repr(options) if isinstance(options, Record) else type(options).__name__
-        raise UserError(f"{where}: args = {shown(kind)}: is not supported; it must be Megatron's argparse.Namespace")
+        raise UserError(f"{where}: args = {shown(kind)}: must be Megatron's argparse.Namespace")
     return vars(options)
 
 
